@@ -5,6 +5,7 @@ Each function raises InvalidInputError naming ``field``.
 
 from __future__ import annotations
 
+import difflib
 import enum
 import os
 from collections.abc import Collection, Iterable, Mapping
@@ -17,6 +18,12 @@ from rollout.errors import InvalidInputError
 _MAX = 2**62
 
 E = TypeVar("E", bound=enum.StrEnum)
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """``, did you mean X?`` for the name in ``known`` that is most like ``name``; else nothing."""
+    meant = difflib.get_close_matches(str(name), list(known), n=1)
+    return f", did you mean {meant[0]}?" if meant else ""
 
 
 def checked_object(value: object, keys: Collection[str], field: str) -> Mapping[str, Any]:

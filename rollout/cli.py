@@ -5,9 +5,10 @@ Subcommands such as `specrollout report` parse their own arguments without Hydra
 
 from __future__ import annotations
 
-import difflib
 import importlib
+import io
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import hydra
 import rich
@@ -27,12 +28,13 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.markup import escape
 
+from rollout.checked import did_you_mean
+from rollout.composition import checked_config, register_schema
 from rollout.engine.worker import factory_of
 from rollout.errors import InvalidInputError, RolloutError
 from rollout.models.head_parts import check_shares
 from rollout.models.spec import ModelSpec
 from rollout.offline import JobResult, JobStatus, RunConfig, SweepTable, run_job
-from rollout.offline.composition import register_run_schema, run_config_from
 from rollout.parallel import is_launched
 
 EXIT_ERROR = 1
@@ -54,13 +56,41 @@ SUBCOMMANDS = {
 }
 
 
+class _Pipe(io.FileIO):
+    """Standard output. Whoever reads it may leave early, as `head` does: that ends the command.
+
+    Without a word and with SIGPIPE's exit code, as shells have it. The signal itself stays ignored,
+    for it would also end a server whose client leaves.
+    """
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            with open(os.devnull, "wb") as nothing:  # for what is still buffered
+                os.dup2(nothing.fileno(), self.fileno())
+            sys.exit(EXIT_SIGNAL + signal.SIGPIPE)
+
+
 def main() -> None:
     """Run the command line in `sys.argv`; exits by `sys.exit`."""
     former = signal.signal(signal.SIGTERM, _end)  # until a job installs its own handler
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and out is sys.__stdout__:
+        unbuffered = out.write_through
+        pipe = _Pipe(out.fileno(), "wb", closefd=False)
+        sys.stdout = io.TextIOWrapper(
+            io.BufferedWriter(pipe),
+            encoding=out.encoding,
+            errors=out.errors,
+            line_buffering=out.line_buffering,
+            write_through=unbuffered,
+        )
     try:
         _run_command()
     finally:
         signal.signal(signal.SIGTERM, former)
+        sys.stdout.flush()
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
@@ -78,7 +108,7 @@ def _run_command() -> NoReturn:
     if sys.argv[1:] == ["--version"]:
         print(f"specrollout {version('specrollout')}")
         sys.exit()
-    register_run_schema()
+    register_schema("run_schema", RunConfig)
     command = _Command()
 
     # On any exception Hydra would print its own traceback, exit with 1 and drop the rest of a
@@ -98,8 +128,7 @@ def _run_command() -> NoReturn:
 
 
 def _no_command(name: str) -> str:
-    meant = difflib.get_close_matches(name, SUBCOMMANDS, n=1)
-    hint = f", did you mean {meant[0]}?" if meant else ":"
+    hint = did_you_mean(name, SUBCOMMANDS) or ":"
     return f"no command {name!r}{hint} {', '.join(SUBCOMMANDS)}, or KEY=VALUE ..."
 
 
@@ -146,7 +175,8 @@ class _Command:
     def run(self, config: DictConfig) -> None:
         result = None
         try:
-            run_config = run_config_from(config)
+            run_config = checked_config(config, RunConfig, "specrollout")
+            _choose_output(run_config)
             _launch_ranks(run_config)
             self._claim_output(run_config)
             result = run_job(run_config, factory_of(run_config.spec), rich.get_console())
@@ -160,7 +190,7 @@ class _Command:
             _stop(result)
 
     def _claim_output(self, config: RunConfig) -> None:
-        assert config.output.path is not None, "run_config_from() gave a default"
+        assert config.output.path is not None, "_choose_output() gave a default"
         path = Path(config.output.path).resolve()
         if path in self._outputs:
             raise InvalidInputError(
@@ -170,6 +200,15 @@ class _Command:
                 "it differ, as in output.path='runs/${hydra:job.num}.jsonl'",
             )
         self._outputs.add(path)
+
+
+def _choose_output(config: RunConfig) -> None:
+    """Default ``output.path``: here, or in the folder of its own that a sweep gives each job."""
+    if config.output.path is None:
+        hydra_config = HydraConfig.get()
+        sweeps = hydra_config.mode is RunMode.MULTIRUN
+        folder = Path(hydra_config.runtime.output_dir) if sweeps else Path()
+        config.output.path = str(folder / DEFAULT_OUTPUT)
 
 
 def _launch_ranks(config: RunConfig) -> None:
@@ -196,10 +235,17 @@ def _stop(result: JobResult) -> None:
     assert result.signal is not None
     assert result.summary is not None
     done = result.summary.rollouts + result.summary.resumed
-    rich.print(
-        f"stopped by {result.signal.name} with {done} rollouts written: run the same command again "
-        "to go on",
-    )
+    command = ["specrollout", *sys.argv[1:]]
+    hydra_config = HydraConfig.get()
+    sweeps = hydra_config.mode is RunMode.MULTIRUN
+    if sweeps and not any(each.startswith("hydra.sweep.dir=") for each in command):
+        command.append(f"hydra.sweep.dir={hydra_config.sweep.dir}")  # else it is new each time
+    where = result.summary.output
+    rich.get_console().print(
+        f"stopped by {result.signal.name}: {done} rollouts are in {where}. The same command goes "
+        f"on from there:\n{shlex.join(command)}",
+        highlight=False, markup=False, soft_wrap=True,
+    )  # fmt: skip
     sys.exit(EXIT_SIGNAL + result.signal)
 
 

@@ -418,6 +418,13 @@ class Rollout:
     not run; fewer only for a rollout that was aborted before its first token."""
 
     @property
+    def is_empty(self) -> bool:
+        """Whether it stopped without text; without a tokenizer, at the first token."""
+        if self.finish_reason is not FinishReason.STOP:
+            return False
+        return len(self.token_ids) <= 1 if self.text is None else not self.text.strip()
+
+    @property
     def weight_version_spans(self) -> list[tuple[int, int, int]]:
         """(version, start, end): token_ids[start:end] were sampled by weights of that version."""
         spans: list[tuple[int, int, int]] = []

@@ -10,7 +10,7 @@ from spec_workers.features.feature_recorder import FeatureRingOptions
 from spec_workers.neural.drafter import NeuralDrafter
 from spec_workers.neural.opening import open_eagle
 from spec_workers.observation import Observation
-from spec_workers.options import NeuralOptions, takes
+from spec_workers.options import EagleOptions, NeuralOptions, takes
 from spec_workers.target import TargetWorker
 from spec_workers.worker import SpecWorker
 
@@ -80,8 +80,8 @@ class EagleWorker(SpecWorker):
         return super().counters() | self.drafter.counters()
 
 
-@takes(NeuralOptions)
-def build(config: EngineConfig, progress: Progress | None, options: NeuralOptions) -> EagleWorker:
+@takes(EagleOptions)
+def build(config: EngineConfig, progress: Progress | None, options: EagleOptions) -> EagleWorker:
     """A worker with an EAGLE, EAGLE-2 or EAGLE-3 draft: its checkpoint decides which.
 
     ``progress`` is told how far the target's weights are read. Raises InvalidInputError, naming the

@@ -6,8 +6,10 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
+from pathlib import Path
 from typing import Any, TypeVar
 
+from rollout.checked import did_you_mean
 from rollout.config import EngineConfig, ParallelMode
 from rollout.errors import InvalidInputError
 from rollout.models.loader import Progress
@@ -39,10 +41,14 @@ class SpecOptions:
 
     def __post_init__(self) -> None:
         if not isinstance(self.budget, str) or self.budget not in ("learned", "fixed"):
-            raise InvalidInputError("spec.budget", self.budget, "must be learned or fixed")
+            hint = did_you_mean(self.budget, ("learned", "fixed"))
+            raise InvalidInputError("spec.budget", self.budget, f"must be learned or fixed{hint}")
         check_number("min_probability", self.min_probability, 1)
         check_number("calibration_seconds", self.calibration_seconds, 3600)
         check_number("num_draft_tokens", self.num_draft_tokens, MAX_TREE_NODES - 1, int)
+
+    def check_files(self) -> None:
+        """Raise InvalidInputError for a file that this machine, which runs the worker, lacks."""
 
     def runs_in_lockstep(self, config: EngineConfig) -> bool:
         """Whether every step enters the same forwards, whatever the batch."""
@@ -118,8 +124,26 @@ class NeuralOptions(SpecOptions):
             check_number("num_steps", self.num_steps, MAX_TREE_NODES - 1, int, minimum=1)
         FeatureRingOptions.of(self.feature_ring)
 
+    def check_files(self) -> None:
+        if self.draft_path and not Path(self.draft_path).is_dir():
+            raise InvalidInputError("spec.draft_path", self.draft_path, "there is no such folder")
+
     def runs_in_lockstep(self, config: EngineConfig) -> bool:
         return self.lockstep or config.parallel.mode is ParallelMode.lockstep
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleOptions(NeuralOptions):
+    """The options of an EAGLE draft, which is always in a folder of its own."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.draft_path:
+            raise InvalidInputError(
+                "spec.draft_path", self.draft_path,
+                "must name the folder of an EAGLE draft of the target; `specrollout train-draft` "
+                "makes one",
+            )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +165,12 @@ def takes(
     ) -> Callable[..., Built]:
         @wraps(build)
         def built(config: EngineConfig, progress: Progress | None = None, **given: Any) -> Built:
-            return build(config, progress, options(**given))
+            checked = options(**given)
+            checked.check_files()
+            return build(config, progress, checked)
+
+        def check(**given: Any) -> None:
+            options(**given)
 
         named = [
             inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default)
@@ -151,6 +180,7 @@ def takes(
         built.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [config, progress.replace(default=None), *named]
         )
+        built.check = check  # type: ignore[attr-defined]
         return built
 
     return decorated

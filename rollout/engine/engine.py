@@ -17,6 +17,7 @@ from rollout.checked import checked_int, checked_path
 from rollout.config import EngineConfig, engine_config
 from rollout.engine.call_guard import CallGuard, exclusive
 from rollout.engine.corpora import Corpora
+from rollout.engine.empty_outputs import EmptyOutputs
 from rollout.engine.generation import Generation
 from rollout.engine.lifecycle import Lifecycle
 from rollout.engine.metrics import EngineMetrics, EngineStatus, StepMetrics
@@ -73,7 +74,9 @@ class RolloutEngine:
         overlap = TwoBatchOverlap(
             config.scheduler.overlap, hides=worker.model_device.type == "cuda"
         )
-        self.steps = StepRunner(worker, self.scheduler, self.requests, overlap, self.calls)
+        self.steps = StepRunner(
+            worker, self.scheduler, self.requests, overlap, self.calls, EmptyOutputs(self.encoder)
+        )
         self.weights = WeightUpdates(worker, self.steps)
         self.lifecycle = Lifecycle(worker, self.steps, self.weights.handles)
         self.corpora = Corpora(worker, self.encoder, self.steps)

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from rollout.engine.call_guard import CallGuard
+from rollout.engine.empty_outputs import EmptyOutputs
 from rollout.engine.metrics import MetricsRecorder, StepMetrics
 from rollout.engine.requests import RequestFactory
 from rollout.engine.worker import FinishStep, Worker
@@ -60,6 +61,7 @@ class StepRunner:
         requests: RequestFactory,
         overlap: TwoBatchOverlap,
         guard: CallGuard,
+        empty_outputs: EmptyOutputs,
     ) -> None:
         self.scheduler = scheduler
         self.metrics = MetricsRecorder(worker.memory.slots.num_slots)
@@ -67,6 +69,7 @@ class StepRunner:
         self.worker = worker
         self._requests = requests
         self._overlap = overlap
+        self._empty_outputs = empty_outputs
         self._under_way: deque[_UnderWay] = deque()  # two at most, the oldest first
         self._cache_hits = 0  # of the memory's life, before this step
         self._ended: list[Rollout] = []  # that no stream has claimed
@@ -203,6 +206,9 @@ class StepRunner:
         _note_first_tokens(step.batch)
         ended = [self._end(request) for request in finished]
         self._hand_out(ended)
+        if ended:
+            unfinished = self.scheduler.num_running + self.scheduler.num_waiting
+            self._empty_outputs.check(min(unfinished, self.scheduler.limits.max_running))
         now = time.perf_counter()
         result.times.schedule = step.schedule_ms + (now - stepped) * 1e3
         result.times.total = (now - started) * 1e3
@@ -213,7 +219,9 @@ class StepRunner:
 
     def _end(self, request: Request) -> Rollout:
         self.worker.release(request)
-        return self._requests.rollout(request)
+        rollout = self._requests.rollout(request)
+        self._empty_outputs.count(request, rollout)
+        return rollout
 
     def _hand_out(self, rollouts: list[Rollout]) -> None:
         for rollout in rollouts:

@@ -50,6 +50,23 @@ class PromptEncoder:
     def _text_bound(self) -> MinTokenCount | None:
         return MinTokenCount.of(self.tokenizer)
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chat messages can be encoded."""
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    def chat_markers(self) -> tuple[str, ...]:
+        """Special tokens that the chat template writes around a user's message.
+
+        Text that has one of them was put through the template already.
+        """
+        if not self.has_chat_template:
+            return ()
+        assert self.tokenizer is not None
+        rendered = self._rendered([{"role": "user", "content": "x"}], "messages")
+        added = self.tokenizer.added_tokens_decoder.values()
+        return tuple(str(each) for each in added if each.special and str(each) in rendered)
+
     def encode(
         self,
         prompt: Prompt,
@@ -111,7 +128,7 @@ class PromptEncoder:
         for message in messages:
             if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
                 raise InvalidInputError(field, message, "each message needs `role` and `content`")
-        if not getattr(tokenizer, "chat_template", None):
+        if not self.has_chat_template:
             raise InvalidInputError(
                 field, messages, "the tokenizer has no chat template; send text"
             )
@@ -123,21 +140,25 @@ class PromptEncoder:
                     name,
                     "is no variable of the template, but an option of the call",
                 )
+        rendered = self._rendered(
+            messages,
+            field,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **(chat_template_kwargs or {}),
+        )
+        self._check_text(rendered, field, max_tokens)
+        ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        return self._checked(ids, messages, field)
+
+    def _rendered(self, messages: Any, field: str, **options: Any) -> str:
+        assert self.tokenizer is not None
         try:
-            rendered = tokenizer.apply_chat_template(
-                messages,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tokenize=False,
-                **(chat_template_kwargs or {}),
-            )
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except (TemplateError, TypeError, KeyError, ValueError, RecursionError) as error:
             raise InvalidInputError(
                 field, messages, f"must suit the chat template, which says: {error}"
             ) from error
-        self._check_text(rendered, field, max_tokens)
-        ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
-        return self._checked(ids, messages, field)
 
     def prepare_for_threads(self, field: str, value: object) -> None:
         """Raise InvalidInputError naming ``field`` and ``value`` if text cannot be encoded.

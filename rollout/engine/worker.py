@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 import yaml
 
-from rollout.checked import checked_name
+from rollout.checked import checked_name, did_you_mean
 from rollout.config import EngineConfig
 from rollout.engine.draft_corpus import DraftCorpus
 from rollout.errors import InvalidInputError
@@ -180,7 +180,11 @@ def _conf() -> Traversable:
 def factory_of(settings: Mapping[str, Any]) -> WorkerFactory:
     """The build function that ``_target_`` names, with the other keys as its options.
 
-    Raises InvalidInputError for a target that cannot be imported or an option it does not have.
+    A build function may have a function ``check`` of the same options, which is called here: a
+    mistake then shows before prompts are read or replicas started.
+
+    Raises InvalidInputError for a target that cannot be imported, an option it does not have, and
+    what ``check`` does.
     """
     options = {name: value for name, value in settings.items() if name != "_target_"}
     target = settings.get("_target_")
@@ -193,7 +197,11 @@ def factory_of(settings: Mapping[str, Any]) -> WorkerFactory:
     known = [each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY]
     for option, value in options.items():
         if option not in known:
+            hint = did_you_mean(option, known).removeprefix(", ").capitalize()
+            known_options = f"{target} knows {', '.join(known) or 'no options'}"
             raise InvalidInputError(
-                f"spec.{option}", value, f"{target} knows {', '.join(known) or 'no options'}"
+                f"spec.{option}", value, f"{known_options}. {hint}".rstrip(". ")
             )
+    if hasattr(build, "check"):
+        build.check(**options)
     return partial(build, **options)

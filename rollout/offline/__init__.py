@@ -1,11 +1,19 @@
 """The dataset job: a file of prompts in, a file of rollouts out, stopped and resumed at will."""
 
-from rollout.offline.config import DataConfig, LogConfig, OnError, OutputConfig, RunConfig
+from rollout.offline.config import (
+    ChatTemplate,
+    DataConfig,
+    LogConfig,
+    OnError,
+    OutputConfig,
+    RunConfig,
+)
 from rollout.offline.job import run_job
 from rollout.offline.sink import OutputError
 from rollout.offline.summary import JobResult, JobStatus, SweepTable
 
 __all__ = [
+    "ChatTemplate",
     "DataConfig",
     "JobResult",
     "JobStatus",

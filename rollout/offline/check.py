@@ -1,59 +1,23 @@
-"""Checks every prompt before any is generated from."""
+"""Checks the rows of the prompts: what can be told without the model."""
 
 from __future__ import annotations
 
 import io
 import logging
-import tempfile
-from array import array
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollout.engine.protocol import Engine
-from rollout.errors import InvalidInputError, OutOfMemoryError
+from rollout.errors import InvalidInputError
 from rollout.offline.config import OnError
-from rollout.offline.prompts import BrokenRow, PromptFile, PromptRow, carried, room_for
+from rollout.offline.prompts import BrokenRow, PromptFile, PromptRow, carried
 from rollout.offline.rows import import_pyarrow, to_json_line
-from rollout.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
 _MAX_SHOWN = 10
 _ROWS_PER_MERGE = 1024
-
-
-class TokenFile:
-    """The token ids of prompts, one after the other, in a file without a name.
-
-    A file of prompts may be larger than memory, and to tokenize it a second time takes as long as
-    the first.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._lengths = array("q")
-        with room_for("the prompts' token ids", folder):
-            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (`close` does)
-
-    def append(self, token_ids: list[int]) -> None:
-        """Raises OutputError where there is no room."""
-        with room_for("the prompts' token ids", self._folder):
-            array("i", token_ids).tofile(self._file)
-        self._lengths.append(len(token_ids))
-
-    def __iter__(self) -> Iterator[list[int]]:
-        """In the order in which they came; one reader at a time."""
-        with room_for("the prompts' token ids", self._folder):
-            self._file.seek(0)  # which writes what is buffered
-        for length in self._lengths:
-            token_ids = array("i")
-            token_ids.fromfile(self._file, length)
-            yield token_ids.tolist()
-
-    def close(self) -> None:
-        self._file.close()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -80,7 +44,7 @@ class CheckedPrompts:
 def check_rows(
     file: PromptFile, on_error: OnError, output: Path, reserved: Collection[str]
 ) -> CheckedPrompts:
-    """Check what can be told without the model. ``reserved`` are columns the output has of its own.
+    """Check every row of the file. ``reserved`` are columns the output has of its own.
 
     Raises InvalidInputError for broken rows, unless they are skipped, for a column that would be
     there twice, and for a file without prompts.
@@ -104,10 +68,10 @@ def check_rows(
         if types is not None:
             sources |= {"prompt": row.prompt_column} | {name: name for name in row.extras}
             if not file.is_parquet:
-                types.add(carried(row))
+                types.add(carried(row), row.where)
         else:
             _check_json(file, row)
-    _handle(broken, checked, on_error)
+    handle_broken(broken, checked, on_error)
     if types is not None:
         if file.is_parquet:
             types.declare(file.arrow_schema(), sources)
@@ -127,50 +91,8 @@ def _check_json(file: PromptFile, row: PromptRow) -> None:
             ) from None
 
 
-def check_tokens(
-    checked: CheckedPrompts, engine: Engine, params: SamplingParams, on_error: OnError
-) -> TokenFile:
-    """Check what takes a tokenizer and the sizes of model and memory. Raises as `check_rows` does.
-
-    Returns the token ids of ``checked.rows()``: they are what runs.
-    """
-    broken = []
-    tokens = TokenFile(checked.file.folder)
-    for row in checked.rows():
-        try:
-            token_ids = engine.encoder.encode(row.prompt)
-            _check_fits(engine, token_ids, params)
-        except OutOfMemoryError as error:
-            # Never skipped: the output must not depend on how much memory was free.
-            raise OutOfMemoryError(f"{row.where}: {error}") from error
-        except InvalidInputError as error:
-            if error.field.startswith("sampling."):
-                raise
-            broken.append(BrokenRow(row.index, row.where, str(error)))
-        else:
-            tokens.append(token_ids)
-    _handle(broken, checked, on_error)
-    return tokens
-
-
-def _check_fits(engine: Engine, token_ids: list[int], params: SamplingParams) -> None:
-    """Raises what submitting the prompt would; computes nothing.
-
-    The engine would end a rollout where the KV slots do. A job refuses to begin: its output must
-    not depend on how much memory was free.
-    """
-    prompt_len = engine.check(token_ids, params)
-    needed = min(prompt_len + params.max_new_tokens, engine.max_context_len)
-    slots = engine.max_sequence_len
-    if needed > slots:
-        raise OutOfMemoryError(
-            f"prompt of {prompt_len} tokens, with what may be generated, needs {needed} KV "
-            f"slots and there are {slots}: raise memory.kv_bytes or memory.max_kv_tokens, or lower "
-            "sampling.max_new_tokens"
-        )
-
-
-def _handle(broken: list[BrokenRow], checked: CheckedPrompts, on_error: OnError) -> None:
+def handle_broken(broken: list[BrokenRow], checked: CheckedPrompts, on_error: OnError) -> None:
+    """Skip the rows, or raise InvalidInputError: for them, or where no other row is left."""
     path = str(checked.file.path)
     shown = [f"  {row.where} {row.reason}" for row in broken[:_MAX_SHOWN]]
     if len(broken) > _MAX_SHOWN:
@@ -194,6 +116,29 @@ def _handle(broken: list[BrokenRow], checked: CheckedPrompts, on_error: OnError)
         raise InvalidInputError("data.path", path, "holds no prompt that could be used")
 
 
+def _other_remedy(column: str) -> str:
+    return "" if column == "prompt" else ", or leave the column out with data.columns"
+
+
+def _kind(value: Any) -> str | None:
+    """The kind of a value from JSON; None for one that any column may hold."""
+    match value:
+        case bool():
+            return "true or false"
+        case int() | float():
+            return "a number"
+        case str():
+            return "text"
+        case dict():
+            return "an object"
+        case [first, *_]:
+            return {"text": "a list of texts", "a number": "a list of numbers"}.get(
+                _kind(first) or "", "a list of objects" if isinstance(first, dict) else "a list"
+            )
+        case _:
+            return None
+
+
 class ColumnTypes:
     """The Arrow types of columns seen row by row, for an output that must declare them at once."""
 
@@ -202,9 +147,23 @@ class ColumnTypes:
         self._pa, self._pq = import_pyarrow("output.path", output)
         self._schema = self._pa.schema([])
         self._rows: list[dict[str, Any]] = []
+        self._kinds: dict[str, tuple[str, str]] = {}  # column -> kind of value, and where it was
 
-    def add(self, columns: dict[str, Any]) -> None:
-        """Widen the types so that they hold these values too."""
+    def add(self, columns: dict[str, Any], where: str) -> None:
+        """Widen the types so that they hold the values of the row at ``where`` too.
+
+        Raises InvalidInputError for a value of another kind than the column's.
+        """
+        for name, value in columns.items():
+            if (kind := _kind(value)) is None:
+                continue
+            first, first_where = self._kinds.setdefault(name, (kind, where))
+            if kind != first:
+                raise InvalidInputError(
+                    "output.path", str(self._output),
+                    f"column {name!r} is {first} in {first_where} and {kind} in {where}, and a "
+                    f"Parquet column has one type: write .jsonl{_other_remedy(name)}",
+                )  # fmt: skip
         self._rows.append(columns)
         if len(self._rows) == _ROWS_PER_MERGE:
             self._merge()
@@ -236,6 +195,6 @@ class ColumnTypes:
                     "output.path",
                     str(self._output),
                     f"the values of column {name!r} do not make a Parquet column ({error}): write "
-                    ".jsonl, or leave the column out with data.columns",
+                    f".jsonl{_other_remedy(name)}",
                 ) from None
         self._rows.clear()

@@ -30,6 +30,17 @@ class OnError(enum.StrEnum):
     skip = "skip"  # warn, count, go on
 
 
+class ChatTemplate(enum.StrEnum):
+    """Whether a prompt of text becomes a user message, put through the tokenizer's chat template.
+
+    Chat messages always go through it, token ids never do.
+    """
+
+    auto = "auto"  # where there is a template, but for text that has its special tokens already
+    always = "always"
+    never = "never"  # text is taken as it stands, as base models want it
+
+
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
     """The prompts to read."""
@@ -37,6 +48,7 @@ class DataConfig:
     path: str  # .jsonl or .parquet
     prompt_column: str | None = None  # default: the first of PROMPT_COLUMNS that a row has
     columns: list[str] | None = None  # carried through to the output; default: all others
+    chat_template: ChatTemplate = ChatTemplate.auto
     limit: int | None = None  # the first so many rows
     on_error: OnError = OnError.stop
 
@@ -79,6 +91,7 @@ class LogConfig:
     tensorboard: str | None = None  # a folder for event files
     every: int = 1  # steps between two logged ones; rollouts are all logged
     seconds: float = 5.0  # between two progress lines where there is no terminal
+    verbose: bool = False  # every total in the summary at the end
 
     def __post_init__(self) -> None:
         if self.every < 1:

@@ -48,6 +48,7 @@ def fingerprint(config: RunConfig, prompts: str) -> dict[str, Any]:
         "data (the prompts themselves)": prompts,
         "data.prompt_column": config.data.prompt_column,
         "data.columns": config.data.columns,
+        "data.chat_template": config.data.chat_template.value,
         "data.limit": config.data.limit,
         "output.prompt_ids": config.output.prompt_ids,
         "output.stats": config.output.stats,

@@ -11,7 +11,7 @@ from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from rich.console import Console
 
@@ -20,19 +20,20 @@ from rollout.engine.protocol import Engine
 from rollout.engine.spmd import OpenEngine, run_spmd
 from rollout.engine.worker import WorkerFactory
 from rollout.errors import RolloutError
-from rollout.offline.check import CheckedPrompts, TokenFile, check_rows, check_tokens
-from rollout.offline.config import RunConfig
+from rollout.offline.check import CheckedPrompts, check_rows
+from rollout.offline.config import ChatTemplate, RunConfig
 from rollout.offline.fingerprint import fingerprint
 from rollout.offline.job_corpus import JobCorpus
 from rollout.offline.output import RolloutOutput, output_lock
 from rollout.offline.paths import JobPaths
 from rollout.offline.progress import JobProgress, loading_model
+from rollout.offline.prompt_tokens import TokenFile, check_tokens
 from rollout.offline.prompts import PromptFile, PromptRow
 from rollout.offline.rows import rollout_columns
 from rollout.offline.run_log import RunLog
 from rollout.offline.summary import JobResult, JobStatus, Summary
 from rollout.parallel import rank_of
-from rollout.types import FinishReason, Rollout, SamplingParams
+from rollout.types import FinishReason, Request, Rollout, SamplingParams
 
 
 class StopSignals:
@@ -114,7 +115,7 @@ def _run(config: RunConfig, console: Console, opened: OpenEngine) -> JobResult:
         with loading_model(console, config.model.path) as progress:
             engine = opened(progress)
         at_end.callback(engine.close)
-        tokens = check_tokens(prompts, engine, config.sampling, config.data.on_error)
+        tokens = check_tokens(prompts, engine, config)
         at_end.callback(tokens.close)
         load_seconds = time.perf_counter() - started
         at_end.callback(output.close)
@@ -130,6 +131,8 @@ def _run(config: RunConfig, console: Console, opened: OpenEngine) -> JobResult:
             resumed=output.num_done,
             skipped_prompts=len(prompts.skipped),
             replicas=config.cluster.replicas,
+            log=config.log,
+            remedy=_empty_remedy(config.data.chat_template),
         )
         with (
             StopSignals() as stop,
@@ -145,15 +148,31 @@ def _run(config: RunConfig, console: Console, opened: OpenEngine) -> JobResult:
                 )
         if stop.received is None:
             output.finish(prompts)
+        else:
+            summary.output = paths.journal
         summary.print(console)
     if stop.received is not None:
         return JobResult(JobStatus.STOPPED, path, summary, stop.received)
     return JobResult(JobStatus.COMPLETED, path, summary)
 
 
+def _empty_remedy(mode: ChatTemplate) -> str:
+    if mode is ChatTemplate.never:
+        return "data.chat_template=auto puts text through the chat template"
+    return "look at the prompts and at sampling.stop"
+
+
 def _existing(folder: Path) -> Path:
     """The folder, or the nearest there is of those it would be made in."""
     return next(each for each in (folder, *folder.parents) if each.is_dir())
+
+
+class _Submitted(NamedTuple):
+    """A sample that is unfinished in the engine."""
+
+    row: PromptRow
+    request: Request
+    step: int  # the engine's last one before
 
 
 class _Job:
@@ -176,7 +195,7 @@ class _Job:
         self._summary = summary
         self._missing = self._missing_samples(prompts, tokens)
         self._max_submitted = _QUEUED_PER_RUNNING * engine.max_running
-        self._submitted: dict[tuple[int, int], tuple[PromptRow, int]] = {}  # row, step
+        self._submitted: dict[tuple[int, int], _Submitted] = {}
         self.failed: list[str] = []
 
     def _missing_samples(
@@ -198,21 +217,26 @@ class _Job:
             if not self._engine.has_unfinished:
                 break
             ended = self._engine.step()
-            submitted_steps = [self._submitted[_key(rollout)][1] for rollout in ended]
-            for rollout in ended:
+            submitted = [self._submitted.pop(_key(rollout)) for rollout in ended]
+            for rollout, each in zip(ended, submitted, strict=True):
                 if rollout.finish_reason is FinishReason.ERROR:
-                    self._fail(rollout)
+                    # Not written, so that the same command tries it again.
+                    where = f"{each.row.where}, sample {rollout.sample_index}"
+                    self.failed.append(f"{where}: {rollout.error}")
                     continue
-                self._write(rollout)
+                self._output.append(rollout, each.row)
+                progress.ended(each.request, rollout)
+                self._summary.empty += rollout.is_empty
                 if not self._summary.rollouts:
                     self._summary.first_rollout_seconds = time.perf_counter() - started
                 self._summary.rollouts += 1
             # After they were written: a log that fails loses no rollout.
-            for rollout, submitted_step in zip(ended, submitted_steps, strict=True):
-                run_log.rollout(rollout, submitted_step)
+            for rollout, each in zip(ended, submitted, strict=True):
+                run_log.rollout(rollout, each.step)
             metrics = self._engine.metrics()
             run_log.step(self._summary.rollouts)
-            progress.update(self._output.num_done, metrics.generated_tokens, metrics.accept_length)
+            unfinished = [each.request for each in self._submitted.values()]
+            progress.update(self._output.num_done, metrics, unfinished)
             self._corpus.tend()
         self._summary.seconds = time.perf_counter() - started
         self._summary.metrics = self._engine.metrics()
@@ -225,19 +249,11 @@ class _Job:
             if following is None:
                 break
             row, token_ids, sample_index = following
-            self._engine.submit(
+            request = self._engine.submit(
                 token_ids, self._params, prompt_index=row.index, sample_index=sample_index
             )
-            self._submitted[row.index, sample_index] = (row, self._engine.last_step.step)
-
-    def _fail(self, rollout: Rollout) -> None:
-        """A rollout that failed is not written, so that the same command tries it again."""
-        row, _ = self._submitted.pop(_key(rollout))
-        self.failed.append(f"{row.where}, sample {rollout.sample_index}: {rollout.error}")
-
-    def _write(self, rollout: Rollout) -> None:
-        row, _ = self._submitted.pop(_key(rollout))
-        self._output.append(rollout, row)
+            step = self._engine.last_step.step
+            self._submitted[row.index, sample_index] = _Submitted(row, request, step)
 
 
 def _key(rollout: Rollout) -> tuple[int, int]:

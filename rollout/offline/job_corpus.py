@@ -71,15 +71,17 @@ class JobCorpus:
             self._save()
 
     def finish(self) -> list[tuple[str, str]]:
-        """Save for the run that goes on, or for the next epoch. Lines for the summary."""
+        """Save for the run that goes on, or for the next epoch. Lines for the summary:
+        the corpus's own first."""
         if not self._has_corpus:
             return []
         self._report()
         if self._keeps:
             self._save()
-        lines = [("corpus", f"{self._start}; {self._num_tokens:,} tokens now")]
+        shown = f"{self._start}; {self._num_tokens:,} tokens now"
         if self._keeps and self._path.exists():
-            lines.append(("corpus file", f"{self._path}, {self._path.stat().st_size / 1e6:.1f} MB"))
+            shown += f", in {self._path} ({self._path.stat().st_size / 1e6:.1f} MB)"
+        lines = [("corpus", shown)]
         for each in self._engine.external_corpora():
             shown = each.error or f"{each.state.value}, {each.num_tokens:,} tokens"
             lines.append((f"corpus {each.name}", shown))

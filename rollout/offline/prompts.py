@@ -186,6 +186,8 @@ class PromptFile:
         for column in candidates:
             if columns.get(column) is not None:
                 return column
+        if empty := [column for column in candidates if column in columns]:
+            raise _BrokenRowError(f"has no prompt: {', '.join(empty)} is null")
         remedy = "" if wanted else "; name the right one with data.prompt_column"
         raise _BrokenRowError(
             f"has no prompt: none of {', '.join(candidates)} among its columns "

@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import enum
+import shlex
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from rollout.engine.empty_outputs import are_many_empty
 from rollout.engine.metrics import EngineMetrics
+from rollout.offline.config import LogConfig
+
+_MAX_SETTING = 28  # columns of a terminal of 80, which leave room for the figures
 
 
 @dataclass(kw_only=True, slots=True)
 class Summary:
     """The totals of one run; a resumed job's earlier runs count only in ``resumed``."""
 
-    output: Path
+    output: Path  # where the rollouts are
     rollouts: int = 0
     resumed: int = 0  # rollouts that were in the output already
     skipped_prompts: int = 0
+    empty: int = 0  # rollouts without text
+    remedy: str = ""  # where those are many
     replicas: int = 1  # engines side by side, whose times `metrics` adds up
     load_seconds: float = 0.0  # model, tokenizer, and checking the prompts
     seconds: float = 0.0  # of generation
     first_rollout_seconds: float | None = None  # since generation began
-    corpus: list[tuple[str, str]] = field(default_factory=list)  # lines of its own
+    corpus: list[tuple[str, str]] = field(default_factory=list)  # its lines, the first for all
     metrics: EngineMetrics = field(default_factory=EngineMetrics)
+    log: LogConfig = field(default_factory=LogConfig)
 
     @property
     def tokens_per_second(self) -> float:
@@ -39,44 +48,63 @@ class Summary:
         table = Table(title="summary", show_header=False, title_justify="left")
         table.add_column(style="bold")
         table.add_column(overflow="fold")
-        for name, value in self.lines():
+        for name, value in [*self.lines(), *(self.details() if self.log.verbose else [])]:
             table.add_row(name, value)
         console.print(table)
 
     def lines(self) -> list[tuple[str, str]]:
-        """The names of the totals and what is shown of each."""
+        """The names of what matters and what is shown of each."""
+        tokens = self.metrics.generated_tokens
+        empty: list[tuple[str, str]] = []
+        if are_many_empty(self.empty, self.rollouts):
+            empty = [("without text", f"{self.empty:,}: the model stopped at once; {self.remedy}")]
+        return [
+            ("rollouts", f"{self.rollouts:,} in {self.output}{self._beside()}"),
+            *empty,
+            ("tokens", f"{tokens:,} generated in {self.seconds:.1f} s: "
+                       f"{self.tokens_per_second:,.0f} tokens/s"),
+            ("accept length", f"{self.metrics.accept_length:.3f} tokens per forward pass of a "
+                              f"request; speculation saved {self._saved()}"),
+            *self.corpus[:1],
+            ("more", self._more()),
+        ]  # fmt: skip
+
+    def details(self) -> list[tuple[str, str]]:
+        """The other totals, in the same form."""
         metrics = self.metrics
         first = self.first_rollout_seconds
         return [
-            ("rollouts", f"{self.rollouts:,}" + self._beside()),
-            ("prompt tokens", f"{metrics.prompt_tokens:,}, {metrics.cached_tokens:,} cached"),
-            ("generated tokens", f"{metrics.generated_tokens:,}"),
-            ("seconds", f"{self.seconds:.1f}, after {self.load_seconds:.1f} to load and check"),
-            ("tokens/s", f"{self.tokens_per_second:,.0f}"),
-            ("first rollout after", "-" if first is None else f"{first:.1f} s"),
-            ("engine steps", f"{metrics.steps:,}"),
-            ("target forwards", f"{metrics.target_forwards:,}, summed over requests"),
-            ("accept length", f"{metrics.accept_length:.3f}"),
-            ("drafted / accepted", self._drafts()),
+            ("prompt tokens", f"{metrics.prompt_tokens:,}, {metrics.cached_tokens:,} of them found "
+                              "in the prefix cache"),
+            ("load and check", f"{self.load_seconds:.1f} s before the first step"),
+            ("first rollout", "-" if first is None else f"after {first:.1f} s"),
+            ("engine steps", f"{metrics.steps:,}, each one forward pass over all running requests"),
+            ("target forwards", f"{metrics.target_forwards:,}: steps that sampled for a request, "
+                                "summed over requests"),
+            ("draft tokens", self._drafts()),
             ("time", self._shares()),
-            ("speculation saved", self._saved()),
-            *self.corpus,
-            ("preemptions", f"{metrics.preemptions:,}"),
+            *self.corpus[1:],
+            ("preemptions", f"{metrics.preemptions:,} requests gave their KV slots to others"),
             ("peak memory", f"{metrics.peak_memory_bytes / 2**20:,.0f} MiB"),
-            ("output", str(self.output)),
         ]  # fmt: skip
 
     def _beside(self) -> str:
-        resumed = f", {self.resumed:,} more from before" if self.resumed else ""
-        skipped = f", {self.skipped_prompts:,} prompts skipped" if self.skipped_prompts else ""
+        resumed = f"; {self.resumed:,} more from before" if self.resumed else ""
+        skipped = f"; {self.skipped_prompts:,} prompts skipped" if self.skipped_prompts else ""
         return resumed + skipped
+
+    def _more(self) -> str:
+        if self.log.jsonl is not None:
+            return f"specrollout report {shlex.quote(self.log.jsonl)}"
+        return "log.verbose=true shows every total; log.jsonl=FILE is for specrollout report"
 
     def _drafts(self) -> str:
         drafted, accepted = self.metrics.drafted, self.metrics.accepted
         if not drafted:
             return "none"
         expected = self.metrics.expected_accepted
-        return f"{drafted:,} / {accepted:,} ({accepted / drafted:.0%}; expected {expected:,.0f})"
+        share = f"{accepted / drafted:.0%}; {expected:,.0f} expected"
+        return f"{drafted:,} verified, {accepted:,} accepted ({share})"
 
     def _shares(self) -> str:
         metrics = self.metrics
@@ -93,17 +121,17 @@ class Summary:
 
     def _saved(self) -> str:
         if not self.metrics.drafted:
-            return "nothing was drafted"
+            return "nothing, for nothing was drafted"
         if not self.metrics.forecast_steps:
-            return "not measured: spec.budget=learned knows what steps cost"
+            return "an unknown time: only spec.budget=learned measures it"
         saved = self.metrics.saved_seconds / self.replicas
         error = self.metrics.saved_error_seconds / self.replicas
         if abs(saved) <= error:
-            return f"no difference can be told: {saved:+.1f} s \N{PLUS-MINUS SIGN} {error:.1f}"
+            return f"{saved:+.1f} s \N{PLUS-MINUS SIGN} {error:.1f}, which is no certain difference"
         speedup = (self.seconds + saved) / self.seconds if self.seconds else 1.0
         return (
-            f"{saved:+.1f} s \N{PLUS-MINUS SIGN} {error:.1f} ({speedup:.2f}x), measured against "
-            "plain steps between the others"
+            f"{saved:+.1f} s \N{PLUS-MINUS SIGN} {error:.1f} ({speedup:.2f}x the speed of plain "
+            "decoding)"
         )
 
 
@@ -137,33 +165,74 @@ class SweepTable:
         self._rows.append((overrides, result))
 
     def print(self, console: Console) -> None:
-        """A line per job, named by what is not the same in all; nothing where there is one."""
+        """A row per job, named by what is not the same in all; nothing where there is one."""
         if len(self._rows) < 2:
             return
         common = set.intersection(*(set(overrides) for overrides, _ in self._rows))
-        table = Table(title="jobs of the sweep", title_justify="left")
-        table.add_column("job", overflow="fold")
-        for name in ("rollouts", "tokens/s", "accept length"):
-            table.add_column(name, justify="right")
-        table.add_column("output", overflow="fold")
+        table = Table(
+            title="jobs of the sweep",
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+        )
+        table.add_column("job", justify="right")
+        own = [[_short(each) for each in given if each not in common] for given, _ in self._rows]
+        longest = max(len(each) for settings in own for each in ["settings", *settings])
+        table.add_column("settings", overflow="fold", min_width=min(longest, _MAX_SETTING))
+        table.add_column("rollouts", justify="right")
+        for name in ("seconds", "tokens/s", "speedup"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("accept length", justify="right")
         for index, (overrides, result) in enumerate(self._rows):
-            own = [each for each in overrides if each not in common]
-            table.add_row(" ".join(own) or str(index), *_cells(result))
+            table.add_row(
+                str(index), "\n".join(own[index]), *_cells(result, self._plain(overrides))
+            )
         console.print(table)
+        for index, (_, result) in enumerate(self._rows):
+            if result is not None:
+                console.print(f"job {index}: {_shown(result)}", highlight=False, soft_wrap=True)
+        console.print("speedup: tokens/s over those of spec=none with the same other settings")
+
+    def _plain(self, overrides: Sequence[str]) -> Summary | None:
+        """The summary of the job that differs only in decoding plainly, if the sweep has one."""
+        others = _without_spec(overrides)
+        for each, result in self._rows:
+            if "spec=none" in each and _without_spec(each) == others and result is not None:
+                return result.summary
+        return None
 
 
-def _cells(result: JobResult | None) -> tuple[str, str, str, str]:
+def _short(override: str) -> str:
+    """``num_draft_tokens=16`` of ``spec.num_draft_tokens=16``: the table has little room."""
+    name, equals, value = override.partition("=")
+    return name.rpartition(".")[2] + equals + value
+
+
+def _without_spec(overrides: Sequence[str]) -> set[str]:
+    names = {each: each.lstrip("+~").partition("=")[0].split(".")[0] for each in overrides}
+    return {each for each, group in names.items() if group != "spec"}
+
+
+def _shown(result: JobResult) -> Path:
+    path = result.output if result.summary is None else result.summary.output
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def _cells(result: JobResult | None, plain: Summary | None) -> tuple[str, ...]:
     if result is None:
-        return "failed", "", "", ""
-    summary, here = result.summary, Path.cwd()
-    output = result.output
-    shown = str(output.relative_to(here) if output.is_relative_to(here) else output)
+        return ("failed",)
+    summary = result.summary
     if summary is None:
-        return result.status.value, "", "", shown
+        return (result.status.value,)
     stopped = ", stopped" if result.status is JobStatus.STOPPED else ""
+    speedup = ""  # of tokens/s: a job that went on generated only what was left
+    if plain is not None and plain.tokens_per_second:
+        speedup = f"{summary.tokens_per_second / plain.tokens_per_second:.2f}x"
     return (
         f"{summary.rollouts + summary.resumed:,}{stopped}",
+        f"{summary.seconds:,.1f}",
         f"{summary.tokens_per_second:,.0f}",
+        speedup,
         f"{summary.metrics.accept_length:.3f}",
-        shown,
     )

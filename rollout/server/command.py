@@ -11,18 +11,17 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import cast
 
 import hydra
 import rich
 import uvicorn
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from rollout.cluster.opening import open_engine
+from rollout.composition import checked_config, register_schema
 from rollout.errors import InvalidInputError, RolloutError
 from rollout.offline.progress import loading_model
 from rollout.server.app import make_app
@@ -39,7 +38,7 @@ _LAST_BYTES_SECONDS = 5  # that readers have for answers which are complete when
 def run_serve(arguments: Sequence[str]) -> None:
     """Ends after Ctrl-C or SIGTERM. Raises InvalidInputError and what the model's loading raises,
     and OmegaConf's errors for values that do not fit."""
-    register_serve_schema()
+    register_schema("serve_schema", ServeConfig)
     failures: list[Exception] = []  # Hydra would print them with a traceback of its own
 
     @hydra.main(config_path="pkg://rollout.conf", config_name="serve", version_base="1.3")
@@ -55,19 +54,11 @@ def run_serve(arguments: Sequence[str]) -> None:
         raise failures[0]
 
 
-def register_serve_schema() -> None:
-    """Types and checks for conf/serve.yaml, under the name by which its defaults list asks."""
-    ConfigStore.instance().store(name="serve_schema", node=ServeConfig, provider="specrollout")
-
-
 def serve_config_from(config: DictConfig) -> ServeConfig:
     """The composed configuration as checked dataclasses. Raises InvalidInputError."""
     if HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN:
         raise InvalidInputError("--multirun", True, "a server is one")
-    for name in OmegaConf.missing_keys(config):
-        example = ", for example model.path=my/model" if name == "model.path" else ""
-        raise InvalidInputError(name, None, f"must be given{example} (specrollout serve --help)")
-    return cast(ServeConfig, OmegaConf.to_object(config))
+    return checked_config(config, ServeConfig, "specrollout serve")
 
 
 def serve(config: ServeConfig) -> None:

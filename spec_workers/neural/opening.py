@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollout.config import EngineConfig
-from rollout.errors import CheckpointError, InvalidInputError
+from rollout.errors import CheckpointError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.draft_model import DraftModel, DraftSpec
 from rollout.models.eagle.loader import load_eagle, read_eagle_spec, tensors_for
@@ -38,12 +38,7 @@ def open_eagle(
 ) -> tuple[TargetWorker, NeuralDrafter]:
     """A target with an EAGLE, EAGLE-2 or EAGLE-3 draft: its checkpoint decides which."""
     path = options.draft_path
-    if not path:
-        raise InvalidInputError(
-            "spec.draft_path", path,
-            "must name the folder of an EAGLE draft of the target; `specrollout train-draft` "
-            "makes one",
-        )  # fmt: skip
+    assert path is not None, "EagleOptions ask for it"
     target_spec = _target_spec(config)
 
     def load(target: CausalLM) -> tuple[dict[str, DraftModel], Reader]:

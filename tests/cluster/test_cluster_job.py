@@ -98,7 +98,7 @@ def test_stopped_by_ctrl_c_and_resumed_while_a_replica_is_killed(config, start, 
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: all of the group get it
     process.join(HANG_SECONDS)
     assert process.exitcode == 128 + signal.SIGINT, log.read_text()
-    assert "run the same command again" in log.read_text().replace("\n", " ")
+    assert "The same command goes on from there" in log.read_text().replace("\n", " ")
     wait_until_gone(below, 60)
     written = journal.read_bytes().count(b"\n")
     assert 20 <= written < NUM_PROMPTS * N

@@ -13,37 +13,67 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from rollout.cluster.config import ClusterConfig, ClusterKind
+from rollout.composition import checked_config, register_schema
 from rollout.config import EngineConfig
 from rollout.engine.worker import factory_of, worker_factory
 from rollout.errors import InvalidInputError
 from rollout.offline import OnError, RunConfig
-from rollout.offline.composition import register_run_schema, run_config_from
 from rollout.types import SamplingParams
 
 CONF = Path(__file__).parents[2] / "conf"
 GROUPS = ("model", "data", "sampling", "spec", "cluster", "parallel", "experiment")
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
+EAGLE = {
+    "eagle": ["spec.draft_path=drafts/mine"]
+}  # of which nothing is looked at before it is built
 REQUIRED = ["model.path=m", "data.path=p.jsonl", "output.path=o.jsonl"]
 
 
 @pytest.fixture(autouse=True)
 def composing() -> Iterator[None]:
-    register_run_schema()
+    register_schema("run_schema", RunConfig)
     with initialize_config_module("rollout.conf", version_base="1.3"):
         yield
     GlobalHydra.instance().clear()
 
 
 def composed(*overrides: str) -> RunConfig:
-    return run_config_from(compose("config", overrides=[*REQUIRED, *overrides]))
+    config = compose("config", overrides=[*REQUIRED, *overrides])
+    return checked_config(config, RunConfig, "specrollout")
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_composes(group: str, option: str) -> None:
-    config = composed(f"{group}={option}")
+    config = composed(f"{group}={option}", *EAGLE.get(option, ()))
     assert isinstance(config, RunConfig)
     assert isinstance(config.engine, EngineConfig)
     assert callable(factory_of(config.spec))
+
+
+def uncommented_keys(text: str) -> list[str]:
+    """Keys with a value that have no comment behind them, nor one in the line above."""
+    keys, above = [], ""
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        is_leaf = key.strip().isidentifier() and value.partition(" #")[0].strip()
+        if is_leaf and " # " not in value and not above.strip().startswith("# "):
+            keys.append(key.strip())
+        above = line
+    return keys
+
+
+def test_a_key_without_a_comment_is_found() -> None:
+    text = "# of one\none: 1\ntwo: 2\nthree: {} # three\n\ngroup:\n  four: 4\n# five\n\nfive: x\n"
+    assert uncommented_keys(text) == ["two", "four", "five"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in sorted(CONF.rglob("*.yaml")) if "hydra" not in path.parts],
+    ids=lambda path: str(path.relative_to(CONF)),
+)
+def test_every_key_has_a_comment(path: Path) -> None:
+    assert uncommented_keys(path.read_text()) == []
 
 
 def test_the_defaults_are_the_dataclasses_own() -> None:
@@ -56,7 +86,8 @@ def test_the_defaults_are_the_dataclasses_own() -> None:
 
 
 def test_an_experiment_sets_anything_and_the_command_line_wins() -> None:
-    config = run_config_from(compose("config", overrides=["experiment=demo", "sampling.n=3"]))
+    composed_demo = compose("config", overrides=["experiment=demo", "sampling.n=3"])
+    config = checked_config(composed_demo, RunConfig, "specrollout")
     assert config.model.path == "models/SmolLM2-135M-Instruct"
     assert config.data.path == "runs/demo/prompts.jsonl"
     assert config.output.path == "runs/demo/rollouts.jsonl"
@@ -110,6 +141,11 @@ def test_values_of_every_kind_reach_the_dataclasses() -> None:
         ("log.seconds=0", r"log.seconds=0.0: must be > 0"),
         ("memory.kv_fraction=1", r"memory.kv_fraction=1.0: must be in"),
         ("scheduler.max_running=0", r"scheduler.max_running=0: must be an integer >= 1"),
+        (
+            "+sampling.top_q=1",
+            r"sampling.top_q=1: no such key, did you mean top_p\?; there are temperature, ",
+        ),
+        ("+outputs.path=x", r"outputs=.*: no such key, did you mean output\?"),
         ("data.path=???", r"data.path=None: must be given, for example data.path=prompts.jsonl"),
     ],
 )
@@ -135,6 +171,19 @@ def test_wrong_names_and_types_do_not_compose(override: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
+        (
+            {"_target_": "spec_workers.ngram.build", "num_draft_token": 1},
+            r"spec.num_draft_token=1: .*\. Did you mean num_draft_tokens\?",
+        ),
+        (
+            {"_target_": "spec_workers.ngram.build", "num_draft_tokens": -1},
+            r"spec.num_draft_tokens=-1: must be an integer in \[0, 63\]",
+        ),
+        (
+            {"_target_": "spec_workers.hybrid.build", "budget": "learnt"},
+            r"spec.budget='learnt': must be learned or fixed, did you mean learned\?",
+        ),
+        ({"_target_": "spec_workers.eagle.build"}, r"spec.draft_path=None: must name the folder"),
         ({"_target_": "nowhere.build"}, r"spec._target_='nowhere.build': cannot be imported"),
         ({}, r"spec._target_=None: cannot be imported"),
         (

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -191,6 +192,26 @@ def test_a_command_there_is_not(specrollout: Command) -> None:
     )
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["--cfg", "job"], ["report", "--help"]], ids=str)
+def test_a_reader_that_leaves_ends_the_command_quietly(
+    arguments: list[str], unbuffered: str
+) -> None:
+    """As `| head -1` does: here it has left before anything is written."""
+    read, write = os.pipe()
+    os.close(read)
+    ended = subprocess.run(
+        [sys.executable, "-m", "rollout.cli", *arguments],
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=HANG_SECONDS,
+    )
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
+
+
 def test_no_ranks_are_started_for_a_model_they_cannot_share(
     specrollout: Command, arguments: list[str]
 ) -> None:
@@ -356,7 +377,8 @@ def test_stopped_and_run_again(specrollout: Command, arguments: list[str], tmp_p
     assert interrupted.returncode == 130
     done = len(output.read_bytes().splitlines())
     assert 0 < done < 200
-    assert f"stopped by SIGINT with {done} rollouts written: run the same command again" in shown
+    assert f"stopped by SIGINT: {done} rollouts are in out.jsonl. The same command" in shown
+    assert shown.splitlines()[-1] == shlex.join(["specrollout", *arguments])
     last = specrollout(*arguments)
     assert last.code == 0
     assert f"{done} of 200 rollouts are in out.jsonl already" in last.out

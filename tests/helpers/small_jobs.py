@@ -18,16 +18,21 @@ from rich.console import Console
 from rollout import SamplingParams
 from rollout.config import DType, MemoryConfig, ModelConfig, SchedulerConfig
 from rollout.engine.worker import worker_factory
-from rollout.offline import DataConfig, JobResult, OutputConfig, RunConfig, run_job
+from rollout.offline import ChatTemplate, DataConfig, JobResult, OutputConfig, RunConfig, run_job
 
 
 def small_job(
     model: Path, folder: Path, prompts: list[dict[str, Any]], params: SamplingParams
 ) -> RunConfig:
-    """From ``folder``/prompts.jsonl, written here, to ``folder``/rollouts.jsonl."""
+    """From ``folder``/prompts.jsonl, written here, to ``folder``/rollouts.jsonl.
+
+    Text is taken as it stands, as `RolloutEngine.generate` takes it.
+    """
     return RunConfig(
         model=ModelConfig(path=str(model), dtype=DType.float32),
-        data=DataConfig(path=write_rows(folder / "prompts.jsonl", prompts)),
+        data=DataConfig(
+            path=write_rows(folder / "prompts.jsonl", prompts), chat_template=ChatTemplate.never
+        ),
         sampling=params,
         output=OutputConfig(path=str(folder / "rollouts.jsonl")),
         memory=MemoryConfig(max_kv_tokens=512),

@@ -109,7 +109,7 @@ def test_extra_numbers_on_request(config: RunConfig) -> None:
         each = replace(each, data=replace(each.data, columns=[], on_error=OnError.skip))
         mixed = [row for row in PROMPTS if isinstance(row["prompt"], str)]
         if each is not config:
-            each = replace(each, data=DataConfig(path=write_rows(Path(config.data.path), mixed)))
+            write_rows(Path(config.data.path), mixed)
         run(each)
         row = output_rows(each)[0]
         assert row["prompt_ids"] == rollouts[0].prompt_ids
@@ -432,12 +432,21 @@ def test_columns_that_make_no_parquet_are_named_before_any_work(
     config: RunConfig, tmp_path: Path
 ) -> None:
     config = with_output(config, path=str(tmp_path / "out.parquet"))
-    with pytest.raises(InvalidInputError, match=r"column 'prompt' do not make a Parquet column"):
+    with pytest.raises(
+        InvalidInputError,
+        match=r"column 'prompt' is text in line 1 and a list of "
+        r"objects in line 2, and a Parquet column has one type: write \.jsonl$",
+    ):
         run(config)
-    for wrong in ([1, "x"], [{}, {}], [2**70, 1]):
+    for wrong, reason in (
+        ([None, 1, "x"], "is a number in line 2 and text in line 3, and a Parquet column"),
+        ([["x"], [], [1]], "is a list of texts in line 1 and a list of numbers in line 3"),
+        ([{}, {}], "do not make a Parquet column"),
+        ([2**70, 1], "do not make a Parquet column"),
+    ):
         rows = [{"prompt": "one", "x": value} for value in wrong]
         write_rows(Path(config.data.path), rows)
-        with pytest.raises(InvalidInputError, match=r"column 'x' do not make a Parquet column"):
+        with pytest.raises(InvalidInputError, match=f"column 'x' {reason}.*data.columns"):
             run(config)
     rows = [{"prompt": "one", "x": 1, "y": None}, {"prompt": "one", "x": 2.5, "z": {"a": 1}}]
     write_rows(Path(config.data.path), rows)
@@ -471,6 +480,29 @@ def test_a_signal_stops_between_steps_and_the_job_goes_on(
     assert stops == len(numbers)
     assert run(config).status is JobStatus.COMPLETED
     assert output_rows(config) == output_rows(whole)
+
+
+def test_a_stopped_job_names_the_file_that_is_there(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rows(Path(config.data.path), [row for row in PROMPTS if isinstance(row["prompt"], str)])
+    config = with_output(config, path=str(tmp_path / "out.parquet"))
+    partial = tmp_path / "out.parquet.partial.jsonl"
+    monkeypatch.setattr(RolloutEngine, "step", signalled_step(partial, signal.SIGINT))
+    result = run(config)
+    assert result.status is JobStatus.STOPPED
+    assert result.summary is not None
+    assert result.summary.output == partial
+    assert len(partial.read_text().splitlines()) == result.summary.rollouts > 0
+    assert str(partial) in dict(result.summary.lines())["rollouts"]
+
+
+def test_rollouts_without_text_are_in_the_summary(config: RunConfig) -> None:
+    sampling = replace(PARAMS, stop_token_ids=[2], logit_bias={2: 100.0})
+    result = run(replace(config, sampling=sampling))
+    assert result.summary is not None
+    shown = dict(result.summary.lines())["without text"]
+    assert shown.startswith("12: the model stopped at once; data.chat_template=auto puts")
 
 
 def test_a_second_signal_insists(
@@ -568,13 +600,22 @@ def test_progress_and_summary(config: RunConfig, tmp_path: Path) -> None:
             jsonl=str(tmp_path / "log" / "steps.jsonl"),
             every=2,
             seconds=1e-6,
+            verbose=True,
             tensorboard=str(tmp_path / "events"),
         ),
     )
     terminal = Console(file=io.StringIO(), force_terminal=True, width=160)
     run_job(config, worker_factory("ngram"), terminal)
     shown = terminal.file.getvalue()  # type: ignore[attr-defined]
-    for text in ("rollouts/s", "tokens/s", "accept length", "ETA", "12/12", "peak memory"):
+    for text in (
+        "rollouts/s",
+        "tokens/s",
+        "accept length",
+        "ETA",
+        "12/12",
+        "peak memory",
+        "specrollout report",
+    ):
         assert text in shown
     assert "rollouts.jsonl" in shown
     assert re.search(r"loading \S*: \d+ of \d+ MiB", shown)
@@ -655,4 +696,5 @@ def test_progress_lines_where_there_is_no_terminal(
     caplog.set_level("INFO")
     run(replace(config, log=LogConfig(seconds=1e-6)))
     assert "/12  " in caplog.text
+    assert "accept length 1.00  ETA after the first rollouts" in caplog.text
     assert "accept length 1.00  ETA 0:0" in caplog.text

@@ -18,7 +18,7 @@ from rollout import RolloutEngine, SamplingParams
 from rollout.config import SchedulerConfig
 from rollout.errors import InvalidInputError
 from rollout.offline import DataConfig, JobStatus, OutputError, RunConfig
-from rollout.offline.check import TokenFile
+from rollout.offline.prompt_tokens import TokenFile
 from tests.helpers.small_jobs import (
     output_rows,
     run,
@@ -114,7 +114,7 @@ UNREADABLE: list[tuple[Any, str]] = [
     ),
     (pa.table([["a"], [1], [2]], names=["prompt", "x", "x"]), "has columns twice: x"),
     ({"x": pa.array([1])}, "1 of 1 rows cannot be used:\n  row 1 has no prompt"),
-    ({"prompt": pa.array([None], pa.string())}, "1 of 1 rows cannot be used:\n  row 1 has no pr"),
+    ({"prompt": pa.array([None], pa.string())}, "row 1 has no prompt: prompt is null"),
     ({"prompt": pa.array([], pa.string())}, "holds no prompt that could be used"),
 ]
 

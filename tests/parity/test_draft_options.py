@@ -59,7 +59,8 @@ def test_options_that_cannot_be(folders, monkeypatch, spec, options, field):
 
 
 def test_drafts_that_are_not_there(folders, tmp_path):
-    with pytest.raises(CheckpointError, match="no such folder"):
-        RolloutEngine.from_pretrained(folders[0], "eagle", spec_options={"draft_path": "nowhere"})
+    for spec in ("eagle", "mtp", "hybrid"):
+        with pytest.raises(InvalidInputError, match=r"spec.draft_path='nowhere': there is no such"):
+            RolloutEngine.from_pretrained(folders[0], spec, spec_options={"draft_path": "nowhere"})
     with pytest.raises(CheckpointError, match="no MTP chain"):
         RolloutEngine.from_pretrained(save_tiny_llama(tmp_path), "mtp")

@@ -20,10 +20,11 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from rollout.cli import main
+from rollout.composition import register_schema
 from rollout.config import EngineConfig
 from rollout.errors import InvalidInputError
-from rollout.server.command import register_serve_schema, serve_config_from
-from rollout.server.config import ServerConfig
+from rollout.server.command import serve_config_from
+from rollout.server.config import ServeConfig, ServerConfig
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.http_raw import open_request, read_status
 
@@ -32,7 +33,7 @@ SMALL = ("num_threads=1", "memory.max_kv_tokens=2048", "spec.calibration_seconds
 
 @pytest.fixture
 def composed() -> Iterator:
-    register_serve_schema()
+    register_schema("serve_schema", ServeConfig)
     with initialize_config_module("rollout.conf", version_base="1.3"):
         yield lambda *overrides: compose("serve", overrides=list(overrides))
     GlobalHydra.instance().clear()

@@ -20,15 +20,16 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout.cluster.config import ClusterKind
+from rollout.composition import checked_config, register_schema
 from rollout.engine.engine import RolloutEngine
 from rollout.engine.worker import WorkerFactory, factory_of
 from rollout.errors import InvalidInputError
-from rollout.offline.check import check_rows, check_tokens
+from rollout.offline.check import check_rows
 from rollout.offline.compare.comparison import Compared, Comparison, Work
 from rollout.offline.compare.paired_times import Verdict
-from rollout.offline.composition import register_run_schema, run_config_from
 from rollout.offline.config import RunConfig
 from rollout.offline.progress import loading_model
+from rollout.offline.prompt_tokens import check_tokens
 from rollout.offline.prompts import PromptFile
 from rollout.types import Prompt
 
@@ -148,7 +149,7 @@ def _numbers(name: str, text: str, kind: Callable[[str], _Number]) -> list[_Numb
 
 def _config(options: CompareOptions, kind: str) -> RunConfig:
     """The job's configuration with this kind of drafts, less options that only others have."""
-    register_run_schema()
+    register_schema("run_schema", RunConfig)
     with initialize_config_module("rollout.conf", version_base="1.3"):
         known = {each: compose("config", overrides=[f"spec={each}"]) for each in options.kinds}
         others = [config for each, config in known.items() if each != kind]
@@ -158,7 +159,7 @@ def _config(options: CompareOptions, kind: str) -> RunConfig:
             if _fits(override, known[kind]) or not any(_fits(override, each) for each in others)
         ]
         config = compose("config", overrides=[f"spec={kind}", *fitting])
-    run_config = run_config_from(config)
+    run_config = checked_config(config, RunConfig, "specrollout")
     if run_config.parallel.size > 1 or run_config.cluster.kind is not ClusterKind.none:
         raise InvalidInputError("parallel.size, cluster.kind", "", "compare runs one engine")
     if kind == "none":
@@ -188,8 +189,9 @@ def _compare(
         with loading_model(console, config.model.path) as progress:
             engine = RolloutEngine.from_config(config.engine, factory, progress)
         at_end.callback(engine.close)
-        check_tokens(checked, engine, config.sampling, config.data.on_error)
-        prompts: list[Prompt] = [row.prompt for row in checked.rows()]
+        tokens = check_tokens(checked, engine, config)
+        at_end.callback(tokens.close)
+        prompts: list[Prompt] = list(tokens)
         learns = engine.worker.draft_corpus is not None
         start, taught = folder / "start", folder / "taught"
         if learns:

@@ -1,0 +1,58 @@
+"""Warns where a model ends many rollouts at once, which is easily overlooked."""
+
+from __future__ import annotations
+
+import logging
+
+from rollout.engine.tokenizer import PromptEncoder
+from rollout.types import Request, Rollout
+
+log = logging.getLogger(__name__)
+
+_MANY = 0.1  # of all rollouts
+_FEWEST = 4
+
+
+def are_many_empty(num_empty: int, num_rollouts: int) -> bool:
+    """Whether so many rollouts without text are worth a warning."""
+    return num_empty > 0 and num_empty >= _MANY * num_rollouts
+
+
+def empty_outputs_remedy(encoder: PromptEncoder) -> str:
+    """Why rollouts may have no text, and what to do."""
+    if not encoder.has_chat_template:
+        return "the model stopped at once; look at the prompts and at sampling.stop"
+    return (
+        "the model stopped at once. A chat model does so for plain text that has not gone through "
+        'its chat template. Give messages, [{"role": "user", "content": "..."}], in Python and in '
+        "a file of prompts (data.chat_template=always does so for text), and /v1/chat/completions "
+        "over HTTP"
+    )
+
+
+class EmptyOutputs:
+    """Counts an engine's rollouts without text, and logs one warning where they are many."""
+
+    def __init__(self, encoder: PromptEncoder) -> None:
+        self._encoder = encoder
+        self._num_rollouts = self._num_empty = 0
+        self._warned = False
+
+    def count(self, request: Request, rollout: Rollout) -> None:
+        """Count an ended request; not one whose text began before it was cut."""
+        if not request.partial_len:
+            self._num_rollouts += 1
+            self._num_empty += rollout.is_empty
+
+    def check(self, num_together: int) -> None:
+        """``num_together``: requests that were decoded with those counted, and go on."""
+        if self._warned or self._num_empty < _FEWEST:
+            return
+        if are_many_empty(self._num_empty, self._num_rollouts + num_together):
+            self._warned = True
+            log.warning(
+                "%d of the first %d rollouts have no text: %s",
+                self._num_empty,
+                self._num_rollouts,
+                empty_outputs_remedy(self._encoder),
+            )
