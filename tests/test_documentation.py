@@ -15,10 +15,9 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 
 from rollout.cli import SUBCOMMANDS, _with_model_path
+from rollout.composition import register_schema
 from rollout.engine.worker import factory_of
-from rollout.offline.composition import register_run_schema
 from rollout.offline.config import RunConfig
-from rollout.server.command import register_serve_schema
 from rollout.server.config import ServeConfig
 from spec_workers.draft_training.arguments import train_draft_parser
 from tests.helpers.text_model import save_text_model
@@ -87,8 +86,8 @@ def commands() -> Iterator[Any]:
 
 @pytest.fixture
 def composing() -> Iterator[None]:
-    register_run_schema()
-    register_serve_schema()
+    register_schema("run_schema", RunConfig)
+    register_schema("serve_schema", ServeConfig)
     with initialize_config_module("rollout.conf", version_base="1.3"):
         yield
     GlobalHydra.instance().clear()

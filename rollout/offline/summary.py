@@ -15,6 +15,7 @@ from rich.table import Table
 
 from rollout.engine.empty_outputs import are_many_empty
 from rollout.engine.metrics import EngineMetrics
+from rollout.engine.plain_pace import Saving
 from rollout.offline.config import LogConfig
 
 _MAX_SETTING = 28  # columns of a terminal of 80, which leave room for the figures
@@ -124,15 +125,15 @@ class Summary:
             return "nothing, for nothing was drafted"
         if not self.metrics.forecast_steps:
             return "an unknown time: only spec.budget=learned measures it"
-        saved = self.metrics.saved_seconds / self.replicas
-        error = self.metrics.saved_error_seconds / self.replicas
-        if abs(saved) <= error:
-            return f"{saved:+.1f} s \N{PLUS-MINUS SIGN} {error:.1f}, which is no certain difference"
-        speedup = (self.seconds + saved) / self.seconds if self.seconds else 1.0
-        return (
-            f"{saved:+.1f} s \N{PLUS-MINUS SIGN} {error:.1f} ({speedup:.2f}x the speed of plain "
-            "decoding)"
+        saving = Saving(
+            self.metrics.saved_seconds / self.replicas,
+            self.metrics.saved_error_seconds / self.replicas,
+            self.seconds,
         )
+        saved = f"{saving.seconds:+.1f} s \N{PLUS-MINUS SIGN} {saving.error_seconds:.1f}"
+        if not saving.is_told:
+            return f"{saved}, which is no certain difference"
+        return f"{saved} ({saving.speedup:.2f}x the speed of plain decoding)"
 
 
 class JobStatus(enum.Enum):
