@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import random
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from functools import partial
 from statistics import quantiles
 from typing import Any
@@ -32,7 +31,7 @@ from harness.rows import Row, row
 from harness.timing import wall_seconds
 from server_bench.crowd import Outcome, send_all
 from server_bench.malformed import malformed
-from server_bench.servers import ServedProcess, served_here
+from server_bench.servers import Server, served
 from server_bench.streaming_client import Stream, stream_generate
 
 from rollout import Rollout, RolloutEngine, SamplingParams
@@ -67,58 +66,56 @@ def overhead_rows(options: argparse.Namespace) -> Iterator[Row]:
 
     ways = {"one call": _one_call, "a client per sample": _clients, "the same, streamed": _streams}
     for name, way in ways.items():
-        server = ServedProcess(options.model, options.spec, options.threads, KV_TOKENS)
-        try:
-            latency = _latency(server.port, rollouts[0].prompt_ids)  # and warms it
-            httpx.post(f"{_url(server.port)}/flush_cache", timeout=60).raise_for_status()
+        with _served(options, options.spec) as server:
+            latency = _latency(server.url, rollouts[0].prompt_ids)  # and warms it
+            httpx.post(f"{server.url}/flush_cache", timeout=60).raise_for_status()
             started, cpu_started = time.perf_counter(), server.cpu_seconds()
-            got = asyncio.run(way(server.port, rollouts, options.tokens))
-            served = time.perf_counter() - started
+            got = asyncio.run(way(server, rollouts, options.tokens))
+            took = time.perf_counter() - started
             cpu_served = server.cpu_seconds() - cpu_started
-        finally:
-            server.close()
         same = sum(ids == rollout.token_ids for ids, rollout in zip(got, rollouts, strict=True))
-        yield row(f"{name}: speed of offline", seconds / served, "x")
+        yield row(f"{name}: speed of offline", seconds / took, "x")
         yield row(f"{name}: processor time", cpu_served / cpu_seconds, "x", 1.1, at_most=True)
         yield row(f"{name}: rollouts alike", same / len(rollouts), "share", 1.0)
     added = (latency - offline_latency) * 1e3
     yield row("added to a request for one token", added, "ms", 10.0, at_most=True)
 
 
+def _served(options: argparse.Namespace, spec: str) -> AbstractContextManager[Server]:
+    threads, slots = f"num_threads={options.threads}", f"memory.max_kv_tokens={KV_TOKENS}"
+    return served(options.model, f"spec={spec}", threads, slots)
+
+
 def quickest(call: Any) -> float:
     return min(wall_seconds(call) for _ in range(LATENCY_ROUNDS))
 
 
-def _url(port: int) -> str:
-    return f"http://127.0.0.1:{port}"
-
-
-def _latency(port: int, prompt: list[int]) -> float:
+def _latency(url: str, prompt: list[int]) -> float:
     body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1, "seed": 1}}
-    with httpx.Client(base_url=_url(port), timeout=60) as client:
+    with httpx.Client(base_url=url, timeout=60) as client:
         return quickest(lambda: client.post("/generate", json=body).raise_for_status())
 
 
-async def _one_call(port: int, rollouts: list[Rollout], tokens: int) -> list[list[int]]:
+async def _one_call(server: Server, rollouts: list[Rollout], tokens: int) -> list[list[int]]:
     prompts = [rollout.prompt_ids for rollout in rollouts[::SAMPLES]]
     sampling = {"max_new_tokens": tokens, "seed": 1, "n": SAMPLES, "ignore_eos": True}
-    async with httpx.AsyncClient(base_url=_url(port), timeout=600) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=600) as client:
         body = {"input_ids": prompts, "sampling_params": sampling}
         answer = await client.post("/generate", json=body)
         return [each["output_ids"] for each in answer.raise_for_status().json()]
 
 
-async def _clients(port: int, rollouts: list[Rollout], tokens: int) -> list[list[int]]:
-    async with httpx.AsyncClient(base_url=_url(port), timeout=600) as client:
+async def _clients(server: Server, rollouts: list[Rollout], tokens: int) -> list[list[int]]:
+    async with httpx.AsyncClient(base_url=server.url, timeout=600) as client:
         answers = await asyncio.gather(
             *(client.post("/generate", json=_alone(rollout, tokens)) for rollout in rollouts)
         )
     return [answer.raise_for_status().json()["output_ids"] for answer in answers]
 
 
-async def _streams(port: int, rollouts: list[Rollout], tokens: int) -> list[list[int]]:
+async def _streams(server: Server, rollouts: list[Rollout], tokens: int) -> list[list[int]]:
     streams = await asyncio.gather(
-        *(stream_generate(port, _alone(rollout, tokens)) for rollout in rollouts)
+        *(stream_generate(server.port, _alone(rollout, tokens)) for rollout in rollouts)
     )
     return [[] if stream.rollout is None else stream.rollout["output_ids"] for stream in streams]
 
@@ -129,42 +126,42 @@ def _alone(rollout: Rollout, tokens: int) -> dict[str, Any]:
     return {"input_ids": rollout.prompt_ids, "sampling_params": sampling}
 
 
-@dataclass(slots=True)
-class _Run:
-    streams: list[Stream]
-    seconds: float
-    status_seconds: list[float]  # of GET /status meanwhile
-    left: dict[str, Any]  # GET /status afterwards
-
-
 def client_rows(options: argparse.Namespace) -> Iterator[Row]:
-    server = ServedProcess(options.model, "ngram", options.threads, KV_TOKENS)
-    try:
-        run = asyncio.run(_run_clients(server.port, options.clients))
-    finally:
-        server.close()
-    quick = [s for i, s in enumerate(run.streams) if i % SLOW_EVERY and i % GONE_EVERY]
-    stayed = [s for i, s in enumerate(run.streams) if i % GONE_EVERY]
+    with _served(options, "ngram") as server:
+        streams, seconds, status_seconds = asyncio.run(_run_clients(server, options.clients))
+        left = list(left_rows(server.url))
+    quick = [s for i, s in enumerate(streams) if i % SLOW_EVERY and i % GONE_EVERY]
+    stayed = [s for i, s in enumerate(streams) if i % GONE_EVERY]
     answered = sum(stream.rollout is not None for stream in stayed)
     first = quantiles([stream.first_token_seconds for stream in quick], n=20)
-    yield row("clients", len(run.streams), "")
+    yield row("clients", len(streams), "")
     yield row("answered of those that stayed", answered / len(stayed), "share", 1.0)
-    unlike = _unlike_offline(options, run.streams)
-    yield none_left("rollouts unlike offline's", unlike, "")
-    yield row("served", CLIENT_TOKENS * answered / run.seconds, "tokens/s")
+    yield none_left("rollouts unlike offline's", _unlike_offline(options, streams), "")
+    yield row("served", CLIENT_TOKENS * answered / seconds, "tokens/s")
     yield row("first token, median", first[9], "s")
     yield row("first token, 95 %", first[18], "s")
-    asked = quantiles(run.status_seconds, n=20)
+    asked = quantiles(status_seconds, n=20)
     yield row("/status meanwhile, 95 %", asked[18], "s", 1.0, at_most=True)
-    yield none_left("requests left", run.left["unfinished"], "")
-    yield none_left("KV slots left", run.left["engine"]["kv_used"], "")
+    yield from left
+
+
+def left_rows(url: str) -> Iterator[Row]:
+    """What a server holds when nobody asks for anything."""
+    with httpx.Client(base_url=url, timeout=60) as watcher:
+        while watcher.get("/status").json()["unfinished"]:
+            time.sleep(0.1)
+        time.sleep(0.2)  # the engine's own view may be as old as that
+        left = watcher.get("/status").json()
+    yield none_left("requests left", left["unfinished"], "")
+    yield none_left("KV slots left", left["engine"]["kv_used"], "")
 
 
 def _prompt(number: int) -> list[int]:
     return [3 + number % 5, 10 + number % 70, 10 + number // 70]
 
 
-async def _run_clients(port: int, count: int) -> _Run:
+async def _run_clients(server: Server, count: int) -> tuple[list[Stream], float, list[float]]:
+    """Streams, the seconds of all, and those of each GET /status meanwhile."""
     randomness = random.Random(0)
 
     async def client(number: int) -> Stream:
@@ -172,13 +169,13 @@ async def _run_clients(port: int, count: int) -> _Run:
         is_slow = number % SLOW_EVERY == 0
         sampling = {"max_new_tokens": CLIENT_TOKENS, "seed": number, "ignore_eos": True}
         return await stream_generate(
-            port, {"input_ids": _prompt(number), "sampling_params": sampling},
+            server.port, {"input_ids": _prompt(number), "sampling_params": sampling},
             read_bytes=128 if is_slow else 2**16, pause=0.05 if is_slow else 0.0,
             leave_after_events=None if number % GONE_EVERY else randomness.randint(1, 3),
         )  # fmt: skip
 
     started = time.perf_counter()
-    async with httpx.AsyncClient(base_url=_url(port), timeout=60) as watcher:
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as watcher:
         clients = asyncio.gather(*(client(number) for number in range(count)))
         asked: list[float] = []
         while not clients.done():
@@ -186,13 +183,7 @@ async def _run_clients(port: int, count: int) -> _Run:
             (await watcher.get("/status")).raise_for_status()
             asked.append(time.perf_counter() - before)
             await asyncio.sleep(0.2)
-        streams = await clients
-        seconds = time.perf_counter() - started
-        while (await watcher.get("/status")).json()["unfinished"]:
-            await asyncio.sleep(0.1)
-        await asyncio.sleep(0.2)  # the engine's own view may be as old as that
-        left = (await watcher.get("/status")).json()
-    return _Run(streams, seconds, asked, left)
+        return await clients, time.perf_counter() - started, asked
 
 
 def _unlike_offline(options: argparse.Namespace, streams: list[Stream]) -> int:
@@ -207,29 +198,22 @@ def _unlike_offline(options: argparse.Namespace, streams: list[Stream]) -> int:
 
 
 def malformed_rows(options: argparse.Namespace) -> Iterator[Row]:
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # each is a warning to it
-    engine = RolloutEngine.from_pretrained(
-        str(options.model), max_context_len=MALFORMED_CONTEXT, max_kv_tokens=8192,
-        num_threads=options.threads,
-    )  # fmt: skip
     requests = malformed(options.malformed, options.seed)
-    with served_here(engine, options.model, model_name="m", max_prompt_len=32) as (port, serving):
+    overrides = (
+        f"model.max_context_len={MALFORMED_CONTEXT}", "memory.max_kv_tokens=8192",
+        f"num_threads={options.threads}", "server.model_name=m", "server.max_prompt_len=32",
+    )  # fmt: skip
+    with served(options.model, *overrides) as server:
         started = time.perf_counter()
-        outcomes = asyncio.run(send_all(port, requests, num_clients=24, timeout=120.0))
+        outcomes = asyncio.run(send_all(server.port, requests, num_clients=24, timeout=120.0))
         seconds = time.perf_counter() - started
-        while serving.loop.num_unfinished:
-            time.sleep(0.01)
-        serving.loop.call(lambda engine: engine.check_integrity()).result(60)
-        used = serving.loop.call(lambda engine: engine.status().kv_used).result(60)
-        left = serving.num_unfinished
-    engine.close()
+        left = list(left_rows(server.url))
     _show(outcomes)
     yield row("malformed requests", len(outcomes), "")
     yield row("refused", sum(400 <= (each.status or 0) < 500 for each in outcomes), "")
     troubles = sum(bool(each.trouble) for each in outcomes)
     yield none_left("errors of the server, or no answer", troubles, "")
-    yield none_left("requests left", left, "")
-    yield none_left("KV slots left", used, "")
+    yield from left
     yield row("handled", len(outcomes) / seconds, "requests/s")
 
 

@@ -5,30 +5,25 @@ send, and how long do weights take to reach all? No bars; docs/scale.md has the 
     python benchmarks/simulate_scale.py --only broadcast       # seconds
     python benchmarks/simulate_scale.py --replicas 8 64 --trace rollouts.jsonl --json scale.json
 
-A discrete-event simulation with the cluster's own router. Lengths of rollouts are recorded ones, or
-from a distribution fitted to such; what a step costs is computed from a model's size and a memory's
-speed (`scale_replica.py`), not measured.
+A simulation with the cluster's own router (`scale_cluster.py`). Lengths of rollouts are recorded
+ones, or from a distribution fitted to such; what a step costs is computed from a model's size and a
+memory's speed, not measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import enum
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from harness.command import POSITIVE, Command
-from rich.console import Console
-from rich.table import Table
-from scale_cluster import SEATS, Policy, Simulation, Workload
-from scale_replica import LLAMA_8B, GroupSampler, fitted, recorded
-
-Rows = list[dict[str, Any]]
+from harness.command import POSITIVE, Command, Parts
+from harness.rows import Row, row
+from scale_cluster import SEATS, Outcome, Policy, Simulation, fitted, recorded
 
 MODELS = {"8B": 16.06e9, "32B": 65.5e9}  # bytes in bfloat16
 LINKS = {"100 Gbit/s": 12.5e9, "400 Gbit/s": 50e9}  # bytes/s
@@ -44,6 +39,11 @@ CORPUS_BYTES = 256 * 2**20
 CORPUS_BYTES_PER_TOKEN = 31  # held, with its index
 INSERTED_PER_SECOND = 4e6  # tokens a core learns
 
+UNITS = {
+    "step_seconds": "s", "idle": "of time", "empty_seats": "of seats", "tail": "of a step",
+    "tokens_per_second": "tokens/s a replica", "stale": "of rollouts", "spread": "of groups",
+}  # fmt: skip
+
 
 class Shape(enum.StrEnum):
     FLAT = "flat"  # the trainer sends to every host, one after the other
@@ -51,51 +51,48 @@ class Shape(enum.StrEnum):
     CHAIN = "chain"  # to one other
 
 
-def tail_rows(options: argparse.Namespace, lengths: GroupSampler) -> Iterator[dict[str, Any]]:
+def tail_rows(options: argparse.Namespace) -> Iterator[Row]:
     """Weak scaling: the work grows with the cluster. Strong scaling: it is that of 64 replicas."""
+    lengths = fitted if options.trace is None else recorded(options.trace)
+    drawn = np.concatenate([lengths(np.random.default_rng(i), options.samples) for i in range(999)])
+    yield row("lengths: mean", float(drawn.mean()), "tokens")
+    yield row("lengths: median", float(np.median(drawn)), "tokens")
     for scaling in ("weak", "strong"):
         for num_replicas in options.replicas:
             scale = num_replicas if scaling == "weak" else 64
-            work = Workload(groups_per_step=max(1, options.groups * scale), samples=options.samples)
             for policy in Policy if scaling == "weak" else [Policy.SYNCHRONOUS, Policy.STREAMING]:
                 for speculates in (False, True):
                     outcome = Simulation(
-                        num_replicas, work, LLAMA_8B, lengths,
-                        policy=policy, speculates=speculates, seed=options.seed,
+                        num_replicas, lengths, policy=policy, speculates=speculates,
+                        groups_per_step=max(1, options.groups * scale), samples=options.samples,
+                        seed=options.seed,
                     ).run()  # fmt: skip
-                    yield {
-                        "scaling": scaling,
-                        "replicas": num_replicas,
-                        "policy": policy.value,
-                        "speculation": speculates,
-                        **asdict(outcome),
-                    }
+                    drafts = "drafts" if speculates else "no drafts"
+                    label = f"{scaling}, {policy}, {num_replicas} replicas, {drafts}"
+                    for name, value in asdict(outcome).items():
+                        yield row(f"{label}: {name.replace('_', ' ')}", value, UNITS[name])
+                    if (scaling, policy, speculates) == ("weak", Policy.STREAMING, True):
+                        yield from traffic_rows(num_replicas, outcome)
 
 
-def traffic_rows(tails: Rows) -> Iterator[dict[str, Any]]:
+def traffic_rows(replicas: int, outcome: Outcome) -> Iterator[Row]:
     """The price of sharing the corpus at the rate of the streaming policy, where replicas are
     busiest: bytes on the wire, tokens to insert, history that fits."""
-    for tail in tails:
-        if (tail["scaling"], tail["policy"], tail["speculation"]) != ("weak", "streaming", True):
-            continue
-        replicas, rate = tail["replicas"], tail["tokens_per_second"]
-        pieces_per_second = (1 - tail["empty_seats"]) * SEATS / SHARE_SECONDS
-        sent = TOKEN_BYTES * rate + PIECE_BYTES * pieces_per_second
-        receivers_of = {
-            "all to all": replicas - 1,
-            "8 others, in turn": min(8, replicas - 1),
-            "groups that spread": tail["spread"],  # those that run rollouts of the same prompt
-        }
-        for fan_out, receivers in receivers_of.items():
-            held = CORPUS_BYTES / CORPUS_BYTES_PER_TOKEN
-            yield {
-                "replicas": replicas,
-                "fan_out": fan_out,
-                "received_per_replica": sent * receivers,
-                "total": sent * receivers * replicas,
-                "core_share": rate * receivers / INSERTED_PER_SECOND,
-                "seconds_held": held / (rate * (1 + receivers)),
-            }
+    rate = outcome.tokens_per_second
+    pieces_per_second = (1 - outcome.empty_seats) * SEATS / SHARE_SECONDS
+    sent = TOKEN_BYTES * rate + PIECE_BYTES * pieces_per_second
+    receivers_of = {
+        "all to all": replicas - 1,
+        "8 others, in turn": min(8, replicas - 1),
+        "groups that spread": outcome.spread,  # those that run rollouts of the same prompt
+    }
+    for fan_out, receivers in receivers_of.items():
+        label = f"corpus, {replicas} replicas, {fan_out}"
+        held = CORPUS_BYTES / CORPUS_BYTES_PER_TOKEN
+        yield row(f"{label}: received by each", sent * receivers / 1e6, "MB/s")
+        yield row(f"{label}: in all", sent * receivers * replicas / 1e6, "MB/s")
+        yield row(f"{label}: inserting", rate * receivers / INSERTED_PER_SECOND, "of a core")
+        yield row(f"{label}: history", held / (rate * (1 + receivers)), "s")
 
 
 def broadcast_seconds(
@@ -108,19 +105,20 @@ def broadcast_seconds(
     """Seconds from the first byte of a weight update until the last host has the last bucket.
 
     A link sends one bucket at a time and receives another meanwhile. Hosts at one level of a tree
-    are alike, so the one that is served last at every level is the last of all.
+    are alike, so the one that is served last at every level is the last of all. A level passes
+    buckets on at the rate that it gets them: the first one travels alone, the others follow it.
     """
-    sizes = np.full(math.ceil(num_bytes / bucket_bytes), float(bucket_bytes))
-    sizes[-1] = num_bytes - bucket_bytes * (sizes.size - 1)
-    times_K = sizes / bytes_per_second + LATENCY_SECONDS
+    once = num_bytes / bytes_per_second + math.ceil(num_bytes / bucket_bytes) * LATENCY_SECONDS
     if shape is Shape.FLAT:
-        return float(num_hosts * times_K.sum())
+        return num_hosts * once
     fan_out = min(2, num_hosts) if shape is Shape.TREE else 1
-    arrivals_K = np.zeros(sizes.size)
+    levels, room = 0, 0
+    while room < num_hosts:
+        levels += 1
+        room += fan_out**levels
+    first = min(bucket_bytes, num_bytes) / bytes_per_second + LATENCY_SECONDS
     # The fan_out copies of a bucket leave one after the other; the last is what is followed.
-    for _ in range(_depth(fan_out, num_hosts)):
-        arrivals_K = _served(arrivals_K, fan_out * times_K)
-    return float(arrivals_K[-1])
+    return fan_out * (once + (levels - 1) * first)
 
 
 def best_bucket(
@@ -135,55 +133,23 @@ def best_bucket(
     return best, times[best]
 
 
-def _depth(fan_out: int, num_hosts: int) -> int:
-    """Levels below the trainer that the hosts fill."""
-    levels, room = 0, 0
-    while room < num_hosts:
-        levels += 1
-        room += fan_out**levels
-    return levels
-
-
-def _served(arrivals_K: np.ndarray, times_K: np.ndarray) -> np.ndarray:
-    """When each leaves a server that takes them in order, one at a time (Lindley's recursion)."""
-    before_K = np.cumsum(times_K) - times_K
-    return np.maximum.accumulate(arrivals_K - before_K) + before_K + times_K
-
-
-def broadcast_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def broadcast_rows(options: argparse.Namespace) -> Iterator[Row]:
     for model, num_bytes in MODELS.items():
         for link, speed in LINKS.items():
             for num_replicas in options.replicas:
                 hosts = -(-num_replicas // REPLICAS_PER_HOST)
                 for shape in Shape:
+                    label = f"{model}, {link}, {hosts} hosts, {shape}"
                     bucket, best = best_bucket(shape, hosts, num_bytes, speed)
-                    yield {
-                        "model": model,
-                        "link": link,
-                        "replicas": num_replicas,
-                        "hosts": hosts,
-                        "shape": shape.value,
-                        "seconds": broadcast_seconds(shape, hosts, num_bytes, speed),
-                        "best_bucket_bytes": bucket,
-                        "best_seconds": best,
-                    }
+                    seconds = broadcast_seconds(shape, hosts, num_bytes, speed)
+                    yield row(f"{label}: 512 MiB buckets", seconds, "s")
+                    yield row(f"{label}: the best bucket", best, "s")
+                    yield row(f"{label}: its size", bucket / 2**20, "MiB")
 
 
-def show(title: str, rows: Rows) -> None:
-    if not rows:
-        return
-    table = Table(*rows[0], title=title)
-    for entry in rows:
-        table.add_row(*(_shown(value) for value in entry.values()))
-    Console(width=150).print(table)
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:,.3f}" if value < 100 else f"{value:,.0f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+def parts(options: argparse.Namespace) -> Parts:
+    rows = {"tail": tail_rows, "broadcast": broadcast_rows}
+    return {name: partial(each, options) for name, each in rows.items()}
 
 
 def make_command() -> Command:
@@ -197,24 +163,5 @@ def make_command() -> Command:
     return command
 
 
-def main() -> None:
-    options = make_command().parse()
-    lengths = fitted if options.trace is None else recorded(options.trace)
-    drawn = np.concatenate([lengths(np.random.default_rng(i), options.samples) for i in range(999)])
-    print(f"lengths: mean {drawn.mean():.0f}, median {np.median(drawn):.0f}, max {drawn.max()}")
-    wanted = options.only or ["tail", "broadcast"]
-    tails = list(tail_rows(options, lengths)) if "tail" in wanted else []
-    tables = {
-        "tail": tails,
-        "traffic": list(traffic_rows(tails)),
-        "broadcast": list(broadcast_rows(options)) if "broadcast" in wanted else [],
-    }
-    for title, rows in tables.items():
-        show(title, rows)
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(tables, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    make_command().run("many replicas, on paper", parts)

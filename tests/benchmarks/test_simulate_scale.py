@@ -7,69 +7,53 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-from scale_cluster import Policy, Simulation, Workload
-from scale_replica import Cost, SimulatedReplica, fitted, recorded
+from scale_cluster import (
+    CONTEXT_TOKEN_SECONDS,
+    STEP_SECONDS,
+    TICK_SECONDS,
+    Policy,
+    Simulation,
+    fitted,
+    recorded,
+)
 from simulate_scale import LATENCY_SECONDS, PIECE_BYTES, Shape, best_bucket, broadcast_seconds
 
 from rollout.engine.draft_corpus import CorpusDelta
 from spec_workers.corpus_outbox import CorpusOutbox
 from tests.helpers.requests import make_request
 
-COST = Cost(base=2e-3, per_context_token=1e-7)
-
 
 def test_a_replica_takes_the_time_of_its_steps_one_by_one():
-    replica = SimulatedReplica(COST, 3, speculates=False)
-    remaining = {0: 5, 1: 9, 2: 9, 3: 4}  # the last waits for a seat
-    context = dict.fromkeys(remaining, 100)
-    for request, count in remaining.items():
-        replica.start(request, context[request], count)
-    running, waiting, clock, ends = [0, 1, 2], [3], 0.0, {}
-    while running:
-        clock += COST.base
-        clock += COST.per_context_token * sum(context[r] + 0.5 for r in running)
-        for request in list(running):
-            context[request] += 1
-            remaining[request] -= 1
-            if not remaining[request]:
-                ends[request] = clock
-                running.remove(request)
-                running += [waiting.pop()] if waiting else []
-    found = {}
-    while replica.num_running:
-        now = replica.next_end()
-        found |= dict.fromkeys(replica.advance(now), now)
-    assert found == pytest.approx(ends)
-
-
-def test_looking_at_a_replica_between_events_changes_nothing():
-    rng = np.random.default_rng(0)
-    ends = []
-    for looks in (0, 200):
-        replica = SimulatedReplica(COST, 8, speculates=True)
-        for request in range(20):
-            replica.start(request, 50, 10 + 7 * request)
-        found: dict[int, float] = {}
-        for now in np.sort(rng.uniform(0, 0.05, looks)):
-            found |= dict.fromkeys(replica.advance(float(now)), 0.0)
-        while replica.num_running:
-            now = replica.next_end()
-            found |= dict.fromkeys(replica.advance(now), now)
-        ends.append(max(found.values()))
-        assert sorted(found) == list(range(20))
-    assert ends[0] == pytest.approx(ends[1])
+    """A group of three, of which one waits for a seat."""
+    lengths = lambda rng, count: np.array([500, 900, 900])  # noqa: E731
+    simulation = Simulation(1, lengths, groups_per_step=1, samples=3, speculates=False, seats=2)
+    outcome = simulation.run()
+    clock, remaining, contexts, waiting = 0.0, [500, 900], [512, 512], [900]
+    while remaining:
+        clock += STEP_SECONDS + CONTEXT_TOKEN_SECONDS * sum(contexts)
+        remaining = [each - 1 for each in remaining]
+        contexts = [each + 1 for each in contexts]
+        if 0 in remaining:
+            ended = remaining.index(0)
+            del remaining[ended], contexts[ended]
+            if waiting:
+                remaining.append(waiting.pop())
+                contexts.append(512)
+    ticks = 3 * TICK_SECONDS
+    assert clock <= outcome.step_seconds < clock + ticks
+    assert outcome.tokens_per_second == pytest.approx(2300 / clock, rel=ticks / clock)
+    assert outcome.empty_seats == pytest.approx(1 - 2300 / 2 / 1400, abs=0.02)
+    assert (outcome.idle, outcome.spread) == (0, 0)
 
 
 @pytest.mark.parametrize("policy", Policy)
 def test_every_rollout_ends_and_nobody_idles_more_than_all_the_time(policy):
-    work = Workload(groups_per_step=32, samples=4, num_steps=3, seats=8)
-    simulation = Simulation(4, work, COST, fitted, policy=policy)
-    outcome = simulation.run()
-    assert 0 <= outcome.idle < 1
-    assert -1e-9 <= outcome.empty_seats < 1
-    assert outcome.tokens_per_second > 0
-    assert 0 <= outcome.stale <= 1
+    outcome = Simulation(4, fitted, groups_per_step=32, samples=4, policy=policy, seats=8).run()
+    assert 0 <= outcome.idle < 0.5
+    assert 0 <= outcome.empty_seats < 0.6
     assert (outcome.stale == 0) == (policy is Policy.SYNCHRONOUS)
+    if policy is Policy.STREAMING:
+        assert 0 < outcome.stale < 0.27, "what waits for a seat has not begun"
 
 
 def test_broadcasts_by_hand():
@@ -111,7 +95,10 @@ def test_lengths_of_files(tmp_path):
     rows = [{"prompt_index": i // 2, "token_ids": [0] * (3 + 4 * (i // 2))} for i in range(4)]
     jsonl.write_text("".join(json.dumps(row) + "\n" for row in rows))
     trace = tmp_path / "trace.npz"
-    np.savez(trace, resp_off=[0, 3, 6, 13, 20], resp_prompt=[0, 0, 1, 1])
+    np.savez(
+        trace, prompt_tokens=[1, 1], prompt_off=[0, 1, 2], resp_tokens=[2] * 20,
+        resp_off=[0, 3, 6, 13, 20], resp_prompt=[0, 0, 1, 1], resp_step=[0] * 4,
+    )  # fmt: skip
     for path in (jsonl, trace):
         sample = recorded(path)
         drawn = {tuple(sample(np.random.default_rng(seed), 3).tolist()) for seed in range(20)}

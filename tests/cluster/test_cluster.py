@@ -18,8 +18,8 @@ from rollout.engine.loop import EngineLoop
 from rollout.engine.protocol import Engine
 from rollout.errors import EngineStateError, InvalidInputError, OutOfMemoryError
 from tests.cluster.thread_pool import ThreadPool
-from tests.cluster.workload import PARAMS, PROMPTS, content, drain, key, ngram, submit_all
-from tests.helpers.hang import HANG_SECONDS
+from tests.cluster.workload import PARAMS, PROMPTS, content, drain, key, ngram, rejoined, submit_all
+from tests.helpers.hang import HANG_SECONDS, wait_until
 
 LONG = SamplingParams(temperature=0.9, max_new_tokens=400, ignore_eos=True)
 POISON = [9, 9, 9, 9]
@@ -40,13 +40,6 @@ def make_cluster(config) -> Iterator[MakeCluster]:
     yield make
     for cluster in made:
         cluster.close()
-
-
-def step_until(cluster: RolloutCluster, reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not reached():
-        cluster.step()
-        assert time.monotonic() < deadline
 
 
 @pytest.mark.parametrize("kind", [RolloutEngine, RolloutCluster])
@@ -92,7 +85,7 @@ def test_a_request_goes_on_after_what_was_known_of_it(make_cluster, config):
     cluster, pool = make_cluster(2, lambda replica, new: given.extend(new))
     request = cluster.submit([5, 6, 7], LONG)
     cluster.watch(request.request_id)
-    step_until(cluster, lambda: len(request.token_ids) >= 50)
+    wait_until(lambda: len(request.token_ids) >= 50, cluster.step)
     for replica in list(pool.living.values()):
         replica.kill()
     known = len(request.token_ids)
@@ -164,7 +157,7 @@ def test_an_aborted_request_ends_at_once_with_what_is_known(make_cluster):
     cluster, _ = make_cluster(2)
     queued = [cluster.submit([5, 6, i], LONG) for i in range(12)]
     cluster.watch(queued[0].request_id)
-    step_until(cluster, lambda: len(queued[0].token_ids) > 5)
+    wait_until(lambda: len(queued[0].token_ids) > 5, cluster.step)
     for request in queued:
         cluster.abort(request.request_id)
         cluster.abort(request.request_id)
@@ -173,14 +166,14 @@ def test_an_aborted_request_ends_at_once_with_what_is_known(make_cluster):
     assert {each.finish_reason for each in ended.values()} == {FinishReason.ABORT}
     assert len(ended[queued[0].request_id].token_ids) > 5
     assert not cluster.has_unfinished
-    step_until(cluster, lambda: cluster.status().running == cluster.status().waiting == 0)
+    wait_until(lambda: cluster.status().running == cluster.status().waiting == 0, cluster.step)
 
 
 def test_pausing_with_abort_hands_out_every_token_there_is(make_cluster, config):
     cluster, _ = make_cluster(2)
     requests = [cluster.submit([5, 6, i], LONG, prompt_index=i) for i in range(12)]
     cluster.watch(requests[0].request_id)
-    step_until(cluster, lambda: len(requests[0].token_ids) > 5)
+    wait_until(lambda: len(requests[0].token_ids) > 5, cluster.step)
     cluster.pause_generation("abort")
     rollouts = cluster.take_ended()
     assert len(rollouts) == 12
@@ -317,6 +310,6 @@ def test_a_newcomer_that_cannot_be_brought_up_to_date_does_not_join(make_cluster
     pool.living["replica-0"].kill()
     submit_all(cluster)
     found = drain(cluster)
-    step_until(cluster, lambda: cluster.members.all_joined)
+    rejoined(cluster)
     assert found == expected
     assert len(pool.lives) == 4

@@ -7,8 +7,8 @@ import pytest
 from rollout import RolloutEngine, SamplingParams
 from rollout.cluster.cluster import RolloutCluster
 from rollout.errors import InvalidInputError
-from tests.cluster.thread_pool import kill, rejoined
-from tests.cluster.workload import always_drafts, content, drain, key, submit_all
+from tests.cluster.thread_pool import kill
+from tests.cluster.workload import always_drafts, content, drain, key, rejoined, submit_all
 
 PARAMS = SamplingParams(temperature=0.7, max_new_tokens=60, ignore_eos=True, n=2)
 PROMPTS = [[5 + i, 6, 7] for i in range(8)]

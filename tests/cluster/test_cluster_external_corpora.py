@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from rollout.cluster.cluster import RolloutCluster
 from rollout.engine.draft_corpus import ExternalCorpus
 from rollout.engine.worker import worker_factory
 from rollout.errors import InvalidInputError
-from tests.cluster.thread_pool import ThreadReplica, kill, rejoined
+from tests.cluster.thread_pool import ThreadReplica, kill
 from tests.cluster.workload import (
     PARAMS,
     PROMPTS,
@@ -24,9 +23,10 @@ from tests.cluster.workload import (
     content,
     drain,
     key,
+    rejoined,
     submit_all,
 )
-from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.hang import HANG_SECONDS, wait_until
 
 IN_MEMORY = {ExternalState.READY, ExternalState.PUBLISHED}
 
@@ -66,13 +66,6 @@ def states(cluster: RolloutCluster) -> dict[str, str]:
     return {each.name: each.state.value for each in cluster.external_corpora()}
 
 
-def until(cluster: RolloutCluster, condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        cluster.step()
-        assert time.monotonic() < deadline
-
-
 def only(cluster: RolloutCluster) -> ExternalCorpus:
     (corpus,) = cluster.external_corpora()
     return corpus
@@ -83,13 +76,13 @@ def test_none_drafts_from_it_before_all_have_loaded_it(make):
     gate = Gate(pool.living["replica-1"])
     cluster.add_external_corpus("texts", token_chunks=[[5, 6, 7]])
     submit_all(cluster)
-    until(cluster, lambda: on_each(cluster)["replica-0"]["texts"] is ExternalState.READY)
+    wait_until(lambda: on_each(cluster)["replica-0"]["texts"] is ExternalState.READY, cluster.step)
     for _ in range(20):
         cluster.step()
     assert states(cluster) == {"texts": "loading"}
     assert on_each(cluster)["replica-0"]["texts"] is ExternalState.READY
     gate.opened.set()
-    until(cluster, lambda: cluster.status().corpora[0].state is ExternalState.PUBLISHED)
+    wait_until(lambda: cluster.status().corpora[0].state is ExternalState.PUBLISHED, cluster.step)
     assert {each["texts"] for each in on_each(cluster).values()} == {ExternalState.PUBLISHED}
     drain(cluster)
 
@@ -98,10 +91,10 @@ def test_one_that_dies_while_it_loads_holds_up_nobody_for_good(make):
     cluster, pool = make(2)
     gate = Gate(pool.living["replica-1"])
     cluster.add_external_corpus("texts", token_chunks=[[5, 6, 7]])
-    until(cluster, lambda: on_each(cluster)["replica-0"]["texts"] is ExternalState.READY)
+    wait_until(lambda: on_each(cluster)["replica-0"]["texts"] is ExternalState.READY, cluster.step)
     kill(cluster, pool, "replica-1")
     gate.opened.set()  # for its thread, which nobody hears of any more
-    until(cluster, lambda: only(cluster).state is ExternalState.PUBLISHED)
+    wait_until(lambda: only(cluster).state is ExternalState.PUBLISHED, cluster.step)
     rejoined(cluster)
     assert {each["texts"] for each in on_each(cluster).values()} == {ExternalState.PUBLISHED}
 
@@ -111,7 +104,7 @@ def test_one_that_starts_joins_when_it_has_published_what_the_others_have(make):
     cluster.add_external_corpus("texts", token_chunks=[[5, 6, 7]], wait=True)
     kill(cluster, pool, "replica-1")
     gate = Gate(pool.living["replica-1"])
-    until(cluster, lambda: bool(cluster.members._newcomers))
+    wait_until(lambda: bool(cluster.members._newcomers), cluster.step)
     submit_all(cluster)
     for _ in range(20):
         cluster.step()
@@ -154,7 +147,7 @@ def test_none_is_published_where_it_is_not_loaded_however_they_come_and_go(make,
         cluster.step()
         disturb()
     rejoined(cluster)
-    until(cluster, lambda: states(cluster) == dict.fromkeys(names, "published"))
+    wait_until(lambda: states(cluster) == dict.fromkeys(names, "published"), cluster.step)
 
 
 def test_on_request_it_waits_for_the_request(make):
@@ -168,7 +161,7 @@ def test_on_request_it_waits_for_the_request(make):
     assert states(cluster) == {"texts": "ready"}
     kill(cluster, pool, "replica-0")
     rejoined(cluster)
-    until(cluster, lambda: states(cluster) == {"texts": "ready"})
+    wait_until(lambda: states(cluster) == {"texts": "ready"}, cluster.step)
     for _ in range(2):
         cluster.publish_external_corpus("texts")
     assert states(cluster) == {"texts": "published"}
@@ -208,7 +201,7 @@ def test_configured_ones_are_published_together_too(make, tmp_path):
     assert all(each == {} for each in on_each(cluster).values())  # they are begun by the first step
     submit_all(cluster)
     drain(cluster)
-    until(cluster, lambda: states(cluster) == {"bad": "failed", "code": "published"})
+    wait_until(lambda: states(cluster) == {"bad": "failed", "code": "published"}, cluster.step)
     cluster.remove_external_corpus("bad")
     cluster.remove_external_corpus("code")
     kill(cluster, pool, "replica-0")
@@ -256,9 +249,9 @@ def test_external_corpora_come_to_all_and_to_those_who_start_later(make, tmp_pat
     assert {each.name for each in cluster.external_corpora()} == {"file", "texts", name}
     kill(cluster, pool, "replica-0")
     rejoined(cluster)
-    deadline = time.monotonic() + 30
-    while {each.state for each in cluster.external_corpora()} != {ExternalState.PUBLISHED}:
-        assert time.monotonic() < deadline
+    wait_until(
+        lambda: {each.state for each in cluster.external_corpora()} == {ExternalState.PUBLISHED}
+    )
     for corpora in cluster.members.on_all("external_corpora").values():
         assert sorted(each.num_tokens for each in corpora) == [3, 4, 4]
     cluster.remove_external_corpus("texts")
@@ -298,10 +291,8 @@ def test_a_load_that_fails_on_one_is_failed_on_all(make, tmp_path):
     assert cluster.external_corpora() == []
     assert all(each == [] for each in cluster.members.on_all("external_corpora").values())
     cluster.add_external_corpus("texts", file_path=file)
-    deadline = time.monotonic() + 30
-    while (state := cluster.external_corpora()[0]).state is not ExternalState.FAILED:
-        assert time.monotonic() < deadline
-    assert "replica-1" in state.error
+    wait_until(lambda: cluster.external_corpora()[0].state is ExternalState.FAILED)
+    assert "replica-1" in cluster.external_corpora()[0].error
     cluster.remove_external_corpus("texts")
     assert cluster.external_corpora() == []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from rollout.server.config import ServeConfig, ServerConfig
 from rollout.server.serving import Serving
 from tests.cluster.thread_pool import ThreadPool
 from tests.cluster.workload import PROMPTS, always_drafts
+from tests.helpers.hang import wait_until
 from tests.helpers.tiny_model import save_tiny_llama
 
 SAMPLING = {"temperature": 0.9, "max_new_tokens": 30, "ignore_eos": True}
@@ -91,10 +91,10 @@ def test_weights_and_corpora_reach_all_replicas(served, text_config, tmp_path: P
     answers = client.post("/generate", json=body()).json()
     assert [content(each) for each in answers] == [(r.token_ids, r.logprobs) for r in rollouts]
     assert {each["meta_info"]["weight_version"] for each in answers} == {"1"}
-    deadline = time.monotonic() + 60
-    while pool.lives[-1] not in pool._open:
-        assert client.get("/status").status_code == 200
-        assert time.monotonic() < deadline
+    wait_until(
+        lambda: pool.lives[-1] in pool._open,
+        lambda: client.get("/status").raise_for_status(),
+    )
     (corpus,) = client.get("/list_external_corpora").json()["corpora"]
     assert (corpus["corpus_id"], corpus["state"]) == ("texts", "published")
     assert client.post("/remove_external_corpus", json={"corpus_id": "texts"}).json()["success"]

@@ -22,9 +22,9 @@ from rollout.weights.bucket import buckets
 from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.manifest import TensorSpec
 from rollout.weights.shared_memory import SharedMemorySender
-from tests.cluster.thread_pool import ThreadPool, ThreadReplica, kill, rejoined
-from tests.cluster.workload import content, drain, key, ngram
-from tests.helpers.hang import HANG_SECONDS
+from tests.cluster.thread_pool import ThreadPool, ThreadReplica, kill
+from tests.cluster.workload import content, drain, key, ngram, rejoined
+from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.tiny_model import save_tiny_llama
 from tests.helpers.weight_transports import TensorSource, group_of
 
@@ -281,10 +281,7 @@ def test_weights_that_died_with_the_last_replica_are_missed_loudly(make, tensors
     assert "every replica that had the updated weights died" in cluster.unavailable_reason
     with pytest.raises(WeightUpdateError, match="every tensor of the target"):
         cluster.step()
-    rejoin_deadline = time.monotonic() + 60
-    while not cluster.members.all_joined:
-        cluster.members.poll(0.01)
-        assert time.monotonic() < rejoin_deadline
+    wait_until(lambda: cluster.members.all_joined, lambda: cluster.members.poll(0.01))
     cluster.update_weights_from_tensor(tensors[0])
     assert cluster.weights_digest() == wanted[0]["digest"]
     assert len(drain(cluster)) == 1
@@ -390,10 +387,10 @@ def test_replicas_that_come_during_the_update_that_heals_wait_for_its_end(make, 
     cluster.update_weights_from_tensor(tensors[0])
     for replica in list(pool.living.values()):
         replica.kill()
-    deadline = time.monotonic() + 60
-    while not cluster.weights.sync.why_lost or not cluster.members.joined:
-        cluster.members.poll(0.01)
-        assert time.monotonic() < deadline
+    wait_until(
+        lambda: cluster.weights.sync.why_lost and cluster.members.joined,
+        lambda: cluster.members.poll(0.01),
+    )
     some = next(iter(cluster.members.joined))
     (late,) = set(pool.names) - {some}
     pool.living[late].kill()  # so that it starts after the update began
@@ -422,10 +419,7 @@ def test_an_update_whose_replicas_all_die_once_they_committed_has_failed(make, t
     with pytest.raises(WeightUpdateError, match="every replica died"):
         cluster.update_weights_from_tensor(tensors[0])
     cluster.submit(PROMPTS[0], PARAMS)
-    rejoin_deadline = time.monotonic() + 60
-    while not cluster.members.all_joined:
-        cluster.members.poll(0.01)
-        assert time.monotonic() < rejoin_deadline
+    wait_until(lambda: cluster.members.all_joined, lambda: cluster.members.poll(0.01))
     assert "every replica that had the updated weights died" in cluster.unavailable_reason
     with pytest.raises(WeightUpdateError, match="every tensor of the target"):
         cluster.score_with_extras(PROMPTS[0], [5, 6])

@@ -31,9 +31,9 @@ from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.shared_memory import SharedMemorySender
 from tests.cluster import broken_workers
 from tests.cluster.ray_processes import replica_processes, wait_until_gone
-from tests.cluster.workload import drain, ngram, submit_all
+from tests.cluster.workload import drain, ngram, rejoined, submit_all
 from tests.helpers.forked import forked
-from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.tiny_model import save_tiny_llama
 from tests.helpers.weight_transports import TensorSource, group_of
 
@@ -68,13 +68,6 @@ def cluster(own_ray, config, flag) -> Iterator[RolloutCluster]:
     left = replica_processes()
     cluster.close()
     wait_until_gone(left, 60)
-
-
-def rejoined(cluster: RolloutCluster) -> None:
-    deadline = time.monotonic() + HANG_SECONDS
-    while not cluster.members.all_joined:
-        cluster.step()
-        assert time.monotonic() < deadline
 
 
 def test_two_replicas_give_the_rollouts_of_one_engine(cluster, expected):
@@ -182,9 +175,7 @@ def test_weights_come_by_every_way_and_to_who_is_replaced(cluster, tmp_path):
     rejoined(cluster)
     assert cluster.weights_digest() == digests[-1]
     assert set(cluster.members.on_all("weights_digest")) == {"replica-0", "replica-1"}
-    deadline = time.monotonic() + HANG_SECONDS
-    while cluster.external_corpora()[0].state is not ExternalState.PUBLISHED:
-        assert time.monotonic() < deadline
+    wait_until(lambda: cluster.external_corpora()[0].state is ExternalState.PUBLISHED)
 
 
 def test_one_that_dies_too_often_ends_it_with_its_last_words(config):

@@ -160,10 +160,3 @@ def kill(cluster: RolloutCluster, pool: ThreadPool, name: str) -> None:
     dead = pool.living[name]
     dead.kill()
     cluster.members.wait_until_gone(dead)
-
-
-def rejoined(cluster: RolloutCluster) -> None:
-    deadline = time.monotonic() + 60
-    while not cluster.members.all_joined:
-        cluster.step()
-        assert time.monotonic() < deadline

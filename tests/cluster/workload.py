@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollout import Rollout, SamplingParams
+from rollout.cluster.cluster import RolloutCluster
 from rollout.engine.protocol import Engine
 from rollout.engine.worker import WorkerFactory, worker_factory
+from tests.helpers.hang import wait_until
 
 PARAMS = SamplingParams(temperature=0.9, max_new_tokens=24, seed=5, n=4, entropy=True)
 PROMPTS = [[3 + i % 7, 10 + i, 11] for i in range(7)]
@@ -41,6 +43,11 @@ def content(rollout: Rollout) -> tuple[Any, ...]:
         rollout.token_ids, rollout.logprobs, rollout.weight_versions, rollout.extras, rollout.text,
         rollout.finish_reason, rollout.seed, rollout.prompt_ids, rollout.error,
     )  # fmt: skip
+
+
+def rejoined(cluster: RolloutCluster) -> None:
+    """Let the cluster step until it has all its replicas."""
+    wait_until(lambda: cluster.members.all_joined, cluster.step)
 
 
 def drain(engine: Engine, between: Callable[[], object] = lambda: None) -> dict[Any, Any]:

@@ -17,7 +17,7 @@ import torch
 from rollout import FinishReason, RolloutEngine, SamplingParams
 from rollout.engine.loop import EngineLoop
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
-from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.hang import HANG_SECONDS, wait_until
 
 PROMPT = [5, 6, 7]
 LONG = SamplingParams(temperature=0.9, max_new_tokens=400, ignore_eos=True)
@@ -56,9 +56,7 @@ class Gate:
 
 def step_until(loop: EngineLoop, reached) -> None:
     """Let the loop run until ``reached(engine)`` holds between two steps."""
-    deadline = time.monotonic() + HANG_SECONDS
-    while not loop.call(reached).result(HANG_SECONDS):
-        assert time.monotonic() < deadline
+    wait_until(lambda: loop.call(reached).result(HANG_SECONDS))
 
 
 def weights_of(engine: RolloutEngine) -> list[tuple[str, torch.Tensor]]:

@@ -96,22 +96,6 @@ def test_rows_that_decode_are_extended_as_one_by_one():
     together.check_integrity()
 
 
-def test_commit_paths_takes_accepted_slots_and_end_step_frees_the_rest():
-    memory = CacheMemory(20, 2, 16, prefix_cache=True)
-    rows = [compute(memory, [1, 2]), compute(memory, [3, 4, 5])]
-    first, none, second = memory.reserve_drafts([3, 0, 4])
-    assert [len(slots) for slots in (first, none, second)] == [3, 0, 4]
-    memory.check_integrity()
-    memory.commit_paths([rows[1]], [3], [2], second[[1, 3]])
-    memory.check_integrity()
-    memory.end_step()
-    memory.end_step()
-    memory.check_integrity()
-    assert memory.req_to_token.table[rows[1], 3:5].tolist() == second[[1, 3]].tolist()
-    assert memory.slots.available == 20 - 5 - 2
-    assert not set(memory.slots.allocate(13).tolist()) & set(second[[1, 3]].tolist())
-
-
 def test_commit_paths_refuses_a_run_that_ended_elsewhere():
     memory = CacheMemory(20, 2, 16, prefix_cache=True)
     row = compute(memory, [1, 2])

@@ -1,4 +1,4 @@
-"""Saved and loaded again, a corpus proposes the same; a bad file is refused whole."""
+"""External corpora are saved too; a bad file is refused whole. Others: test_properties.py."""
 
 from __future__ import annotations
 
@@ -30,22 +30,6 @@ def answers(corpus):
     return [query(corpus, group, rng.integers(0, 5, 20).tolist(), 30) for group in range(4)]
 
 
-def test_loaded_proposes_the_same(tmp_path):
-    corpus, copy = filled(), Corpus(max_bytes=256 << 10)
-    assert corpus.counters()["dropped_tokens"] > 0
-    corpus.save(tmp_path / "corpus")
-    copy.load(tmp_path / "corpus")
-    assert answers(copy) == answers(corpus)
-    assert copy.external_names() == ["notes"]
-    assert copy.num_tokens == corpus.num_tokens
-    copy.check_integrity()
-    for both in (corpus, copy):  # and goes on the same
-        both.set_weight_version(300)
-        both.insert(np.arange(5, dtype=I32).repeat(9), group=1)
-    assert answers(copy) == answers(corpus)
-    assert [p.name for p in tmp_path.iterdir()] == ["corpus"]
-
-
 def test_external_corpora_are_saved_and_need_room(tmp_path):
     corpus = Corpus(max_bytes=256 << 10)
     corpus.add_external("empty", [])
@@ -58,6 +42,7 @@ def test_external_corpora_are_saved_and_need_room(tmp_path):
     copy.add_external("gone", [np.zeros(250_000, I32)])  # its room is the file's
     copy.load(tmp_path / "corpus")
     assert copy.external_sizes() == corpus.external_sizes()
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
     assert answers(copy) == answers(corpus)
     small = Corpus(max_bytes=256 << 10, max_external_bytes=256 << 10)
     small.add_external("kept", [np.arange(9, dtype=I32)])

@@ -18,7 +18,7 @@ from rollout.engine.worker import worker_factory
 from rollout.errors import InvalidInputError
 from rollout.offline import DataConfig, RunConfig, run_job
 from tests.helpers.forked import forked, run_module
-from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.job_ranks import config_of
 from tests.helpers.launch import launch
 
@@ -67,10 +67,7 @@ def test_ranks_end_with_their_launcher(tmp_path):
     finally:
         launcher.kill()
         launcher.join()
-    deadline = time.monotonic() + HANG_SECONDS
-    while any(map(has_not_ended, ranks)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not any(map(has_not_ended, ranks)))
 
 
 def test_a_rank_whose_launcher_died_first_does_not_begin(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from rollout.server.app import make_app
 from rollout.server.bounded_http import BoundedHttp
 from rollout.server.config import ServeConfig, ServerConfig
 from rollout.server.serving import Serving
-from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.text_model import save_text_model
 
 
@@ -39,10 +38,7 @@ class Live:
 
     def wait_until_idle(self) -> None:
         """Until every request has ended, then the pools' books balance and nothing is held."""
-        deadline = time.monotonic() + HANG_SECONDS
-        while self.serving.loop.num_unfinished:
-            assert time.monotonic() < deadline, "requests are left"
-            time.sleep(0.005)
+        wait_until(lambda: not self.serving.loop.num_unfinished)
         self.serving.loop.call(_check_idle).result(HANG_SECONDS)
 
 
@@ -105,11 +101,8 @@ def run_server(
     thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
-        deadline = time.monotonic() + HANG_SECONDS
-        while not uvicorn_server.started:
-            assert thread.is_alive(), "uvicorn did not start"
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        wait_until(lambda: uvicorn_server.started or not thread.is_alive())
+        assert thread.is_alive(), "uvicorn did not start"
         yield Live(f"http://{host}:{port}", serving, engine)
         if not breaks:
             Live("", serving, engine).wait_until_idle()

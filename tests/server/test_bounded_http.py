@@ -16,7 +16,7 @@ import pytest
 import uvicorn
 
 from rollout.server.bounded_http import BoundedHttp
-from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.http_raw import open_request
 
 ANSWER = b"hello"
@@ -63,10 +63,7 @@ def url() -> Iterator[str]:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
-        deadline = time.monotonic() + HANG_SECONDS
-        while not server.started:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        wait_until(lambda: server.started)
         yield "http://{}:{}".format(*listener.getsockname())
     finally:
         server.should_exit = True
@@ -88,13 +85,6 @@ def is_let_go(connection: socket.socket, drip: bytes) -> bool:
         except OSError:
             return True
     return False
-
-
-def wait_for(reached) -> None:
-    deadline = time.monotonic() + HANG_SECONDS
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def connect(url: str) -> socket.socket:
@@ -192,7 +182,7 @@ def test_who_leaves_with_requests_that_wait_is_noticed(url, caplog, resets):
         if resets:  # an RST, in the place of a FIN
             linger = struct.pack("ii", 1, 0)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-        wait_for(lambda: asked == ["/waits"])
+        wait_until(lambda: asked == ["/waits"])
     assert heard_of_leaving.wait(HANG_SECONDS)
     with httpx.Client(base_url=url, timeout=HANG_SECONDS) as client:
         assert client.get("/").content == ANSWER
@@ -209,7 +199,7 @@ def test_requests_that_wait_for_others_are_bounded(url):
             connection.sendall(request("/slow") + request("/echo", b"a") * 5000)
         except ConnectionResetError:
             pytest.fail("it was not read to the end")
-        wait_for(lambda: len(asked) == 1)
+        wait_until(lambda: len(asked) == 1)
         assert is_let_go(connection, b"")
     assert len(asked) <= 1 + Hurried.max_waiting
     with connect(url) as connection:

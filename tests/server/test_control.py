@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.held_engine import held
 
 LONG = {"temperature": 0.9, "max_new_tokens": 400, "ignore_eos": True}
@@ -41,11 +41,7 @@ def in_flight(live, **body):
     with live.client() as client, ThreadPoolExecutor(1) as pool:
         before = live.serving.loop.num_unfinished
         future = pool.submit(post, client, "/generate", **body)
-        deadline = time.monotonic() + HANG_SECONDS
-        while live.serving.loop.num_unfinished == before:
-            assert not future.done(), future.result()
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+        wait_until(lambda: live.serving.loop.num_unfinished != before or future.done())
         yield future
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +12,7 @@ import httpx
 import pytest
 
 from rollout.engine.protocol import Engine
-from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.server.conftest import Live, run_server
 from tests.server.policies import output_ids
 
@@ -167,9 +166,7 @@ def test_a_load_is_seen_and_generation_and_other_loads_go_on(client, shared):
         assert client.post(ADD, json={"corpus_id": "slow", "documents": [TEXT]}).status_code == 409
     finally:
         slow.opened.set()
-    deadline = time.monotonic() + HANG_SECONDS
-    while listed(client)["slow"]["state"] != "published":
-        assert time.monotonic() < deadline
+    wait_until(lambda: listed(client)["slow"]["state"] == "published")
     assert listed(client)["slow"]["num_tokens"] == 90_000
 
 
@@ -192,9 +189,7 @@ def test_not_waiting_and_waiting_for_what_is_removed(client, shared):
         with ThreadPoolExecutor(1) as threads:
             body = {"corpus_id": "awaited", "documents": [TEXT]}
             awaited = threads.submit(client.post, ADD, json=body)
-            deadline = time.monotonic() + HANG_SECONDS
-            while "awaited" not in listed(client):
-                assert time.monotonic() < deadline
+            wait_until(lambda: "awaited" in listed(client))
             client.post(REMOVE, json={"corpus_id": "awaited"})
             assert awaited.result(HANG_SECONDS).status_code in (200, 409)
     finally:
@@ -210,9 +205,7 @@ def test_whoever_waits_for_a_load_hears_of_the_servers_end(open_server):
             body = {"corpus_id": "awaited", "documents": [TEXT]}
             awaited = threads.submit(client.post, ADD, json=body)
             with live.client() as other:
-                deadline = time.monotonic() + HANG_SECONDS
-                while "awaited" not in listed(other):
-                    assert time.monotonic() < deadline
+                wait_until(lambda: "awaited" in listed(other))
             live.serving.is_draining = True
             answer = awaited.result(HANG_SECONDS)
         assert answer.status_code == 503

@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 import threading
-import time
 from contextlib import ExitStack
 
 import pytest
@@ -15,18 +14,11 @@ from rollout.errors import EngineStateError
 from rollout.server import bounded_http
 from rollout.server.bounded_http import BoundedHttp
 from rollout.server.sglang.generate_body import GenerateBody, SglangSamplingBody, generate_items
-from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.held_engine import held
 from tests.helpers.http_raw import open_request, read_status
 
 LONG = {"temperature": 0.9, "max_new_tokens": 500, "ignore_eos": True}
-
-
-def until(condition):
-    deadline = time.monotonic() + HANG_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def pause(live):
@@ -127,7 +119,7 @@ def test_a_full_queue_is_429_and_takes_all_of_a_call_or_none(open_server):
         three = {"input_ids": [[5]] * 3, "sampling_params": {"max_new_tokens": 2}}
         waiting = threading.Thread(target=client.post, args=("/generate",), kwargs={"json": three})
         waiting.start()
-        until(lambda: live.serving.num_unfinished == 3)
+        wait_until(lambda: live.serving.num_unfinished == 3)
         with live.client() as other:
             for stream in (False, True):
                 full = other.post("/generate", json={**three, "stream": stream})
@@ -153,10 +145,10 @@ def test_a_client_that_leaves_frees_its_requests(live, stream, paused):
     with held(live.serving.loop):
         with open_request(live.url, "POST", "/generate", headers) as sent:
             sent.sendall(body)
-            until(lambda: live.serving.loop.num_unfinished == 2)
+            wait_until(lambda: live.serving.loop.num_unfinished == 2)
             if stream and not paused:
                 assert sent.recv(1000)
-        until(lambda: not live.serving.loop.num_unfinished)  # although it may be paused
+        wait_until(lambda: not live.serving.loop.num_unfinished)  # although it may be paused
     if paused:
         go_on(live)
     live.wait_until_idle()
@@ -171,11 +163,11 @@ def test_a_reader_that_stalls_holds_up_nobody_and_is_let_go(live):
     headers = {"Content-Type": "application/json", "Content-Length": str(len(body))}
     with open_request(live.url, "POST", "/generate", headers, receive_bytes=4096) as stalled:
         stalled.sendall(body)
-        until(lambda: live.serving.loop.num_unfinished == 1)
+        wait_until(lambda: live.serving.loop.num_unfinished == 1)
         with live.client() as client:
             short = {"input_ids": [9, 8], "sampling_params": {"max_new_tokens": 5}}
             assert client.post("/generate", json=short).status_code == 200
-        until(lambda: not live.serving.loop.num_unfinished)  # it ran to its end all the same
+        wait_until(lambda: not live.serving.loop.num_unfinished)  # it ran to its end all the same
     live.wait_until_idle()
 
 
@@ -240,7 +232,7 @@ def test_too_many_connections_are_refused_and_those_there_are_go_on(open_server)
             with live.client() as another:
                 return another.get("/health").status_code == 200
 
-        until(answers)  # when the server has noticed that one has left
+        wait_until(answers)  # when the server has noticed that one has left
 
 
 def test_many_more_are_closed_at_once(open_server, monkeypatch):

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.held_engine import held
 from tests.helpers.http_raw import open_request
 from tests.server.conftest import Live
@@ -113,13 +113,9 @@ def test_a_client_that_left(client, server):
     with held(server.serving.loop):
         with open_request(server.url, "POST", "/generate", headers) as sent:
             sent.sendall(body)
-            while not server.serving.loop.num_unfinished:
-                time.sleep(0.002)
-        while server.serving.loop.num_unfinished:
-            time.sleep(0.002)
-    deadline = time.monotonic() + HANG_SECONDS
-    while not fresh(client).get(("samples_total", ("cancelled",))):
-        assert time.monotonic() < deadline
+            wait_until(lambda: server.serving.loop.num_unfinished)
+        wait_until(lambda: not server.serving.loop.num_unfinished)
+    wait_until(lambda: fresh(client).get(("samples_total", ("cancelled",))))
 
 
 def test_a_sample_that_was_aborted(client, server):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.types import Rollout
-from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.held_engine import held
 from tests.helpers.text_model import save_byte_model
 from tests.server.conftest import Live, run_server
@@ -179,10 +178,7 @@ def test_a_client_that_leaves_frees_its_slots(live: Live, stream: bool) -> None:
     before = live.serving.loop.call(lambda engine: engine.status().total).result(HANG_SECONDS)
     with socket.create_connection((host, int(port)), HANG_SECONDS) as connection:
         connection.sendall(head.encode() + content)
-        deadline = time.monotonic() + HANG_SECONDS
-        while not live.serving.loop.num_unfinished:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_until(lambda: live.serving.loop.num_unfinished)
         if stream:
             assert b"200 OK" in connection.recv(4096)
     live.wait_until_idle()

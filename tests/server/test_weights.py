@@ -20,7 +20,7 @@ from safetensors.torch import save
 
 from rollout.server import received_tensors as tensor_count
 from rollout.weights.shared_memory import SharedMemorySender
-from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.held_engine import held
 from tests.helpers.ports import free_port
 from tests.helpers.torch_trainer import TorchTrainer
@@ -411,20 +411,20 @@ def test_what_came_is_given_back_at_once(client, first, second):
         body = {"serialized_named_tensors": [encoded, "no base64"]}
         assert client.post("/update_weights_from_tensor", json=body).status_code == 400
         ok(client.post(QUERY, content=first.safetensors, headers=RAW))
-        wait_for(lambda: not memory_files())
+        wait_until(lambda: not memory_files())
     finally:
         gc.enable()
 
 
 def test_a_sender_that_leaves_in_the_middle_leaves_nothing(client, shared, first, second):
-    wait_for(lambda: not memory_files())
+    wait_until(lambda: not memory_files())
     host, port = shared.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as sender:
         head = f"POST {QUERY} HTTP/1.1\r\nHost: {host}:{port}\r\n"
         head += f"Content-Type: {RAW['Content-Type']}\r\nContent-Length: 1000000\r\n\r\n"
         sender.sendall(head.encode() + second.safetensors[:50_000])
-        wait_for(memory_files)
-    wait_for(lambda: not memory_files())
+        wait_until(memory_files)
+    wait_until(lambda: not memory_files())
     assert output_ids(client) == first.output_ids
 
 
@@ -475,7 +475,7 @@ def test_a_torn_update_lets_requests_wait_until_a_whole_one(client, shared, firs
     assert "cannot heal" in refused(rest)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(output_ids, client)
-        wait_for(lambda: shared.serving.loop.num_unfinished == 1)
+        wait_until(lambda: shared.serving.loop.num_unfinished == 1)
         assert client.get("/health").status_code == 200
         health = client.get("/health_generate")
         assert health.status_code == 503
@@ -492,13 +492,13 @@ def test_requests_in_flight_end_or_go_on(client, shared, second):
     with ThreadPoolExecutor(1) as threads:
         with held(shared.serving.loop):
             long = threads.submit(generate, client, max_new_tokens=480)
-            wait_for(lambda: running() == 1)
+            wait_until(lambda: running() == 1)
             query = {"abort_all_requests": "true"}
             ok(client.post(QUERY, content=second.safetensors, headers=RAW, params=query))
             ended = long.result(HANG_SECONDS).json()
             assert len(ended["output_ids"]) < 480
             long = threads.submit(generate, client, max_new_tokens=480)
-            wait_for(lambda: running() == 1)
+            wait_until(lambda: running() == 1)
             ok(client.post(QUERY, content=second.safetensors, headers=RAW))
         assert len(long.result(HANG_SECONDS).json()["output_ids"]) == 480
 
@@ -511,7 +511,7 @@ def test_a_slow_sender_blocks_nobody_but_the_engine(client, second):
             update = threads.submit(
                 client.post, "/update_weights_from_distributed", json=body, timeout=HANG_SECONDS
             )
-            wait_for(lambda: status_age(client) > 0.5)
+            wait_until(lambda: status_age(client) > 0.5)
             started = time.monotonic()
             assert client.get("/health").status_code == 200
             assert time.monotonic() - started < 5
@@ -531,13 +531,6 @@ def status_age(client: httpx.Client) -> float:
     assert time.monotonic() - started < 10
     (line,) = (each for each in text.splitlines() if each.startswith("specrollout_status_age"))
     return float(line.split()[1])
-
-
-def wait_for(reached) -> None:
-    deadline = time.monotonic() + HANG_SECONDS
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 # Looks at them

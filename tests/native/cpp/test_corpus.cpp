@@ -105,39 +105,10 @@ void takes_the_extremes() {
   CHECK(corpus.check().empty());
 }
 
-void refuses_what_is_wrong() {
-  Corpus corpus(kSmall);
-  const std::vector<std::int64_t> ids{4};
-  const std::vector<Token> negative{1, -1};
-  CHECK_REFUSED(corpus.insert(negative, 0));
-  CHECK_REFUSED(corpus.open(1, 0, negative));
-  CHECK_REFUSED(corpus.close(4));
-  CHECK_REFUSED(corpus.propose(ids, std::vector<std::int32_t>{1}, 0));
-  corpus.open(4, 0, {});
-  CHECK_REFUSED(corpus.open(4, 0, {}));
-  CHECK_REFUSED(corpus.propose(ids, std::vector<std::int32_t>{64}, 0));
-  CHECK_REFUSED(corpus.propose(ids, std::vector<std::int32_t>{-1}, 0));
-  CHECK_REFUSED(corpus.propose(ids, {}, 0));
-  CHECK_REFUSED(corpus.propose(ids, std::vector<std::int32_t>{1}, 1.5));
-  CHECK_REFUSED(corpus.extend(ids, std::vector<Token>{1}, std::vector<std::int64_t>{0, 2}));
-  CHECK_REFUSED(corpus.extend(ids, std::vector<Token>{1}, std::vector<std::int64_t>{0}));
-  CHECK_REFUSED(corpus.extend(std::vector<std::int64_t>{4, 4}, std::vector<Token>{1},
-                              std::vector<std::int64_t>{0, 1, 1}));
-  const std::vector<std::int64_t> one{0, 1};
-  CHECK_REFUSED(corpus.extend(ids, std::vector<Token>{1}, one, std::vector<std::int32_t>{1}));
-  CHECK_REFUSED(corpus.extend(ids, std::vector<Token>{1}, one, std::vector<std::int32_t>{-1}));
-  CHECK_REFUSED(corpus.extend(ids, std::vector<Token>{1}, one, std::vector<std::int32_t>{}));
-  CHECK_REFUSED(corpus.remove_external("none"));
-  CHECK_REFUSED(corpus.add_external("big", std::vector<Token>(1 << 20, 1),
-                                    std::vector<std::int64_t>{0, 1 << 20}));
-  CHECK(corpus.num_tokens() == 0);
-}
-
 }  // namespace
 
 void test_corpus() {
   survives_anything(1);
   survives_anything(2);
   takes_the_extremes();
-  refuses_what_is_wrong();
 }
