@@ -67,9 +67,9 @@ def rows_of(name: str, times: PairedTimes, bar: float) -> Iterator[Row]:
 
 def open_work(options: argparse.Namespace, batch: int, max_new_tokens: int, pairs: int) -> Work:
     """Open prompts at temperature 1 hardly repeat themselves: the hardest case for drafts."""
-    prompts = [chat(text) for text in OPEN_PROMPTS] * (batch * pairs)
+    prompts = [chat(text) for text in OPEN_PROMPTS] * (2 * batch * pairs)
     params = SamplingParams(temperature=1.0, max_new_tokens=max_new_tokens, seed=100)
-    return Work(prompts=prompts[: batch * pairs], params=params, width=batch)
+    return Work(prompts=prompts[: 2 * batch * pairs], params=params, width=batch, rounds=2)
 
 
 def warm_engine(model: Path, spec: str, draft: Path) -> RolloutEngine:

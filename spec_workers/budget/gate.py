@@ -11,8 +11,10 @@ _DOUBT = 2.0  # standard deviations of the sum
 _PROBE_STEPS = 4
 _FIRST_INTERVAL = 16  # steps
 _LONGEST_INTERVAL = 512
-_PAYS = 0.005  # of the time: what a probe must gain to open the gate
 _WARMER = 0.2  # mean temperature of another kind of batch, or cooler
+_PAYS = 0.02
+"""The share of the time that drafts must gain by the estimates, which leave out cold caches, wider
+sampling, and that requests which end early may only wait for the slowest."""
 
 
 class Gate:
@@ -57,7 +59,7 @@ class Gate:
         if self._probing:
             if self._steps > _PROBE_STEPS:
                 self._judge_probe(width, temperature)
-        elif self._gained < 0 and self._is_certain:
+        elif self._excess < 0 and self._is_certain:
             self._interval = _FIRST_INTERVAL
             self._close(width, temperature)
 
@@ -92,11 +94,16 @@ class Gate:
         """Whether a loss is to be believed: of many steps, or of a few that agree."""
         if self._steps < _FEWEST_STEPS:
             return False
-        return self._steps >= _MIN_STEPS or self._gained < -_DOUBT * math.sqrt(self._squares)
+        return self._steps >= _MIN_STEPS or self._excess < -_DOUBT * math.sqrt(self._squares)
+
+    @property
+    def _excess(self) -> float:
+        """Milliseconds gained beyond what it takes to draft on."""
+        return self._gained - _PAYS * self._spent
 
     def _judge_probe(self, width: int, temperature: float) -> None:
         self._probing = False
-        if self._gained > _PAYS * self._spent:
+        if self._excess > 0:
             self._interval = _FIRST_INTERVAL
             self._forget()
         else:

@@ -71,7 +71,8 @@ class GatedList(list):
 def test_documents_tokens_and_files_speed_up_the_same_rollouts(model: str, tmp_path: Path) -> None:
     plain = make_engine(model, "none").generate(PROMPTS, PARAMS)
     rollouts = [r.prompt_ids + r.token_ids for r in plain]
-    cold = make_engine(model)
+    fixed = {"budget": "fixed", "calibration_seconds": 0}  # a learned one goes by times
+    cold = make_engine(model, **fixed)
     assert outcome(cold.generate(PROMPTS, PARAMS)) == outcome(plain)
     encoder = cold.encoder
     texts = [encoder.decode_with_specials(ids) for ids in rollouts]
@@ -79,7 +80,7 @@ def test_documents_tokens_and_files_speed_up_the_same_rollouts(model: str, tmp_p
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     sources = ({"documents": texts}, {"token_chunks": rollouts}, {"file_path": file})
     for source in sources:
-        engine = make_engine(model)
+        engine = make_engine(model, **fixed)
         assert engine.add_external_corpus("answers", **source, wait=True) == "answers"
         (answers,) = engine.external_corpora()
         assert (answers.name, answers.state) == ("answers", ExternalState.PUBLISHED)

@@ -20,17 +20,22 @@ Side = Callable[[], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Samples of prompts, ``width`` of which are decoded together."""
+    """Samples of prompts, at most ``width`` of which are decoded together.
+
+    A stretch has ``rounds`` times as many: where one ends the next begins, as in a job.
+    """
 
     prompts: Sequence[Prompt]
     params: SamplingParams
     width: int
+    rounds: int = 1
 
     def stretches(self) -> Iterator[list[_Key]]:
-        """The requests in the order of a job, ``width`` at a time."""
+        """The requests in the order of a job, a stretch at a time."""
         keys = [(p, s) for p in range(len(self.prompts)) for s in range(self.params.n)]
-        for start in range(0, len(keys), self.width):
-            yield keys[start : start + self.width]
+        length = self.width * self.rounds
+        for start in range(0, len(keys), length):
+            yield keys[start : start + length]
 
     def of_epoch(self, epoch: int) -> Work:
         """The same prompts with the seeds of another epoch, as a trainer's next step has them."""
@@ -131,14 +136,16 @@ class Comparison:
         engine.flush_cache()
         with self._sides[plainly]():
             started = time.perf_counter()
-            for prompt_index, sample_index in stretch:
+            rollouts: list[Rollout] = []
+            for begun, (prompt_index, sample_index) in enumerate(stretch):
+                while begun - len(rollouts) >= work.width:
+                    rollouts += engine.step()
                 engine.submit(
                     work.prompts[prompt_index],
                     work.params,
                     prompt_index=prompt_index,
                     sample_index=sample_index,
                 )
-            rollouts = []
             while engine.has_unfinished:
                 rollouts += engine.step()
             seconds = time.perf_counter() - started

@@ -39,3 +39,22 @@ def test_each_side_decodes_in_its_own_context(tiny_model_path: Path) -> None:
     assert steps["fixed"] == steps["learned"] >= 6 * 4
     pairs = [entered[index : index + 2] for index in range(0, 12, 2)]
     assert {tuple(pair) for pair in pairs} == {("fixed", "learned"), ("learned", "fixed")}
+
+
+def test_a_request_that_ends_makes_room_for_the_next_of_its_stretch(tiny_model_path) -> None:
+    engine = RolloutEngine.from_pretrained(tiny_model_path, "ngram")
+    params = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    work = Work(prompts=[[5, 6, 7]] * 12, params=params, width=2, rounds=3)
+    widths = []
+    step = engine.step
+
+    def watched():
+        widths.append(engine.scheduler.num_running + engine.scheduler.num_waiting)
+        return step()
+
+    engine.step = watched
+    compared = Comparison(engine).run(work, seconds=600)
+    assert len(compared.times) == 2
+    assert compared.rollouts == 12
+    assert not compared.differing
+    assert max(widths) == 2
