@@ -40,6 +40,7 @@ from rollout.parallel import is_launched
 EXIT_ERROR = 1
 EXIT_BAD_INPUT = 2
 EXIT_SIGNAL = 128  # plus the signal's number, as shells do
+EXIT_OUTPUT = os.EX_IOERR  # standard output takes no more; Hydra ends with EXIT_ERROR itself
 
 # An OSError names its file: one that may not be read, a full disk.
 FAILURES = (RolloutError, OmegaConfBaseException, OSError)
@@ -57,24 +58,31 @@ SUBCOMMANDS = {
 
 
 class _Pipe(io.FileIO):
-    """Standard output. Whoever reads it may leave early, as `head` does: that ends the command.
+    """Standard output. Where it takes no more, the command ends.
 
-    Without a word and with SIGPIPE's exit code, as shells have it. The signal itself stays ignored,
-    for it would also end a server whose client leaves.
+    Whoever reads it may leave early, as `head` does: that ends the command without a word and with
+    SIGPIPE's exit code, as shells have it. The signal itself stays ignored, for it would also end a
+    server whose client leaves.
     """
 
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except OSError as error:
             with open(os.devnull, "wb") as nothing:  # for what is still buffered
                 os.dup2(nothing.fileno(), self.fileno())
-            sys.exit(EXIT_SIGNAL + signal.SIGPIPE)
+            if isinstance(error, BrokenPipeError):
+                sys.exit(EXIT_SIGNAL + signal.SIGPIPE)
+            _print_error(f"standard output cannot be written: {error.strerror}")
+            sys.exit(EXIT_OUTPUT)
 
 
 def main() -> None:
     """Run the command line in `sys.argv`; exits by `sys.exit`."""
     former = signal.signal(signal.SIGTERM, _end)  # until a job installs its own handler
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed: a file that is opened next would get its number
+            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
     out = sys.stdout
     if isinstance(out, io.TextIOWrapper) and out is sys.__stdout__:
         unbuffered = out.write_through
@@ -82,7 +90,7 @@ def main() -> None:
         sys.stdout = io.TextIOWrapper(
             io.BufferedWriter(pipe),
             encoding=out.encoding,
-            errors=out.errors,
+            errors="backslashreplace" if out.errors == "strict" else out.errors,
             line_buffering=out.line_buffering,
             write_through=unbuffered,
         )

@@ -155,7 +155,14 @@ class PromptEncoder:
         assert self.tokenizer is not None
         try:
             return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        except (TemplateError, TypeError, KeyError, ValueError, RecursionError) as error:
+        except (
+            TemplateError,
+            ArithmeticError,
+            LookupError,
+            TypeError,
+            ValueError,
+            RecursionError,
+        ) as error:
             raise InvalidInputError(
                 field, messages, f"must suit the chat template, which says: {error}"
             ) from error

@@ -108,7 +108,12 @@ def name_runs(runs: Sequence[Run]) -> None:
         own = run.path.stem if several_files else f"run {run.number}"
         if several_files and sum(other.path == run.path for other in runs) > 1:
             own += f", run {run.number}"
-        run.name = f"{name} ({own})" if name else own
+        run.name = _printable(f"{name} ({own})" if name else own)
+
+
+def _printable(text: str) -> str:
+    """The text for a terminal, to which some letters would be commands or cannot be written."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
 def _rollouts(run: Run) -> str:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rollout.errors import InvalidInputError
 from rollout.report.charts import charts
 from rollout.report.figures import figures, name_runs
-from rollout.report.page import render_page
+from rollout.report.page import PAGE_BEGIN, render_page
 from rollout.report.reading import read_log
 from rollout.report.rollouts import RolloutTexts
 from rollout.report.run import Log, Run, number
@@ -30,7 +30,7 @@ def write_report(
     Args:
         paths: the logs; the runs of all are drawn over each other, each from its start.
         page: the HTML file; default: beside the first log, ``run.html`` for ``run.jsonl``. An
-            earlier one is replaced.
+            earlier page is replaced, and no other file.
         run: of each log, ``all``, ``last``, or the number of a run.
 
     Raises InvalidInputError for a log that cannot be read, a run it does not have, or a page that
@@ -54,12 +54,25 @@ def write_report(
     page = paths[0].with_suffix(".html") if page is None else page
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
+        _check_is_page(page)
         page.write_bytes(html)
     except OSError as error:
         raise InvalidInputError(
             "output", str(page), f"cannot be written: {error.strerror}; give another file"
         ) from None
     return page, found
+
+
+def _check_is_page(path: Path) -> None:
+    """Refuse to replace a file that is no page: a log, or rollouts."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        begin = file.read(len(PAGE_BEGIN))
+    if begin and begin != PAGE_BEGIN:
+        raise InvalidInputError(
+            "output", str(path), "is no page of a report, and would be lost; give another file"
+        )
 
 
 def _chosen(paths: Sequence[Path], run: str) -> Log:

@@ -23,6 +23,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from rollout.cli import main
 from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.run_logs import run_lines, write_lines
 from tests.helpers.small_jobs import small_files
 from tests.helpers.tiny_model import save_tiny_llama
 
@@ -210,6 +211,45 @@ def test_a_reader_that_leaves_ends_the_command_quietly(
     )
     os.close(write)
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "says"),
+    [
+        (
+            ">/dev/full",
+            os.EX_IOERR,
+            "error: standard output cannot be written: No space left on device\n",
+        ),
+        ("<&- >&- 2>&-", 0, ""),  # what is opened next must not get their numbers
+    ],
+)
+def test_an_output_that_takes_nothing(
+    tmp_path: Path, redirection: str, code: int, says: str
+) -> None:
+    log = write_lines(tmp_path / "run.jsonl", run_lines(num_steps=4))
+    ended = subprocess.run(
+        ["bash", "-c", f'exec "$@" {redirection}', "-", sys.executable, "-m", "rollout.cli",
+         "report", str(log)],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=HANG_SECONDS,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stderr) == (code, says)
+    assert (tmp_path / "run.html").read_text().endswith("</html>")
+
+
+def test_names_that_the_output_s_encoding_lacks_are_escaped(tmp_path: Path) -> None:
+    log = write_lines(tmp_path / "\N{GREEK SMALL LETTER ALPHA}.jsonl", run_lines(num_steps=4))
+    ended = subprocess.run(
+        [sys.executable, "-m", "rollout.cli", "report", str(log)],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.endswith("\\u03b1.html\n")
 
 
 def test_no_ranks_are_started_for_a_model_they_cannot_share(

@@ -56,6 +56,12 @@ def test_text_that_was_put_through_the_template_already_is_not_again(
     assert always.encode(formatted)[0] == encoder.encode(message)
 
 
+def test_a_template_that_cannot_be_worked_out_is_named(encoder: PromptEncoder) -> None:
+    encoder.tokenizer.chat_template = "{{ messages | length // 0 }}"
+    with pytest.raises(InvalidInputError, match="must suit the chat template, which says: integer"):
+        encoder.encode(CHAT)
+
+
 def test_without_a_template_text_stands_and_always_is_refused(encoder: PromptEncoder) -> None:
     encoder.tokenizer.chat_template = None
     rows = RowEncoder(encoder, ChatTemplate.auto)

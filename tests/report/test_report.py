@@ -508,6 +508,28 @@ def test_an_output_that_cannot_be_written(tmp_path: Path) -> None:
         write_report([path], tmp_path / "file" / "page")
 
 
+@pytest.mark.parametrize("name", ["run.html", "rollouts.jsonl"])
+def test_a_page_replaces_nothing_but_a_page(tmp_path: Path, name: str) -> None:
+    """A log may be called run.html, and rollouts were dear to make."""
+    log = write_lines(tmp_path / "run.html", SHORT_RUN)
+    other = tmp_path / name
+    if other != log:
+        other.write_bytes(row_of(0, 0))
+    before = other.read_bytes()
+    with pytest.raises(InvalidInputError, match=rf"output='.*{name}': is no page of a report"):
+        write_report([log], None if other == log else other)
+    assert other.read_bytes() == before
+    page, _ = write_report([log], tmp_path / "page.html")
+    assert write_report([log, log], page)[0].read_text().startswith("<!doctype html>")
+
+
+def test_names_of_runs_are_printable(tmp_path: Path) -> None:
+    """They reach a terminal, for which some letters are commands."""
+    lines = [{**run_line(), "model": "\x1b[2Jevil\ud800"}, *SHORT_RUN[1:], *SHORT_RUN]
+    _, found = write_report([write_lines(tmp_path / "run.jsonl", lines)])
+    assert found[0].name == "\ufffd[2Jevil\ufffd (run 1)"
+
+
 def test_a_hundred_thousand_steps(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     names = ("running", "query_tokens", "sampling", "generated_tokens", "drafted", "accepted",
