@@ -16,6 +16,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,6 +28,13 @@ Part = Callable[[], Iterable[Row]]
 Parts = Mapping[str, Part]
 
 POSITIVE = (1, math.inf)
+
+
+def parts_of(
+    rows: Mapping[str, Callable[[argparse.Namespace], Iterable[Row]]],
+) -> Callable[[argparse.Namespace], Parts]:
+    """The parts of a benchmark that hands its options to each."""
+    return lambda options: {name: partial(each, options) for name, each in rows.items()}
 
 
 class Command:
