@@ -19,11 +19,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import psutil
-from harness.command import POSITIVE, Command, Parts
+from harness.command import POSITIVE, Command, parts_of
 from harness.prompts import reasoning_prompts
 from harness.rows import Row, row
 
@@ -182,9 +181,7 @@ def sharing_rows(options: argparse.Namespace) -> Iterator[Row]:
                 yield row(label, ratio, "x", 0.95 if shares else None)
 
 
-def parts(options: argparse.Namespace) -> Parts:
-    rows = {"same": same_rows, "overhead": overhead_rows, "sharing": sharing_rows}
-    return {name: partial(each, options) for name, each in rows.items()}
+PARTS = {"same": same_rows, "overhead": overhead_rows, "sharing": sharing_rows}
 
 
 def make_command() -> Command:
@@ -197,4 +194,4 @@ def make_command() -> Command:
 
 
 if __name__ == "__main__":
-    make_command().run("a cluster of replicas", parts)
+    make_command().run("a cluster of replicas", parts_of(PARTS))

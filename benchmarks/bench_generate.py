@@ -14,18 +14,16 @@ from __future__ import annotations
 
 import argparse
 import random
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from harness.command import Command, Parts
 from harness.prompts import OPEN_PROMPTS, chat, reasoning_prompts
 from harness.rows import Row, row
-from harness.shapes import SHAPES, write_config
+from harness.shapes import SHAPES, config_folder
 
 from rollout import Rollout, RolloutEngine, SamplingParams
 
@@ -141,8 +139,7 @@ def shaped(name: str, device: str, *, exact: bool) -> tuple[RolloutEngine, Any]:
     """An engine and transformers' model of that shape, with the same random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    with tempfile.TemporaryDirectory() as folder:
-        write_config(Path(folder), SHAPES[name])
+    with config_folder(SHAPES[name]) as folder:
         engine = RolloutEngine.from_pretrained(
             folder, spec="none", load_format="dummy", max_running=64, device=device, exact=exact
         )

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -29,7 +28,7 @@ import torch
 from forced import Recording
 from harness.command import POSITIVE, Command, Parts
 from harness.rows import Row, row
-from harness.shapes import Shape, send_random_weights, write_config
+from harness.shapes import Shape, config_folder, send_random_weights
 from harness.traces import Trace, add_trace_option, load_traces, trace_of
 from host_device import COVERED, DEVICE, NoCapture, Phases, StandIn
 
@@ -206,9 +205,8 @@ def host_rows(options: argparse.Namespace, trace: Trace, spec: str, batch: int) 
     recorded = repeated(trace, batch, length)
     context = length + max(map(len, recorded.prompts)) + max(map(len, recorded.responses))
     gpu.runs_on = lambda device: True  # from now on the CPU goes the way of a GPU
-    with tempfile.TemporaryDirectory() as folder:
-        write_config(Path(folder), SHAPE)
-        engine = open_engine(Path(folder), spec, batch, options.nodes, context)
+    with config_folder(SHAPE) as folder:
+        engine = open_engine(folder, spec, batch, options.nodes, context)
     worker: Any = engine.worker
     if spec != "none":
         for response in trace.responses:

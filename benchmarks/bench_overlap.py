@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ import numpy as np
 import torch
 from harness.command import POSITIVE, Command
 from harness.rows import Row, row
-from harness.shapes import Shape, add_shape_options, send_random_weights, shape_parts, write_config
+from harness.shapes import Shape, add_shape_options, config_folder, send_random_weights, shape_parts
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import Overlap, engine_config
@@ -98,15 +97,14 @@ def measure(folder: Path, overlap: Overlap, options: argparse.Namespace) -> Time
 def shape_rows(name: str, shape: Shape, options: argparse.Namespace) -> Iterator[Row]:
     label = f"{name}, {options.batch} requests"
     judged = torch.device(options.device).type == "cuda"
-    with tempfile.TemporaryDirectory() as folder:
-        write_config(Path(folder), shape)
-        whole = measure(Path(folder), Overlap.never, options)
+    with config_folder(shape) as folder:
+        whole = measure(folder, Overlap.never, options)
         yield row(f"{label}: NGRAM propose", whole.propose_ms, "ms")
         yield row(f"{label}: forward", whole.forward_ms, "ms")
         yield row(f"{label}: accept length", whole.accept_length, "tokens")
         for overlap in (Overlap.always, Overlap.auto):
             gc.collect()  # or weights and keys stay beside the next one's
-            found = measure(Path(folder), overlap, options)
+            found = measure(folder, overlap, options)
             if overlap is Overlap.always:
                 yield row(f"{label}, a half: NGRAM propose", found.propose_ms, "ms")
                 yield row(f"{label}, a half: forward", found.forward_ms, "ms")

@@ -25,7 +25,7 @@ from statistics import quantiles
 from typing import Any
 
 import httpx
-from harness.command import POSITIVE, Command, Parts
+from harness.command import POSITIVE, Command, parts_of
 from harness.prompts import OPEN_PROMPTS, chat
 from harness.rows import Row, row
 from harness.timing import wall_seconds
@@ -228,9 +228,7 @@ def _show(outcomes: list[Outcome]) -> None:
         print(each.trouble, repr(each.request.raw[:300]))
 
 
-def parts(options: argparse.Namespace) -> Parts:
-    rows = {"overhead": overhead_rows, "clients": client_rows, "malformed": malformed_rows}
-    return {name: partial(each, options) for name, each in rows.items()}
+PARTS = {"overhead": overhead_rows, "clients": client_rows, "malformed": malformed_rows}
 
 
 def make_command() -> Command:
@@ -246,4 +244,4 @@ def make_command() -> Command:
 
 
 if __name__ == "__main__":
-    make_command().run("server, {model.name}, {threads} threads", parts)
+    make_command().run("server, {model.name}, {threads} threads", parts_of(PARTS))

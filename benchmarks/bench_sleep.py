@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import argparse
 import gc
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from decoding import open_engine
 from harness.command import POSITIVE, Command
 from harness.rows import Row, row
-from harness.shapes import Shape, add_shape_options, shape_parts, write_config
+from harness.shapes import Shape, add_shape_options, config_folder, shape_parts
 from harness.timing import wall_seconds
 
 from rollout import RolloutEngine, SamplingParams
@@ -33,11 +31,10 @@ _PROMPT = 64  # tokens
 def shape_rows(name: str, shape: Shape, options: argparse.Namespace) -> Iterator[Row]:
     label = f"sleep, {name}, {options.batch} requests"
     lengths = [_PROMPT + options.tokens] * options.batch
-    with tempfile.TemporaryDirectory() as folder:
-        write_config(Path(folder), shape)
+    with config_folder(shape) as folder:
         started = time.perf_counter()
         engine = open_engine(
-            Path(folder), [lengths], device=options.device, exact=True, nodes=options.nodes
+            folder, [lengths], device=options.device, exact=True, nodes=options.nodes
         )
     yield row(f"{label}: start", time.perf_counter() - started, "s")
     yield row(f"{label}: run that captures", _run(engine, options), "s")

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ from decoding import (
 from harness.command import POSITIVE, Command
 from harness.roofline import Ceilings, add_floors_option
 from harness.rows import Row, not_run, row
-from harness.shapes import Shape, add_shape_options, shape_parts, write_config
+from harness.shapes import Shape, add_shape_options, config_folder, shape_parts
 from triton import TritonError
 
 from rollout import RolloutEngine, RolloutError
@@ -128,10 +127,9 @@ def shape_rows(name: str, shape: Shape, options: argparse.Namespace) -> Iterator
     ceilings = Ceilings.of(torch.device(options.device), options.floors)
     steps = Steps(name, shape, ceilings, options.context)
     loads = [(kind, batch) for kind in options.lengths for batch in options.batch]
-    with tempfile.TemporaryDirectory() as folder:
-        write_config(Path(folder), shape)
+    with config_folder(shape) as folder:
         for exact, nodes in ((True, 0), (True, options.nodes), (False, 0), (False, options.nodes)):
-            yield from _kind_rows(Path(folder), steps, loads, exact, nodes, options)
+            yield from _kind_rows(folder, steps, loads, exact, nodes, options)
             gc.collect()  # or its weights and keys stay beside the next one's
 
 

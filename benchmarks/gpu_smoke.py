@@ -16,12 +16,10 @@ import gc
 import platform
 import shutil
 import subprocess
-import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import metadata
-from pathlib import Path
 
 import torch
 from bench_gpu_ops import HEAD, LINEARS, D, H, K, V
@@ -29,7 +27,7 @@ from decoding import open_engine
 from harness.command import Command, Part, Parts
 from harness.roofline import Ceilings, bandwidth_name, rate_name
 from harness.rows import Row, not_run, row
-from harness.shapes import Shape, write_config
+from harness.shapes import Shape, config_folder
 from op_case import Workload, make_plan, normal
 from triton import TritonError
 
@@ -151,11 +149,10 @@ def _row_by_row(
 def engine(device: str) -> Iterator[Row]:
     """Steps with and without drafts, together and one by one: captured ones on a GPU."""
     said: dict[int, list[list[object]]] = {}  # by draft nodes: together, one by one
-    with tempfile.TemporaryDirectory() as folder:
-        write_config(Path(folder), SMALL)
+    with config_folder(SMALL) as folder:
         for nodes in (0, CHAIN):
             opened = open_engine(
-                Path(folder), [[200] * len(PARAMS)], device=device, exact=True, nodes=nodes
+                folder, [[200] * len(PARAMS)], device=device, exact=True, nodes=nodes
             )
             every = range(len(PARAMS))
             _rollouts(opened, every)  # what comes again is captured

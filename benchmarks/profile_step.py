@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -23,7 +22,7 @@ from bench_step import step_kind
 from decoding import MIN_CONTEXT, TIMED, context_lengths, open_engine, start, step_seconds, stop
 from harness.command import Command, Parts
 from harness.rows import Row, row
-from harness.shapes import Shape, add_shape_options, chosen_shapes, write_config
+from harness.shapes import Shape, add_shape_options, chosen_shapes, config_folder
 from torch.profiler import ProfilerActivity, profile
 
 from rollout import RolloutEngine
@@ -45,8 +44,7 @@ def case(text: str) -> tuple[int, int]:
 def shape_rows(name: str, shape: Shape, options: argparse.Namespace) -> Iterator[Row]:
     """One engine for each number of draft nodes."""
     exact = not options.fast
-    with tempfile.TemporaryDirectory() as folder:
-        write_config(Path(folder), shape)
+    with config_folder(shape) as folder:
         for nodes in dict.fromkeys(nodes for _, nodes in options.case):
             loads = {
                 batch: context_lengths("even", batch, options.context)
@@ -54,7 +52,7 @@ def shape_rows(name: str, shape: Shape, options: argparse.Namespace) -> Iterator
                 if of == nodes
             }
             engine = open_engine(
-                Path(folder), [*loads.values()], device=options.device, exact=exact, nodes=nodes
+                folder, [*loads.values()], device=options.device, exact=exact, nodes=nodes
             )
             for batch, lengths in loads.items():
                 load = f"{name}, {options.context} keys, batch {batch}"

@@ -17,11 +17,10 @@ import enum
 import math
 from collections.abc import Iterator
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import numpy as np
-from harness.command import POSITIVE, Command, Parts
+from harness.command import POSITIVE, Command, parts_of
 from harness.rows import Row, row
 from scale_cluster import SEATS, Outcome, Policy, Simulation, fitted, recorded
 
@@ -147,9 +146,7 @@ def broadcast_rows(options: argparse.Namespace) -> Iterator[Row]:
                     yield row(f"{label}: its size", bucket / 2**20, "MiB")
 
 
-def parts(options: argparse.Namespace) -> Parts:
-    rows = {"tail": tail_rows, "broadcast": broadcast_rows}
-    return {name: partial(each, options) for name, each in rows.items()}
+PARTS = {"tail": tail_rows, "broadcast": broadcast_rows}
 
 
 def make_command() -> Command:
@@ -164,4 +161,4 @@ def make_command() -> Command:
 
 
 if __name__ == "__main__":
-    make_command().run("many replicas, on paper", parts)
+    make_command().run("many replicas, on paper", parts_of(PARTS))

@@ -17,6 +17,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,6 +29,13 @@ Part = Callable[[], Iterable[Row]]
 Parts = Mapping[str, Part]
 
 POSITIVE = (1, math.inf)
+
+
+def parts_of(
+    rows: Mapping[str, Callable[[argparse.Namespace], Iterable[Row]]],
+) -> Callable[[argparse.Namespace], Parts]:
+    """The parts of a benchmark that hands its options to each."""
+    return lambda options: {name: partial(each, options) for name, each in rows.items()}
 
 
 class Command:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -107,6 +109,13 @@ def write_config(folder: Path, shape: Shape) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+@contextmanager
+def config_folder(shape: Shape) -> Iterator[Path]:
+    """A folder with the shape's config.json, until the block ends."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield write_config(Path(folder), shape)
 
 
 def write_draft(folder: Path, shape: Shape) -> Path:
