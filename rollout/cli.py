@@ -27,10 +27,9 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.markup import escape
 
+from rollout.engine.spmd import launch_ranks
 from rollout.engine.worker import factory_of
 from rollout.errors import InvalidInputError, RolloutError
-from rollout.models.head_parts import check_shares
-from rollout.models.spec import ModelSpec
 from rollout.offline import JobResult, JobStatus, RunConfig, SweepTable, run_job
 from rollout.offline.composition import register_run_schema, run_config_from
 from rollout.parallel import is_launched
@@ -147,7 +146,9 @@ class _Command:
         result = None
         try:
             run_config = run_config_from(config)
-            _launch_ranks(run_config)
+            if HydraConfig.get().mode is RunMode.MULTIRUN:
+                _refuse_ranks(run_config)
+            launch_ranks(run_config.engine, sys.argv[1:])
             self._claim_output(run_config)
             result = run_job(run_config, factory_of(run_config.spec), rich.get_console())
         except FAILURES as error:
@@ -172,24 +173,14 @@ class _Command:
         self._outputs.add(path)
 
 
-def _launch_ranks(config: RunConfig) -> None:
-    """Replace this process by torchrun if several ranks are configured and none was launched.
-
-    Raises InvalidInputError in a sweep, whose jobs share the process, and for a model that cannot
-    be partitioned among so many ranks.
-    """
-    if config.parallel.size == 1 or is_launched():
-        return
-    if HydraConfig.get().mode is RunMode.MULTIRUN:
+def _refuse_ranks(config: RunConfig) -> None:
+    """Raises InvalidInputError for a sweep that would start ranks: its jobs share the process."""
+    if config.parallel.size > 1 and not is_launched():
         raise InvalidInputError(
             "parallel.size",
             config.parallel.size,
             "a sweep cannot start ranks: run it with torchrun -m rollout.cli",
         )
-    check_shares(ModelSpec.read(Path(config.model.path)), config.parallel.size)
-    launcher = [sys.executable, "-m", "rollout.parallel.launcher", str(config.parallel.size)]
-    sys.stdout.flush()
-    os.execv(sys.executable, [*launcher, "rollout.cli", *sys.argv[1:]])
 
 
 def _stop(result: JobResult) -> None:

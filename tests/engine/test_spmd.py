@@ -18,8 +18,8 @@ from tests.helpers.hang import HANG_SECONDS
 
 
 class Told(SingleRank):
-    def tell(self, text: str) -> str:
-        raise ZeroDivisionError(json.loads(text)[0])
+    def tell(self, data: bytes) -> bytes:
+        raise ZeroDivisionError(json.loads(data)[0])
 
 
 def public(kind: type) -> set[str]:
