@@ -217,7 +217,7 @@ def test_corpora_are_loaded_by_all_ranks_or_by_none(client, first):
 
 
 def test_one_ctrl_c_lets_what_runs_finish(two):
-    """A terminal sends it to all processes of its foreground group. The last test of this server."""
+    """A terminal sends it to its whole foreground group. The last test of this server."""
     process, url = two
     ranks = psutil.Process(process.pid).children()
     assert len(ranks) == 2
@@ -249,7 +249,7 @@ def test_a_killed_rank_ends_all(text_model_path):
             except httpx.HTTPError:
                 pass
             else:
-                assert '"error"' in events[-1] or '"error"' in events[-2]
+                assert any('"error"' in event for event in events), events[-5:]
         assert process.wait(HANG_SECONDS) == 128 + signal.SIGKILL
         assert "error: rank 1 of 2 was killed by SIGKILL" in process.stdout.read()
         assert not any(rank.is_running() for rank in ranks)
