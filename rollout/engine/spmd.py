@@ -186,7 +186,13 @@ class Rank0Engine:
 def _message(name: str, *arguments: Any, **options: Any) -> bytes:
     """Raises InvalidInputError for an argument that cannot be sent."""
     told_options = {option: _encoded(each) for option, each in options.items()}
-    return json.dumps([name, [*map(_encoded, arguments)], told_options], default=_to_json).encode()
+    call = [name, [*map(_encoded, arguments)], told_options]
+    try:
+        return json.dumps(call, default=_to_json).encode()
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(
+            name, "a call", f"cannot be told to other ranks: {error}; pass plain values"
+        ) from error
 
 
 def _encoded(value: Any) -> list[Any]:
@@ -215,7 +221,7 @@ def _to_json(value: Any) -> Any:
         return os.fspath(value)
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise InvalidInputError("argument", value, "cannot be sent to other ranks: pass plain values")
+    raise TypeError(f"{type(value).__name__} is no plain value")
 
 
 def _decoded(encoded: list[Any], group: RankGroup) -> Any:

@@ -88,6 +88,16 @@ def test_errors_are_one_line(failing, text_model_path):
         code, error = failing(model, f"server.port={port}")
     assert (code, error.count("\n")) == (2, 1)
     assert f"server.port={port}" in error
+    ranks = ("parallel=tensor", "parallel.size=4")
+    code, error = failing(model, *ranks)
+    assert (code, error.count("\n")) == (2, 1)
+    assert "parallel.size=4: must divide the model's 6 query heads" in error
+    code, error = failing(model, *ranks, "cluster=ray")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "cluster.kind='ray': must be none with parallel=tensor" in error
+    code, error = failing(model, *ranks, "parallel.mode=lockstep")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "parallel.mode='lockstep'" in error
     code, error = failing("model.path=/nowhere", "server.port=0")
     assert (code, error.count("\n")) == (1, 1)
 
