@@ -30,10 +30,9 @@ from rich.markup import escape
 
 from rollout.checked import did_you_mean
 from rollout.composition import checked_config, register_schema
+from rollout.engine.spmd import launch_ranks
 from rollout.engine.worker import factory_of
 from rollout.errors import InvalidInputError, RolloutError
-from rollout.models.head_parts import check_shares
-from rollout.models.spec import ModelSpec
 from rollout.offline import JobResult, JobStatus, RunConfig, SweepTable, run_job
 from rollout.parallel import is_launched
 
@@ -185,7 +184,9 @@ class _Command:
         try:
             run_config = checked_config(config, RunConfig, "specrollout")
             _choose_output(run_config)
-            _launch_ranks(run_config)
+            if HydraConfig.get().mode is RunMode.MULTIRUN:
+                _refuse_ranks(run_config)
+            launch_ranks(run_config.engine, sys.argv[1:])
             self._claim_output(run_config)
             result = run_job(run_config, factory_of(run_config.spec), rich.get_console())
         except FAILURES as error:
@@ -219,24 +220,14 @@ def _choose_output(config: RunConfig) -> None:
         config.output.path = str(folder / DEFAULT_OUTPUT)
 
 
-def _launch_ranks(config: RunConfig) -> None:
-    """Replace this process by torchrun if several ranks are configured and none was launched.
-
-    Raises InvalidInputError in a sweep, whose jobs share the process, and for a model that cannot
-    be partitioned among so many ranks.
-    """
-    if config.parallel.size == 1 or is_launched():
-        return
-    if HydraConfig.get().mode is RunMode.MULTIRUN:
+def _refuse_ranks(config: RunConfig) -> None:
+    """Raises InvalidInputError for a sweep that would start ranks: its jobs share the process."""
+    if config.parallel.size > 1 and not is_launched():
         raise InvalidInputError(
             "parallel.size",
             config.parallel.size,
             "a sweep cannot start ranks: run it with torchrun -m rollout.cli",
         )
-    check_shares(ModelSpec.read(Path(config.model.path)), config.parallel.size)
-    launcher = [sys.executable, "-m", "rollout.parallel.launcher", str(config.parallel.size)]
-    sys.stdout.flush()
-    os.execv(sys.executable, [*launcher, "rollout.cli", *sys.argv[1:]])
 
 
 def _stop(result: JobResult) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from rollout.config import ParallelConfig, ParallelMode
 from rollout.errors import InvalidInputError
 
 
@@ -39,6 +40,19 @@ class ClusterConfig:
     stall_seconds: float = 1800.0  # one step or call of which may take so long.
     max_deaths: int = 5  # of a replica, one after the other without a rollout: then it gives up
     max_deaths_per_request: int = 3  # under a request, the last while it ran alone: then it fails
+
+    def check_with(self, parallel: ParallelConfig) -> None:
+        """Raises InvalidInputError for what a command, which has one source of requests, cannot
+        drive."""
+        if parallel.mode is ParallelMode.lockstep:
+            raise InvalidInputError(
+                "parallel.mode", "lockstep",
+                "is of ranks that are each given requests of their own, by your own loop: tensor",
+            )  # fmt: skip
+        if parallel.size > 1 and self.kind is not ClusterKind.none:
+            raise InvalidInputError(
+                "cluster.kind", self.kind.value, "must be none with parallel=tensor"
+            )
 
     def __post_init__(self) -> None:
         def require(name: str, ok: bool, remedy: str) -> None:

@@ -9,12 +9,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
 from rollout.engine.protocol import Engine
-from rollout.errors import EngineStateError, InvalidInputError
+from rollout.errors import EngineStateError, InvalidInputError, ParallelError
 from rollout.types import Prompt, Request, Rollout, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -93,6 +94,8 @@ class EngineLoop(Generic[E]):
         self._unfinished: set[RequestHandle] = set()
         self._closed = False
         self._failure: BaseException | None = None
+        self.broken: Future[None] = Future()
+        """Done when the loop has broken."""
         self._busy_since: float | None = None  # written by the loop alone, read by anyone
         # The loop's thread alone:
         self._queued: dict[int, RequestHandle] = {}  # by request id, until the engine hands it out
@@ -337,9 +340,10 @@ class EngineLoop(Generic[E]):
             commands, self._commands = self._commands, deque()
             handles = list(self._unfinished)
         try:
-            for request_id in self._queued:
-                self._engine.abort(request_id)
-            self._engine.take_ended()
+            with suppress(ParallelError):  # of several ranks the others are gone
+                for request_id in self._queued:
+                    self._engine.abort(request_id)
+                self._engine.take_ended()
         finally:
             for handle in handles:
                 self._resolve(handle, _broken(error))
@@ -347,6 +351,7 @@ class EngineLoop(Generic[E]):
                 future = command.future
                 if future is not None and future.set_running_or_notify_cancel():
                     future.set_exception(_broken(error))
+            self.broken.set_result(None)
 
 
 def _broken(error: BaseException) -> EngineStateError:

@@ -46,10 +46,6 @@ class Ranks(enum.Enum):
     FIRST = enum.auto()
     """The call reads what is alike on all ranks, and waits for none."""
 
-    NONE = enum.auto()
-    """An argument cannot be sent to other ranks: the call is refused on rank 0, and is made on each
-    rank."""
-
 
 class Replicas(enum.Enum):
     """The replicas of a cluster that make a call; the cluster does nothing of its own in it."""
@@ -211,19 +207,19 @@ class Engine(Protocol):
     def weight_version(self) -> int: ...
     @property
     def weight_versions(self) -> dict[str, int]: ...
-    @called_on(Ranks.NONE)
+    @called_on(Ranks.EVERY)
     def begin_weight_update(self, manifest: Manifest | None = None, **options: Any) -> None: ...
     @called_on(Ranks.EVERY)
     def end_weight_update(self) -> None: ...
     @called_on(Ranks.EVERY)
     def abandon_weight_update(self, reason: str = ...) -> None: ...
-    @called_on(Ranks.NONE)
+    @called_on(Ranks.EVERY)
     def update_weights_from_tensor(
         self, named_tensors: Any, *, load_format: str | None = None, **options: Any
     ) -> None: ...
     @called_on(Ranks.EVERY)
     def update_weights_from_disk(self, model_path: str | Path, **options: Any) -> None: ...
-    @called_on(Ranks.NONE)
+    @called_on(Ranks.EVERY)
     def update_weights_from_ipc(
         self, handles: Mapping[str, Any] | Iterable[Mapping[str, Any]], **options: Any
     ) -> None: ...

@@ -1,28 +1,45 @@
 """One rank drives an engine of several: what it calls, the others call.
 
-Calls travel as JSON, so what brings tensors of its own is not among them.
+A call travels as JSON, and the tensors it brings as buckets behind it.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
-from contextlib import suppress
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from inspect import ismethod
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 
-from rollout.config import ParallelConfig
+from rollout.config import EngineConfig, ParallelConfig
 from rollout.engine.engine import RolloutEngine
 from rollout.engine.protocol import Engine, Ranks, methods_on
 from rollout.errors import InvalidInputError, ParallelError, RolloutError
+from rollout.models.head_parts import check_shares
 from rollout.models.loader import Progress
-from rollout.parallel import RankGroup, open_ranks
+from rollout.models.spec import ModelSpec
+from rollout.parallel import RankGroup, is_launched, open_ranks, rank_of
 from rollout.types import SamplingParams
+from rollout.weights.bucket import (
+    CACHED_BUCKET_BYTES,
+    FlattenedBucket,
+    PackedBucket,
+    buckets,
+    offered_tensors,
+    unflattened,
+)
+from rollout.weights.bucket_layout import BucketLayout, layouts
+from rollout.weights.manifest import StoredWeights, TensorSpec, dtype_name, named_dtype
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +48,21 @@ OpenEngine = Callable[[Progress | None], Engine]
 
 _PATIENCE = 30 * 86_400.0
 """Seconds that a rank waits to be told what to do: rank 0 may have to wait for its users."""
+
+
+def launch_ranks(config: EngineConfig, arguments: Sequence[str]) -> None:
+    """Replace this process by the launcher of the command with these arguments, if several ranks
+    are configured and none was launched.
+
+    Raises InvalidInputError for a model that cannot be partitioned among so many ranks.
+    """
+    size = config.parallel.size
+    if size == 1 or is_launched():
+        return
+    check_shares(ModelSpec.read(Path(config.model.path)), size)
+    launcher = [sys.executable, "-m", "rollout.parallel.launcher", str(size)]
+    sys.stdout.flush()
+    os.execv(sys.executable, [*launcher, "rollout.cli", *arguments])
 
 
 def run_spmd(
@@ -42,32 +74,52 @@ def run_spmd(
     ``lead`` is handed the function that opens the engine, on all ranks then. Raises what both
     raise, and ParallelError where a rank is lost.
     """
-    group = open_ranks(config, torch.device("cpu"), patience=_PATIENCE).all
+    if config.size == 1:
+        return lead(open_engine)
+    patience = _PATIENCE if rank_of(config) else None
+    group = open_ranks(config, torch.device("cpu"), patience=patience).all
     try:
         if group.rank:
-            _follow(group, open_engine)
+            with _signals_ignored():
+                _follow(group, open_engine)
             return None
         try:
             return lead(partial(_opened, group, open_engine))
         finally:
             with suppress(ParallelError):  # they have heard of that already
-                group.tell("")
+                group.tell(b"")
     finally:
         group.close()
 
 
+@contextmanager
+def _signals_ignored() -> Iterator[None]:
+    """While the context lasts rank 0 alone says when to stop. Where that has ended, so has the
+    connection to it."""
+    is_main = threading.current_thread() is threading.main_thread()  # only it may have handlers
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if is_main else ()
+    former = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, former, strict=True):
+            signal.signal(number, handler)
+
+
 def _opened(group: RankGroup, open_engine: OpenEngine, progress: Progress | None) -> Engine:
-    group.tell(json.dumps(["open", [], {}]))
+    group.tell(_message("open"))
     return cast(Engine, Rank0Engine(cast(RolloutEngine, open_engine(progress)), group))
 
 
 def _follow(group: RankGroup, open_engine: OpenEngine) -> None:
     engine: Engine | None = None
-    while message := group.tell(""):
-        name, arguments, options = json.loads(message, object_hook=_from_json)
+    while message := group.tell(b""):
+        name, arguments, options = json.loads(message)
         if name == "open":
             engine = open_engine(None)
             continue
+        arguments = [_decoded(each, group) for each in arguments]
+        options = {option: _decoded(each, group) for option, each in options.items()}
         try:
             getattr(engine, name)(*arguments, **options)
         except ParallelError:
@@ -96,27 +148,94 @@ class Rank0Engine:
             name, "a call", "cannot be told to other ranks: call it on each of them"
         )
 
+    def update_weights_from_tensor(
+        self, /, named_tensors: Any, *, load_format: str | None = None, **options: Any
+    ) -> None:
+        """Each rank holds all tensors of the call until it has taken its part."""
+        weights = offered_tensors(named_tensors, load_format)
+        if not isinstance(weights, StoredWeights):
+            copies = [PackedBucket.of(each).unpacked() for each in buckets(weights)]
+            weights = unflattened(copies)
+        told_format = "direct" if load_format == "direct" else None
+        self._call("update_weights_from_tensor", weights, load_format=told_format, **options)
+
+    def close(self) -> None:
+        """Close every rank's engine: this one's also where others are lost."""
+        with self._engine.calls:
+            with suppress(ParallelError):
+                self._group.tell(_message("close"))
+            self._engine.close()
+
     def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
         with self._engine.calls:  # refused before the others hear of it, or done by all
-            self._group.tell(json.dumps([name, arguments, options], default=_to_json))
+            self._group.tell(_message(name, *arguments, **options))
+            for weights in arguments:
+                if isinstance(weights, StoredWeights):
+                    self._tell_weights(weights)
             return getattr(self._engine, name)(*arguments, **options)
 
+    def _tell_weights(self, weights: StoredWeights) -> None:
+        try:
+            for bucket in buckets(weights, CACHED_BUCKET_BYTES):
+                self._group.tell(bucket.used.cpu().numpy().tobytes())
+        except BaseException as error:  # the others wait for the rest
+            self._group.close(f"it failed in the middle of sending weights: {error!r}")
+            raise
 
-def _to_json(value: Any) -> Any:
+
+def _message(name: str, *arguments: Any, **options: Any) -> bytes:
+    """Raises InvalidInputError for an argument that cannot be sent."""
+    told_options = {option: _encoded(each) for option, each in options.items()}
+    call = [name, [*map(_encoded, arguments)], told_options]
+    try:
+        return json.dumps(call, default=_to_json).encode()
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(
+            name, "a call", f"cannot be told to other ranks: {error}; pass plain values"
+        ) from error
+
+
+def _encoded(value: Any) -> list[Any]:
+    """The kind of an argument and its value in JSON, so that no caller's own object is taken for
+    one of another kind."""
     if isinstance(value, SamplingParams):
         fields = asdict(value)
         fields["logit_bias"] = list(value.logit_bias.items())
-        return {"SamplingParams": fields}
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
+        return ["params", fields]
+    if isinstance(value, StoredWeights):
+        found = [layout.to_json() for layout in layouts(value.manifest(), CACHED_BUCKET_BYTES)]
+        for layout in found:
+            BucketLayout.from_json(layout, "named_tensors")  # refused before the others read it
+        return ["weights", found]
+    if isinstance(value, Mapping) and all(isinstance(it, TensorSpec) for it in value.values()):
+        return ["manifest", [[name, it.shape, dtype_name(it.dtype)] for name, it in value.items()]]
+    return ["", value]
+
+
+def _to_json(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(value)
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is no plain value")
 
 
-def _from_json(fields: dict[str, Any]) -> Any:
-    if fields.keys() != {"SamplingParams"}:
-        return fields
-    params = dict(fields["SamplingParams"])
-    params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"]}
-    return SamplingParams(**params)
+def _decoded(encoded: list[Any], group: RankGroup) -> Any:
+    kind, value = encoded
+    if kind == "params":
+        value["logit_bias"] = {int(token): bias for token, bias in value["logit_bias"]}
+        return SamplingParams(**value)
+    if kind == "manifest":
+        return {name: TensorSpec(tuple(shape), named_dtype(it, name)) for name, shape, it in value}
+    if kind == "weights":
+        return unflattened([_told_bucket(BucketLayout.from_json(it), group) for it in value])
+    return value
+
+
+def _told_bucket(layout: BucketLayout, group: RankGroup) -> FlattenedBucket:
+    data = bytearray(group.tell(b"") or 1)  # of no bytes no tensor is made
+    return FlattenedBucket(torch.frombuffer(data, dtype=torch.uint8), layout)

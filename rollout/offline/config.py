@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollout.cluster.config import ClusterConfig, ClusterKind
+from rollout.cluster.config import ClusterConfig
 from rollout.config import (
     EngineConfig,
     LoadFormat,
     MemoryConfig,
     ModelConfig,
     ParallelConfig,
-    ParallelMode,
     SchedulerConfig,
 )
 from rollout.errors import InvalidInputError
@@ -124,15 +123,7 @@ class RunConfig:
                 self.model.load_format.value,
                 "must be safetensors: nobody sends weights to a dataset job",
             )
-        if self.parallel.mode is ParallelMode.lockstep:
-            raise InvalidInputError(
-                "parallel.mode", "lockstep", "is of ranks that are given prompts of their own; a "
-                "job has one file of them: tensor",
-            )  # fmt: skip
-        if self.parallel.size > 1 and self.cluster.kind is not ClusterKind.none:
-            raise InvalidInputError(
-                "cluster.kind", self.cluster.kind.value, "must be none with parallel=tensor"
-            )
+        self.cluster.check_with(self.parallel)
 
     @property
     def engine(self) -> EngineConfig:

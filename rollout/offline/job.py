@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -32,7 +32,6 @@ from rollout.offline.prompts import PromptFile, PromptRow
 from rollout.offline.rows import rollout_columns
 from rollout.offline.run_log import RunLog
 from rollout.offline.summary import JobResult, JobStatus, Summary
-from rollout.parallel import rank_of
 from rollout.types import FinishReason, Request, Rollout, SamplingParams
 
 
@@ -86,12 +85,7 @@ def run_job(config: RunConfig, factory: WorkerFactory, console: Console | None =
     rollouts finished before are in the output.
     """
     opened = partial(open_with, config.engine, factory, config.cluster)
-    job = partial(_run, config, console or Console())
-    if config.parallel.size == 1:
-        return job(opened)
-    # Rank 0 alone says when to stop: it has a signal of its own.
-    with StopSignals() if rank_of(config.parallel) else nullcontext():
-        result = run_spmd(config.parallel, opened, job)
+    result = run_spmd(config.parallel, opened, partial(_run, config, console or Console()))
     return result or JobResult(JobStatus.FOLLOWED, Path(config.output.path or ""))
 
 

@@ -1,38 +1,94 @@
-"""Starts a command's ranks on this machine by torchrun, without its traceback when a rank fails.
+"""Runs a command's ranks on this machine, each a process, until all have ended.
 
     python -m rollout.parallel.launcher RANKS MODULE ARGUMENT...
 
-The ranks print their own errors. The exit code is that of the rank that failed first.
+Rank 0 is told of signals, and it alone: it ends the others when it has ended what it does, however
+long that takes. A terminal's Ctrl-C reaches this process alone, since ranks have sessions of their
+own. When a rank fails the others are ended, and the exit code is the failed one's. Ranks print
+their own errors.
 """
 
 from __future__ import annotations
 
 import os
+import signal
+import socket
+import subprocess
 import sys
-from tempfile import TemporaryDirectory
+import time
+from collections.abc import Sequence
+from types import FrameType
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import parse_args, run
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 _EXIT_SIGNAL = 128  # plus the signal's number, as shells do
+_POLL_SECONDS = 0.05
+_LAST_SECONDS = 30.0  # that ranks have to end once one has
 
 
 def main() -> int:
     """Run the ranks of `sys.argv` to their end and return the exit code."""
-    ranks, *command = sys.argv[1:]
-    rank_process = ["-m", "rollout.parallel.rank_process", str(os.getpid()), *command]
-    options = ["--standalone", f"--nproc-per-node={ranks}"]
-    try:
-        with TemporaryDirectory(prefix="specrollout-ranks-") as logs:  # torchrun leaves its own
-            run(parse_args([*options, f"--log-dir={logs}", *rank_process]))
-    except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        code = failure.exitcode
-        return code if code >= 0 else _EXIT_SIGNAL - code  # negative: the signal that killed it
-    except SignalException as error:  # sent to this process, which then stopped its ranks
-        return _EXIT_SIGNAL + error.sigval
-    return 0
+    size, *command = sys.argv[1:]
+    listener = socket.create_server(("127.0.0.1", 0))  # a store's own would be open to all
+    store = TCPStore(
+        "127.0.0.1", listener.getsockname()[1], is_master=True, wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip
+    ranks = [_started(rank, int(size), store.port, command) for rank in range(int(size))]
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        ranks[0].send_signal(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, pass_on)  # under nohup SIGHUP is ignored, by ranks too
+    while all(process.poll() is None for process in ranks):
+        time.sleep(_POLL_SECONDS)
+    failed = _failed(ranks)
+    for rank, code in failed.items():
+        if code < 0:
+            name = signal.Signals(-code).name
+            print(f"error: rank {rank} of {size} was killed by {name}", file=sys.stderr, flush=True)
+    _end(ranks, terminate=bool(failed))
+    code = min((failed or _failed(ranks)).values(), default=0)
+    return code if code >= 0 else _EXIT_SIGNAL - code
+
+
+def _started(rank: int, size: int, port: int, command: Sequence[str]) -> subprocess.Popen[bytes]:
+    rank_process = [sys.executable, "-m", "rollout.parallel.rank_process", str(os.getpid())]
+    variables = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is this process's, also of rank 0
+    }
+    if size > 1:  # they share the processors
+        variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    return subprocess.Popen(
+        [*rank_process, *command], env=os.environ | variables, start_new_session=True
+    )
+
+
+def _failed(ranks: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:
+    """The exit codes of those that failed, by rank; negative: the signal that killed it."""
+    codes = {rank: process.poll() for rank, process in enumerate(ranks)}
+    return {rank: code for rank, code in codes.items() if code}
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]], *, terminate: bool) -> None:
+    """Wait for all to end, and kill what takes too long."""
+    if terminate:
+        for process in ranks:
+            process.terminate()  # does nothing to one that has ended
+    deadline = time.monotonic() + _LAST_SECONDS
+    for process in ranks:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 if __name__ == "__main__":

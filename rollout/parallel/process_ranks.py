@@ -87,15 +87,14 @@ class ProcessRanks:
         rows = self._gather_bytes(padded)
         return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
-    def tell(self, text: str) -> str:
-        data = bytearray(text.encode())
+    def tell(self, data: bytes) -> bytes:
         (size,) = self.first([len(data)])
-        received = torch.zeros(int(size), dtype=torch.uint8)
-        if data and self.rank == 0:
-            received.copy_(torch.frombuffer(data, dtype=torch.uint8))
-        if size:
-            self._run(lambda: self._groups[0].broadcast(received, 0))
-        return received.numpy().tobytes().decode()
+        told = np.zeros(int(size), dtype=np.uint8)
+        if self.rank == 0:
+            told[:] = np.frombuffer(data, dtype=np.uint8)
+        if told.size:
+            self._run(lambda: self._groups[0].broadcast(torch.from_numpy(told), 0))
+        return told.tobytes()
 
     def _gather_bytes(self, data: np.ndarray) -> np.ndarray:
         gathered = torch.empty((self.size, data.size), dtype=torch.uint8)

@@ -42,8 +42,8 @@ class RankGroup(Protocol):
         """Every rank's text, by rank."""
         ...
 
-    def tell(self, text: str) -> str:
-        """Rank 0's text; the others' is ignored."""
+    def tell(self, data: bytes) -> bytes:
+        """Rank 0's bytes; the others' are ignored."""
         ...
 
     def post(self, topic: str, text: str) -> None:
@@ -81,8 +81,8 @@ class SingleRank:
     def exchange(self, text: str) -> list[str]:
         return [text]
 
-    def tell(self, text: str) -> str:
-        return text
+    def tell(self, data: bytes) -> bytes:
+        return data
 
     def post(self, topic: str, text: str) -> None:
         pass

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import count
 
 import hydra
@@ -22,12 +23,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rollout.cluster.opening import open_engine
 from rollout.composition import checked_config, register_schema
+from rollout.engine.spmd import OpenEngine, launch_ranks, run_spmd
 from rollout.errors import InvalidInputError, RolloutError
 from rollout.offline.progress import loading_model
 from rollout.server.app import make_app
 from rollout.server.bounded_http import BoundedHttp
 from rollout.server.config import LogLevel, ServeConfig, ServerConfig
 from rollout.server.serving import Serving
+from rollout.server.streams import call_soon
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +47,9 @@ def run_serve(arguments: Sequence[str]) -> None:
     @hydra.main(config_path="pkg://rollout.conf", config_name="serve", version_base="1.3")
     def run(config: DictConfig) -> None:
         try:
-            serve(serve_config_from(config))
+            serve_config = serve_config_from(config)
+            launch_ranks(serve_config.engine, ["serve", *arguments])
+            serve(serve_config)
         except (RolloutError, OmegaConfBaseException, OSError) as error:
             failures.append(error)
 
@@ -62,12 +67,21 @@ def serve_config_from(config: DictConfig) -> ServeConfig:
 
 
 def serve(config: ServeConfig) -> None:
-    """Serve until a signal comes. Raises InvalidInputError for an address that cannot be had."""
+    """Serve until a signal comes. Of several ranks each makes this call, and rank 0 listens.
+
+    Raises InvalidInputError for an address that cannot be had, and EngineStateError where the
+    engine of several ranks has failed: only new ranks make another one.
+    """
     _set_log_levels(config.server.log_level)
+    opened = partial(open_engine, config.engine, config.spec, config.cluster)
+    run_spmd(config.parallel, opened, partial(_serve, config))
+
+
+def _serve(config: ServeConfig, opened: OpenEngine) -> None:
     allow_open_files(config.server.max_connections + _OTHER_FILES)
     with contextlib.closing(_bound(config.server)) as listener:  # before the model is waited for
         with loading_model(rich.get_console(), config.model.path) as progress:
-            engine = open_engine(config.engine, config.spec, config.cluster, progress)
+            engine = opened(progress)
         with contextlib.closing(engine), contextlib.closing(Serving(engine, config)) as serving:
             server = _Server(
                 uvicorn.Config(
@@ -84,6 +98,8 @@ def serve(config: ServeConfig) -> None:
             )
             with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
                 runner.run(_until_stopped(server, serving, listener))
+            if config.parallel.size > 1:
+                serving.loop.require_open()
 
 
 class _Server(uvicorn.Server):
@@ -95,7 +111,10 @@ class _Server(uvicorn.Server):
 
 
 async def _until_stopped(server: _Server, serving: Serving, listener: socket.socket) -> None:
-    """The first signal drains, the second aborts what is left, the third ends at once."""
+    """The first signal drains, the second aborts what is left, the third ends at once.
+
+    An engine of several ranks that has failed is a signal too.
+    """
     event_loop = asyncio.get_running_loop()
     stop = event_loop.create_future()
     running = event_loop.create_task(server.serve([listener]))
@@ -115,6 +134,8 @@ async def _until_stopped(server: _Server, serving: Serving, listener: socket.soc
 
     for number in (signal.SIGINT, signal.SIGTERM):
         event_loop.add_signal_handler(number, on_signal)
+    if serving.serve_config.parallel.size > 1:
+        serving.loop.broken.add_done_callback(lambda _: call_soon(event_loop, on_signal))
     while not server.started and not running.done():
         await asyncio.sleep(0.01)
     if server.started:

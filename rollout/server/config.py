@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.cluster.config import ClusterConfig
-from rollout.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from rollout.config import (
+    EngineConfig,
+    MemoryConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from rollout.errors import InvalidInputError
 
 _MIB = 2**20
@@ -97,9 +103,13 @@ class ServeConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     spec: dict[str, Any] = field(default_factory=dict)  # _target_ builds the worker; its options
     exact: bool = True
     num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        self.cluster.check_with(self.parallel)
 
     @property
     def engine(self) -> EngineConfig:
@@ -108,6 +118,7 @@ class ServeConfig:
             model=self.model,
             memory=self.memory,
             scheduler=self.scheduler,
+            parallel=self.parallel,
             exact=self.exact,
             num_threads=self.num_threads,
         )

@@ -18,8 +18,8 @@ from tests.helpers.hang import HANG_SECONDS
 
 
 class Told(SingleRank):
-    def tell(self, text: str) -> str:
-        raise ZeroDivisionError(json.loads(text)[0])
+    def tell(self, data: bytes) -> bytes:
+        raise ZeroDivisionError(json.loads(data)[0])
 
 
 def public(kind: type) -> set[str]:
@@ -36,8 +36,15 @@ def test_every_method_of_the_protocol_says_which_ranks_make_the_call():
 def test_a_call_is_told_to_all_ranks_or_refused(name):
     engine = Rank0Engine(without_a_model(), Told())
     error = ZeroDivisionError if name in methods_on(Ranks.EVERY) else InvalidInputError
+    tensors = [{}] if name == "update_weights_from_tensor" else []
     with pytest.raises(error, match=name):
-        getattr(engine, name)()
+        getattr(engine, name)(*tensors)
+
+
+def test_an_argument_that_cannot_be_sent_is_refused_before_anybody_hears_of_it():
+    engine = Rank0Engine(without_a_model(), Told())
+    with pytest.raises(InvalidInputError, match=r"update_weights_from_ipc.*list_iterator"):
+        engine.update_weights_from_ipc(iter([]))
 
 
 def test_a_call_that_is_refused_is_told_to_nobody(monkeypatch):

@@ -43,8 +43,8 @@ class ThreadRank:
     def exchange(self, text: str) -> list[str]:
         return self._exchange(text)
 
-    def tell(self, text: str) -> str:
-        return self._exchange(text)[0]
+    def tell(self, data: bytes) -> bytes:
+        return self._exchange(data)[0]
 
     def post(self, topic: str, text: str) -> None:
         raise AssertionError("no layer leaves notes")

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -27,8 +22,7 @@ from rollout.server.command import serve_config_from
 from rollout.server.config import ServeConfig, ServerConfig
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.http_raw import open_request, read_status
-
-SMALL = ("num_threads=1", "memory.max_kv_tokens=2048", "spec.calibration_seconds=0")
+from tests.server.server_process import last_event, served, stream_of
 
 
 @pytest.fixture
@@ -95,46 +89,18 @@ def test_errors_are_one_line(failing, text_model_path):
         code, error = failing(model, f"server.port={port}")
     assert (code, error.count("\n")) == (2, 1)
     assert f"server.port={port}" in error
+    ranks = ("parallel=tensor", "parallel.size=4")
+    code, error = failing(model, *ranks)
+    assert (code, error.count("\n")) == (2, 1)
+    assert "parallel.size=4: must divide the model's 6 query heads" in error
+    code, error = failing(model, *ranks, "cluster=ray")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "cluster.kind='ray': must be none with parallel=tensor" in error
+    code, error = failing(model, *ranks, "parallel.mode=lockstep")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "parallel.mode='lockstep'" in error
     code, error = failing("model.path=/nowhere", "server.port=0")
     assert (code, error.count("\n")) == (1, 1)
-
-
-@contextmanager
-def served(model, *arguments: str) -> Iterator[tuple[subprocess.Popen, str]]:
-    """The command in a process of its own, and the URL that it says it serves at."""
-    command = [sys.executable, "-m", "rollout.cli", "serve", f"model={model}", "server.port=0"]
-    process = subprocess.Popen(
-        [*command, *SMALL, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
-    try:
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if ready := re.search(r"serving \S+ at (http://127\.0\.0\.1:\d+)", line):
-                break
-        else:
-            pytest.fail(f"it ended: {lines}")
-        yield process, ready[1]
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
-def stream_of(url, max_new_tokens):
-    """An answer that has begun; the events that come after are read by the caller."""
-    sampling = {"max_new_tokens": max_new_tokens, "ignore_eos": True}
-    body = {"input_ids": [5, 6], "stream": True, "sampling_params": sampling}
-    return httpx.stream("POST", f"{url}/generate", json=body, timeout=HANG_SECONDS)
-
-
-def last_event(lines) -> dict:
-    events = [line for line in lines if line and line != "data: [DONE]"]
-    return json.loads(events[-1].removeprefix("data: "))
 
 
 def status_of(url) -> int:
