@@ -43,7 +43,7 @@ def choose_threads(forwards: TrialForwards) -> None:
         times = _milliseconds(forwards, before)
     finally:
         torch.set_num_threads(before)
-    if len(times) < 2:
+    if before not in times or len(times) < 2:
         return
     best = min(times, key=times.__getitem__)
     if times[best] < _CLEARLY * times[before]:

@@ -23,10 +23,9 @@ def empty_outputs_remedy(encoder: PromptEncoder) -> str:
     if not encoder.has_chat_template:
         return "the model stopped at once; look at the prompts and at sampling.stop"
     return (
-        "the model stopped at once. A chat model does so for plain text that has not gone through "
-        'its chat template. Give messages, [{"role": "user", "content": "..."}], in Python and in '
-        "a file of prompts (data.chat_template=always does so for text), and /v1/chat/completions "
-        "over HTTP"
+        "the model stopped at once. A chat model does so for text without its chat template: give "
+        'messages, [{"role": "user", "content": "..."}], or /v1/chat/completions over HTTP, and '
+        "leave a job data.chat_template=auto. Otherwise look at the prompts and at sampling.stop"
     )
 
 

@@ -131,10 +131,12 @@ def _kind(value: Any) -> str | None:
             return "text"
         case dict():
             return "an object"
-        case [first, *_]:
-            return {"text": "a list of texts", "a number": "a list of numbers"}.get(
-                _kind(first) or "", "a list of objects" if isinstance(first, dict) else "a list"
-            )
+        case [*items] if known := [item for item in items if item is not None]:
+            return {
+                "text": "a list of texts",
+                "a number": "a list of numbers",
+                "an object": "a list of objects",
+            }.get(_kind(known[0]) or "", "a list")
         case _:
             return None
 

@@ -53,9 +53,9 @@ def fingerprint(config: RunConfig, prompts: str) -> dict[str, Any]:
         "output.prompt_ids": config.output.prompt_ids,
         "output.stats": config.output.stats,
     }
-    if config.parallel.size > 1:  # sums over ranks have an order of their own
-        fields["parallel"] = {"mode": config.parallel.mode.value, "size": config.parallel.size}
     if not config.exact:  # then these may be seen in the output
+        if config.parallel.size > 1:
+            fields["parallel"] = {"mode": config.parallel.mode.value, "size": config.parallel.size}
         limits = StepLimits.of(
             config.scheduler, device, recurrent=spec.linear_attention is not None
         )

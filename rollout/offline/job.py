@@ -152,7 +152,7 @@ def _run(config: RunConfig, console: Console, opened: OpenEngine) -> JobResult:
 
 def _empty_remedy(mode: ChatTemplate) -> str:
     if mode is ChatTemplate.never:
-        return "data.chat_template=auto puts text through the chat template"
+        return "data.chat_template=auto puts text through the chat template, where there is one"
     return "look at the prompts and at sampling.stop"
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from rollout.engine.empty_outputs import are_many_empty
 from rollout.engine.metrics import EngineMetrics
@@ -50,7 +51,7 @@ class Summary:
         table.add_column(style="bold")
         table.add_column(overflow="fold")
         for name, value in [*self.lines(), *(self.details() if self.log.verbose else [])]:
-            table.add_row(name, value)
+            table.add_row(name, Text(value))  # no markup: paths and stops have brackets
         console.print(table)
 
     def lines(self) -> list[tuple[str, str]]:
@@ -185,13 +186,14 @@ class SweepTable:
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("accept length", justify="right")
         for index, (overrides, result) in enumerate(self._rows):
-            table.add_row(
-                str(index), "\n".join(own[index]), *_cells(result, self._plain(overrides))
-            )
+            cells = map(Text, _cells(result, self._plain(overrides)))
+            table.add_row(str(index), Text("\n".join(own[index])), *cells)
         console.print(table)
         for index, (_, result) in enumerate(self._rows):
             if result is not None:
-                console.print(f"job {index}: {_shown(result)}", highlight=False, soft_wrap=True)
+                console.print(
+                    f"job {index}: {_shown(result)}", highlight=False, markup=False, soft_wrap=True
+                )
         console.print("speedup: tokens/s over those of spec=none with the same other settings")
 
     def _plain(self, overrides: Sequence[str]) -> Summary | None:

@@ -19,7 +19,7 @@ from rollout.report.verdict import saving_of
 T = TypeVar("T")
 
 _MAX_POINTS = 1500
-_MAX_CONTEXTS = 6
+_MAX_CONTEXTS = 5  # the series between the points' and the grey one
 _MAX_GROUPS = 40
 _MAX_SPANS = 24
 _GREY = 6  # the series of what is only a guide

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _FOLDER = Path(__file__).parent
 CHARTS = (_FOLDER / "charts.js").read_text(encoding="utf-8")
-PAGE_BEGIN = b"<!doctype html>"
+PAGE_BEGIN = b'<!doctype html>\n<html lang="en" data-made-by="specrollout report">'
 STYLE = (_FOLDER / "style.css").read_text(encoding="utf-8")
 
 

@@ -47,7 +47,8 @@ class RolloutTexts:
         for run in runs:
             indices = _sample(run, MAX_ROLLOUTS // len(runs))
             self.chosen[id(run)] = indices
-            found = self._read(run, {_place(run, index) for index in indices})
+            places = {_place(run, index) for index in indices}
+            found = self._read(run, {place for place in places if min(place) >= 0})
             self._texts[id(run)] = found
             self._prompts[id(run)] = {place[0]: each.prompt for place, each in found.items()}
 

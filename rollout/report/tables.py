@@ -54,8 +54,9 @@ def tables(log: Log, texts: RolloutTexts) -> list[Table]:
     found = [_rollouts(log, texts), _prompts(log, texts)]
     if len(log.runs) == 1:
         found = [table.without("run") for table in found]
-    values = [each for run in log.runs if (each := _draft_values(run)) is not None]
-    return [*found, *values]
+    values = [_draft_values(run) for run in log.runs]
+    known = [table for table in values if table is not None]
+    return [*found, *(replace(it, name=f"{it.name}-{index}") for index, it in enumerate(known))]
 
 
 def _rollouts(log: Log, texts: RolloutTexts) -> Table:

@@ -11,7 +11,7 @@ _DOUBT = 2.0  # standard deviations of the sum
 _PROBE_STEPS = 4
 _FIRST_INTERVAL = 16  # steps
 _LONGEST_INTERVAL = 512
-_WARMER = 0.2  # mean temperature of another kind of batch, or cooler
+_OTHER_TEMPERATURE = 0.2  # difference of mean temperatures that makes another kind of batch
 _PAYS = 0.02
 """The share of the time that drafts must gain by the estimates, which leave out cold caches, wider
 sampling, and that requests which end early may only wait for the slowest."""
@@ -45,7 +45,8 @@ class Gate:
         """A step of ``width`` sampling requests in which drafting was open.
 
         ``gained_ms``: what the same progress would have taken longer without, negative where
-        drafting lost. ``temperature``: mean of the requests.
+        drafting lost. ``spent_ms``: of the step without drafts.
+        ``temperature``: mean of the requests.
         """
         if not self.is_open:
             return  # it was launched before the gate closed, and would close it anew
@@ -66,8 +67,8 @@ class Gate:
     def skip(self, width: int, temperature: float = 1.0) -> None:
         """A step of ``width`` sampling requests went by closed."""
         self._closed_for -= 1
-        is_warmer = abs(temperature - self._closed_temperature) > _WARMER
-        if 2 * width <= self._closed_at or is_warmer:
+        is_other = abs(temperature - self._closed_temperature) > _OTHER_TEMPERATURE
+        if 2 * width <= self._closed_at or is_other:
             self._interval = _FIRST_INTERVAL
             self._closed_for = 0
         if self._closed_for == 0:

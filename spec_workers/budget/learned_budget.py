@@ -173,6 +173,7 @@ class LearnedBudget:
         if "values" in learned:
             values.restore(mapping(learned, "values"))
         self.cost, self._values = cost, values
+        self._prices = KnownPrices()
 
     def _priced(self, batch: Batch) -> Prices:
         return self._prices.of(batch, self.cost, self._steps)

@@ -448,11 +448,15 @@ def test_columns_that_make_no_parquet_are_named_before_any_work(
         write_rows(Path(config.data.path), rows)
         with pytest.raises(InvalidInputError, match=f"column 'x' {reason}.*data.columns"):
             run(config)
-    rows = [{"prompt": "one", "x": 1, "y": None}, {"prompt": "one", "x": 2.5, "z": {"a": 1}}]
+    rows = [
+        {"prompt": "one", "x": 1, "y": None, "w": [None, "a"]},
+        {"prompt": "one", "x": 2.5, "z": {"a": 1}, "w": ["b"]},
+    ]
     write_rows(Path(config.data.path), rows)
     run(config)
     out = output_rows(config)
     assert [row["x"] for row in out[::3]] == [1.0, 2.5]
+    assert [row["w"] for row in out[::3]] == [[None, "a"], ["b"]]
     assert [row["z"] for row in out[::3]] == [None, {"a": 1}]
 
 

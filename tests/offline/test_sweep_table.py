@@ -61,3 +61,16 @@ def test_a_speedup_is_over_the_same_settings_without_drafts_and_words_stay_whole
     assert "2 spec=hybrid 12 100.0 90 1.500" in lines  # its temperature was not decoded plainly
     assert {"temperature=0.0", "num_draft_tokens=16"} <= set(lines)
     assert any("seconds tokens/s speedup" in line for line in lines)
+
+
+def test_brackets_are_shown_as_they_are() -> None:
+    table = SweepTable()
+    folder = Path("/runs/[x]")
+    table.add(["sampling.stop=[foo]"], result(JobStatus.COMPLETED, folder / "a[/b].jsonl", 1))
+    table.add(["sampling.stop=[bar]"], result(JobStatus.COMPLETED, folder / "c.jsonl", 1))
+    lines = printed(table)
+    assert "0 stop=[foo] 1 2.0 4,500 1.500" in lines
+    assert "job 0: /runs/[x]/a[/b].jsonl" in lines
+    file = StringIO()
+    Summary(output=folder / "a[/b].jsonl").print(Console(file=file, width=80))
+    assert "/runs/[x]/a[/b].jsonl" in file.getvalue()

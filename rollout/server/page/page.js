@@ -10,7 +10,7 @@ const RATE_SECONDS = 5; // the tokens/s of the tile are those of so long
 const ACCEPT_SECONDS = 30;
 const STALE_SECONDS = 4;
 const TIMEOUT_MS = 30_000;
-const MAX_CONTEXTS = 6;
+const MAX_CONTEXTS = 5;
 
 const byId = (id) => document.getElementById(id);
 const whole = (value) => value.toLocaleString("en");
