@@ -52,7 +52,10 @@ _GAUGES: dict[str, tuple[str, Callable[[EngineStatus], float]]] = {
     "kv_slots_used": ("KV slots of running requests", lambda s: s.kv_used),
     "kv_slots_cached": ("KV slots of the prefix cache alone", lambda s: s.kv_cached),
     "can_run": ("1: a step can run; 0: paused, asleep or torn", lambda s: not s.unavailable_reason),
-    "saved_seconds": ("What drafts saved over plain decoding", lambda s: s.total.saved_seconds),
+    "saved_seconds": (
+        "What drafts saved over plain decoding, summed over replicas",
+        lambda s: s.total.saved_seconds,
+    ),
     "saved_error_seconds": (
         "Half of the 95 % interval of saved_seconds",
         lambda s: s.total.saved_error_seconds,

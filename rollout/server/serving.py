@@ -254,7 +254,8 @@ class Serving:
             sample_index=sample.sample_index,
             on_tokens=listener,
         )
-        self.http_metrics.watch(handle.future)
+        if not sample.is_probe:
+            self.http_metrics.watch(handle.future)
         if sample.rid is not None:
             self._name(sample.rid, handle)
         return handle

@@ -88,7 +88,7 @@ class StatusBody(BaseModel):
     draining: bool  # no new ones are taken
     age: float  # seconds
     latency: Latency
-    saved_seconds: float  # by drafts, over plain decoding
+    saved_seconds: float  # by drafts, over plain decoding; of several replicas the mean
     saved_error_seconds: float  # half of the 95 % interval
     engine: EngineStatus
 
@@ -131,6 +131,7 @@ def user_routes(serving: Serving) -> APIRouter:
     @router.get("/status", tags=["status"])
     async def status() -> StatusBody:
         known = await serving.status_cache.latest()
+        total, beside = known.status.total, len(known.status.replicas) or 1
         return StatusBody(
             model=serving.model_name,
             uptime=serving.uptime,
@@ -138,8 +139,8 @@ def user_routes(serving: Serving) -> APIRouter:
             draining=serving.is_draining,
             age=known.age,
             latency=serving.http_metrics.latency,
-            saved_seconds=known.status.total.saved_seconds,
-            saved_error_seconds=known.status.total.saved_error_seconds,
+            saved_seconds=total.saved_seconds / beside,
+            saved_error_seconds=total.saved_error_seconds / beside,
             engine=known.status,
         )
 
@@ -150,7 +151,8 @@ async def _until_token(serving: Serving) -> None:
     """Raises EngineStateError where the engine cannot run."""
     params = SamplingParams(temperature=0, max_new_tokens=1, ignore_eos=True)
     before = await serving.call(_tokens)
-    sample = asyncio.ensure_future(serving.generate([SampleRequest(prompt_ids=[0], params=params)]))
+    probe = SampleRequest(prompt_ids=[0], params=params, is_probe=True)
+    sample = asyncio.ensure_future(serving.generate([probe]))
     try:
         while not sample.done():
             await asyncio.wait({sample}, timeout=_POLL_SECONDS)

@@ -37,6 +37,7 @@ class SampleRequest:
     request_seed: int | None = None  # instead of the one derived from params.seed and the indices
     partial_ids: Sequence[int] = ()  # emitted before; see RolloutEngine.submit
     rid: str | None = None  # the client's name for it, to abort it by; may be shared
+    is_probe: bool = False  # of the server's health: its latency is not counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,6 +81,15 @@ def test_tokens_are_counted_once_however_often_they_are_read(client):
     assert found["can_run", ()] == 1
 
 
+def test_probes_of_health_are_no_samples(client):
+    for _ in range(3):
+        assert client.get("/health_generate").status_code == 200
+    found = fresh(client)
+    assert found["generated_tokens_total", ()] > 0
+    assert found.get(("samples_total", ("length",)), 0) == 0
+    assert found["time_to_first_token_seconds_count", ()] == 0
+
+
 def test_labels_are_not_the_clients_to_choose(client):
     client.get("/nothing/of/that/name")
     client.get("/another?name=1")
