@@ -375,7 +375,7 @@ def test_the_whole_error_on_request(
 
 def test_a_full_disk(specrollout: Command, arguments: list[str], tmp_path: Path) -> None:
     write_rows(tmp_path / "prompts.jsonl", ROWS * 20)
-    with small_files(8000):
+    with small_files(12_000):  # Hydra's own record of the run fits
         full = specrollout(*arguments, "output.path=out.jsonl")
     assert full.code == 1
     assert "error: out.jsonl cannot be written: " in full.err
