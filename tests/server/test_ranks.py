@@ -20,7 +20,7 @@ from safetensors.torch import save
 
 from rollout.weights.shared_memory import SharedMemorySender
 from tests.helpers.forked import forked, run_module
-from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.ports import free_port
 from tests.server.conftest import Live, run_server
 from tests.server.policies import PROMPT, Policy, output_ids, policy, read_policy
@@ -282,10 +282,10 @@ def test_a_taken_port_is_an_error_of_rank_0_and_ends_both(text_model_path, tmp_p
 
 def test_nothing_is_left_of_a_killed_rank_0(text_model_path, tmp_path):
     first, second = ranks_of_serve(tmp_path, f"model={text_model_path}", "server.port=0")
+    log = tmp_path / "0.log"
     try:
-        while "serving" not in (tmp_path / "0.log").read_text():
-            assert first.is_alive()
-            time.sleep(0.05)
+        wait_until(lambda: not first.is_alive() or (log.exists() and "serving" in log.read_text()))
+        assert first.is_alive()
         os.kill(second.pid, signal.SIGTERM)  # rank 0 alone says when to stop
         first.kill()
         second.join(HANG_SECONDS)
