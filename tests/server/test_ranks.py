@@ -196,7 +196,8 @@ def test_a_paused_server_waits_and_a_sleeping_one_wakes(client, first):
         assert waiting.result(HANG_SECONDS) == first.output_ids
     tags = {"tags": ["kv_cache", "weights"]}
     assert ok(client.post("/release_memory_occupation", json=tags))["freed_bytes"]["weights"] > 0
-    assert "released" in client.get("/status").json()["engine"]["unavailable_reason"]
+    # What /status says may be a moment old.
+    wait_until(lambda: "released" in client.get("/status").json()["engine"]["unavailable_reason"])
     ok(client.post("/resume_memory_occupation", json=tags))
     assert output_ids(client) == first.output_ids
     ok(client.post("/flush_cache"))
