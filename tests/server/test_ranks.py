@@ -131,10 +131,11 @@ def test_what_it_says_of_itself_is_counted_once(client):
     before = generated_tokens(client)
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 20, "ignore_eos": True}}
     assert client.post("/generate", json=body).status_code == 200
+    wait_until(lambda: generated_tokens(client) > before)
     assert generated_tokens(client) == before + 20
     info = client.get("/get_server_info").json()
     assert (info["tp_size"], info["dp_size"]) == (2, 1)
-    assert client.get("/status").json()["engine"]["running"] == 0
+    wait_until(lambda: client.get("/status").json()["engine"]["running"] == 0)
     assert client.get("/").status_code == client.get("/health").status_code == 200
 
 
