@@ -41,7 +41,7 @@ BAR = 1.1
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every rank times; all make the same calls."""
+    """The timings of one rank. All ranks make the same calls."""
 
     shape: Shape
     size: int

@@ -146,7 +146,7 @@ def client_rows(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def left_rows(url: str) -> Iterator[Row]:
-    """What a server holds when nobody asks for anything."""
+    """The resources that a server holds when nobody asks for anything."""
     with httpx.Client(base_url=url, timeout=60) as watcher:
         while watcher.get("/status").json()["unfinished"]:
             time.sleep(0.1)

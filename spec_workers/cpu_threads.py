@@ -20,8 +20,8 @@ from spec_workers.trial_forwards import TrialForwards
 
 log = logging.getLogger(__name__)
 
-_TURNS = 5
-_SECONDS = 1.0  # no forward begins later than this after the first
+_TURNS = 5  # of which the median counts: two may meet a busy moment
+_SECONDS = 1.0  # no forward begins later than this: a start takes some six
 _CLEARLY = 0.9  # of the time with torch's own number: the process may have other work as well
 _CPUS = Path("/sys/devices/system/cpu")
 

@@ -9,8 +9,8 @@ from rollout.types import Request, Rollout
 
 log = logging.getLogger(__name__)
 
-_MANY = 0.1  # of all rollouts
-_FEWEST = 4
+_MANY = 0.1  # of all rollouts; a model that is well prompted leaves hardly one empty
+_FEWEST = 4  # to warn about: one or two may be chance
 
 
 def are_many_empty(num_empty: int, num_rollouts: int) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.engine.draft_corpus import ExternalCorpus
-from rollout.engine.plain_pace import PlainPace
+from rollout.engine.plain_pace import HALF_INTERVAL, PlainPace
 from rollout.types import Batch, Rollout, StepForecast, StepResult
 
 
@@ -89,7 +89,7 @@ class EngineMetrics:
     @property
     def saved_error_seconds(self) -> float:
         """Half of the 95 % interval of `saved_seconds`."""
-        return 1.96 * math.sqrt(self.gain_variance_ms2) / 1e3
+        return HALF_INTERVAL * math.sqrt(self.gain_variance_ms2) / 1e3
 
     @property
     def peak_memory_bytes(self) -> int:

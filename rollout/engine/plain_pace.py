@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+HALF_INTERVAL = 1.96
+"""Standard errors in half of a 95 % interval."""
+
 _FIRST_ERROR = 0.1  # of the pace, while hardly a plain step was seen
 _FEWEST = 3  # differences whose scatter is believed
 _LONGEST = 2.0  # times the pace: more of a step's time is the machine's doing

@@ -38,9 +38,9 @@ from rollout.types import FinishReason, Request, Rollout, SamplingParams
 class StopSignals:
     """While the context lasts, these signals are noted in ``received`` instead of obeyed.
 
-    SIGINT, SIGTERM and, unless it is ignored, as under nohup, SIGHUP. A second one finds the former
-    handlers in place. Off the main thread, where Python allows no
-    handlers, nothing is noted.
+    They are SIGINT, SIGTERM and SIGHUP, the last unless it is ignored, as under nohup. A second one
+    finds the former handlers in place. Off the main thread, where Python allows no handlers,
+    nothing is noted.
     """
 
     def __init__(self) -> None:

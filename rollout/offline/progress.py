@@ -90,16 +90,16 @@ class TimeLeft:
             return None
         running = [each for each in unfinished if each.generated_len]
         mean = (self._num_tokens + sum(each.generated_len for each in running)) / self._num_ended
-        yet = []
+        remaining = []
         for each in running:
             room = max(1, each.remaining_len)
             expected = self._lengths.remaining(each.group, each.generated_len, room)
-            yet.append(min(room, max(expected, mean - each.generated_len)))
+            remaining.append(min(room, max(expected, mean - each.generated_len)))
         if unfinished:
             mean = min(mean, max(each.params.max_new_tokens for each in unfinished))
-        tokens = sum(yet) + mean * (num_left - len(running))
+        tokens = sum(remaining) + mean * (num_left - len(running))
         # The last rollouts run side by side: no throughput makes the longest of them shorter.
-        steps = max(yet, default=0.0) / max(1.0, metrics.accept_length)
+        steps = max(remaining, default=0.0) / max(1.0, metrics.accept_length)
         return passed * max(tokens / metrics.generated_tokens, steps / metrics.steps)
 
 

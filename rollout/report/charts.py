@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rollout.report.bins import Bins
+from rollout.engine.plain_pace import HALF_INTERVAL
 from rollout.report.figures import count
 from rollout.report.learned import NUM_TENTHS, calibration, cost_curve
 from rollout.report.panels import Chart, Panel, make_line, make_panel, panels_or, short, time_unit
 from rollout.report.rollouts import RolloutTexts
-from rollout.report.run import Log, Run
+from rollout.report.run import Bins, Log, Run
 from rollout.report.verdict import saving_of
 
 T = TypeVar("T")
@@ -255,7 +255,7 @@ def _calibration(log: Log) -> Chart:
 
 def _interval(share: float, nodes: float) -> list[float | None]:
     """Wilson's score interval of a binomial share (E. B. Wilson, JASA 1927), at 95 %."""
-    z = 1.96
+    z = HALF_INTERVAL
     middle = (share + z**2 / (2 * nodes)) / (1 + z**2 / nodes)
     spread = math.sqrt(max(share * (1 - share), 0.0) / nodes + (z / (2 * nodes)) ** 2)
     half = z * spread / (1 + z**2 / nodes)

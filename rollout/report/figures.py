@@ -65,7 +65,7 @@ _SPECS = {
 
 
 def described(settings: Mapping[str, Any]) -> dict[str, str]:
-    """What a run was asked to do, by setting, in words."""
+    """The settings of a run, by name, in words."""
     spec = settings.get("spec")
     target = spec.get("_target_") if isinstance(spec, Mapping) else spec
     kind = str(target or "").removesuffix(".build").rpartition(".")[2]

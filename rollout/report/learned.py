@@ -24,7 +24,7 @@ SOURCES = {
     **_NEURAL,
     **{f"ngram+{name}": f"corpus and {words} alike" for name, words in _NEURAL.items()},
 }
-"""What drafts are copied from or guessed by, in words, by the names that the engine gives."""
+"""Sources of drafts in words, by the names that the engine gives them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,6 @@ def render_page(
 
 
 def csp_hash(inline: str) -> str:
-    """What a Content-Security-Policy calls an inline script or style."""
+    """The source of an inline script or style as a Content-Security-Policy names it."""
     digest = hashlib.sha256(inline.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"

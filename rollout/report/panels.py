@@ -1,4 +1,4 @@
-"""What a chart is made of: data that charts.js draws."""
+"""The parts of a chart, as data that charts.js draws."""
 
 from __future__ import annotations
 

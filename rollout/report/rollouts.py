@@ -29,7 +29,7 @@ Place = tuple[int, int]  # prompt index and sample index
 
 @dataclass(frozen=True, slots=True)
 class RolloutText:
-    """What a rollout's row says, cut."""
+    """The prompt and text of a rollout, cut to what a page can hold."""
 
     prompt: str
     text: str

@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from rollout.engine.plain_pace import Saving
+from rollout.engine.plain_pace import HALF_INTERVAL, Saving
 from rollout.report.figures import (
     UNKNOWN,
     accept_length,
@@ -90,10 +90,10 @@ def _verdict(run: Run, first: Run) -> Verdict:
 
 
 def saving_of(run: Run) -> Saving | None:
-    """What drafts saved; None where the log does not tell."""
+    """The time that drafts saved; None where the log does not tell."""
     variance = number(run.totals.get("gain_variance_ms2"))
     saved = number(run.totals.get("gain_ms")) / 1e3
-    error = 1.96 * math.sqrt(variance) / 1e3 if variance >= 0 else math.nan
+    error = HALF_INTERVAL * math.sqrt(variance) / 1e3 if variance >= 0 else math.nan
     if not math.isfinite(saved + error):
         known = np.flatnonzero(
             np.isfinite(run.steps["saved_seconds"] + run.steps["saved_error_seconds"])
@@ -129,7 +129,7 @@ def _speedup(run: Run, saving: Saving | None) -> tuple[str, str]:
 
 
 def time_shares(run: Run) -> list[Share]:
-    """Where the time of generation went, the phases of steps first."""
+    """The shares of generation's time, the phases of steps first."""
     known = {name: _milliseconds(run, field) for name, field in _PHASES.items()}
     in_steps = max(_milliseconds(run, "total_ms"), sum(known.values()))
     known["rest of steps"] = in_steps - sum(known.values())

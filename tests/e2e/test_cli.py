@@ -198,7 +198,7 @@ def test_a_command_there_is_not(specrollout: Command) -> None:
 def test_a_reader_that_leaves_ends_the_command_quietly(
     arguments: list[str], unbuffered: str
 ) -> None:
-    """As `| head -1` does: here it has left before anything is written."""
+    """The reader of a pipe, like `| head -1`, has left before anything is written."""
     read, write = os.pipe()
     os.close(read)
     ended = subprocess.run(

@@ -17,7 +17,6 @@ from rich.console import Console
 
 from rollout.errors import InvalidInputError
 from rollout.report import write_report
-from rollout.report.bins import MAX_BINS, Bins
 from rollout.report.charts import charts
 from rollout.report.figures import figures, name_runs
 from rollout.report.learned import calibration, cost_curve, node_values
@@ -25,7 +24,7 @@ from rollout.report.panels import Chart
 from rollout.report.reading import read_log
 from rollout.report.report import MAX_RUNS
 from rollout.report.rollouts import MAX_ROLLOUTS, RolloutTexts
-from rollout.report.run import Log
+from rollout.report.run import MAX_BINS, Bins, Log
 from rollout.report.tables import tables
 from rollout.report.verdict import print_verdicts, time_shares, verdicts
 from tests.helpers.run_logs import (

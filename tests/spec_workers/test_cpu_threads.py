@@ -29,7 +29,7 @@ import rollout.cli
 
 @pytest.fixture(autouse=True)
 def two_threads(monkeypatch) -> Iterator[None]:
-    """As torch begins with two CPUs of which nobody said how many threads they are to have."""
+    """Torch begins with a thread for each of two CPUs, and nobody asked for another number."""
     before = torch.get_num_threads()
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})

@@ -43,7 +43,7 @@ def prefer_huge_pages(address: int, num_bytes: int) -> None:
     systems without huge pages, or short of them, leave the memory as it is. Pages written before
     are copied together at once (Linux 6.1 and newer), others become huge when they are written.
     """
-    if sys.platform != "linux" or num_bytes < _HUGE_PAGE // 4:
+    if sys.platform != "linux" or num_bytes < _HUGE_PAGE // 4:  # not worth a page
         return
     start = address // _HUGE_PAGE * _HUGE_PAGE
     end = -(-(address + num_bytes) // _HUGE_PAGE) * _HUGE_PAGE
