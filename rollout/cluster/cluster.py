@@ -71,7 +71,7 @@ class RolloutCluster:
         # What a replica is brought before it joins comes in this order.
         self.corpora = ClusterCorpora(self.members)
         self.lifecycle = ClusterLifecycle(self.members, self.reports, self._abort_all)
-        self.weights = ClusterWeights(self.members, self._abort_all)
+        self.weights = ClusterWeights(self.members, self._abort_all, config.parallel.size)
         self.corpus_exchange = (
             CorpusExchange(self.members, cluster.share_seconds, cluster.share_bytes)
             if cluster.share_corpus and cluster.replicas > 1
