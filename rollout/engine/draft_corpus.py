@@ -7,7 +7,7 @@ import io
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,7 +93,10 @@ class CorpusDelta:
     def to_bytes(self) -> bytes:
         """The delta as an uncompressed npz file, for `from_bytes`."""
         file = io.BytesIO()
-        np.savez(file, **{each.name: np.asarray(getattr(self, each.name)) for each in fields(self)})
+        arrays: dict[str, Any] = {
+            each.name: np.asarray(getattr(self, each.name)) for each in fields(self)
+        }
+        np.savez(file, **arrays)
         return file.getvalue()
 
     @classmethod
@@ -101,8 +104,8 @@ class CorpusDelta:
         """The delta that `to_bytes` wrote. Raises InvalidInputError, naming the array, for one
         that no `share_corpus` returns."""
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-            counts = {name: int(arrays[name]) for name in ("sender", "number")}
-            return cls(**counts, **{name: arrays[name] for name in _DTYPES})
+            values: dict[str, Any] = {name: arrays[name] for name in _DTYPES}
+            return cls(sender=int(arrays["sender"]), number=int(arrays["number"]), **values)
 
     @property
     def num_tokens(self) -> int:

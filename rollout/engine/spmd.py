@@ -17,7 +17,7 @@ from dataclasses import asdict
 from functools import partial
 from inspect import ismethod
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
 import numpy as np
 import torch
@@ -254,9 +254,10 @@ def _bytes_of(argument: Any) -> Iterator[bytes]:
         yield from (delta.to_bytes() for delta in argument)
 
 
-def _are_deltas(value: object) -> bool:
-    is_list = isinstance(value, list) and bool(value)
-    return is_list and all(isinstance(each, CorpusDelta) for each in value)
+def _are_deltas(value: object) -> TypeGuard[list[CorpusDelta]]:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(each, CorpusDelta) for each in value)
 
 
 def _to_json(value: Any) -> Any:

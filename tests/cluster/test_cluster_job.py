@@ -78,7 +78,7 @@ def start(config: RunConfig, tmp_path: Path) -> Iterator:
 
 
 def wait_for_lines(journal: Path, count: int, process: ForkServerProcess, log: Path) -> None:
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + HANG_SECONDS
     while not journal.exists() or journal.read_bytes().count(b"\n") < count:
         assert process.is_alive(), f"it ended with {process.exitcode}: {log.read_text()}"
         assert time.monotonic() < deadline
