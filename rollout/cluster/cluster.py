@@ -40,8 +40,8 @@ T = TypeVar("T")
 def _forwarded(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
     """A method of `Engine` that replicas answer: every one of them, or any, as it is marked."""
     name = method.__name__
-    asks_one = name in methods_on(Replicas.ONE)
-    assert asks_one or name in methods_on(Replicas.EVERY), name
+    asks_one = name in methods_on(Replicas.ONE, Engine)
+    assert asks_one or name in methods_on(Replicas.EVERY, Engine), name
 
     @wraps(method)
     def call(cluster: RolloutCluster, *args: Any, **kwargs: Any) -> Any:

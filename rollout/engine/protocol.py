@@ -16,7 +16,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
-from rollout.engine.draft_corpus import CorpusDelta, ExternalCorpus, Publishing
+from rollout.engine.draft_corpus import ExternalCorpus, Publishing
 from rollout.engine.metrics import EngineMetrics, EngineStatus, StepMetrics
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.scheduler.step_limits import StepLimits
@@ -29,8 +29,7 @@ from rollout.types import (
     SamplingParams,
     TokenExtras,
 )
-from rollout.weights.bucket import PackedBucket
-from rollout.weights.manifest import Manifest, TensorSpec
+from rollout.weights.manifest import Manifest
 
 M = TypeVar("M", bound=Callable[..., Any])
 P = ParamSpec("P")
@@ -66,9 +65,9 @@ def called_on(*where: Ranks | Replicas) -> Callable[[M], M]:
     return mark
 
 
-def methods_on(where: Ranks | Replicas) -> frozenset[str]:
-    """The names of the methods of `ReplicaEngine` that are marked so."""
-    methods = (vars(Engine) | vars(ReplicaEngine)).items()
+def methods_on(where: Ranks | Replicas, protocol: type) -> frozenset[str]:
+    """The names of the protocol's methods that are marked so."""
+    methods = ((name, getattr(protocol, name)) for name in dir(protocol))
     return frozenset(name for name, each in methods if where in getattr(each, "called_on", ()))
 
 
@@ -281,37 +280,3 @@ class Engine(Protocol):
     def load_corpus(self, path: str | os.PathLike[str]) -> None: ...
     @called_on(Ranks.FIRST, Replicas.ONE)
     def learned(self) -> dict[str, Any]: ...
-
-
-class ReplicaEngine(Engine, Protocol):
-    """The engine of a replica, which its cluster makes more calls to."""
-
-    @called_on(Ranks.FIRST)
-    def weights_manifest(
-        self, selector: str = "all", *, model_path: str | Path | None = None
-    ) -> dict[str, TensorSpec]: ...
-    @called_on(Ranks.EVERY)
-    def read_weights(self, names: Sequence[str]) -> PackedBucket: ...
-    @called_on(Ranks.EVERY)
-    def update_weights_from_bucket(
-        self, bucket: PackedBucket, *, direct: bool = False, **options: Any
-    ) -> None: ...
-    @called_on(Ranks.EVERY)
-    def decline_weights_from_distributed(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str | torch.dtype],
-        shapes: Sequence[Sequence[int]],
-        group_name: str,
-        reason: str,
-        *,
-        load_format: str | None = None,
-    ) -> None: ...
-    @called_on(Ranks.EVERY)
-    def share_corpus(self, max_bytes: int = ...) -> None: ...
-    @called_on(Ranks.EVERY)
-    def take_corpus_delta(self) -> CorpusDelta: ...
-    @called_on(Ranks.EVERY)
-    def learn_corpus_deltas(self, deltas: Sequence[CorpusDelta]) -> None: ...
-    @called_on(Ranks.EVERY)
-    def take_configured_corpora(self) -> dict[str, str]: ...

@@ -26,6 +26,7 @@ from rollout.config import ModelConfig, ParallelConfig
 from rollout.engine.draft_corpus import CorpusDelta
 from rollout.engine.engine import RolloutEngine
 from rollout.engine.protocol import Engine, Ranks, methods_on
+from rollout.engine.replica_protocol import ReplicaEngine
 from rollout.errors import InvalidInputError, ParallelError, RolloutError
 from rollout.models.head_parts import check_shares
 from rollout.models.loader import Progress
@@ -135,7 +136,12 @@ def _signals_ignored() -> Iterator[None]:
 
 def _opened(group: RankGroup, open_engine: OpenEngine, progress: Progress | None) -> Engine:
     group.tell(_message("open"))
-    return cast(Engine, Rank0Engine(cast(RolloutEngine, open_engine(progress)), group))
+    try:
+        engine = cast(RolloutEngine, open_engine(progress))
+    except BaseException as error:  # the others are in the middle of it, and listen to nothing else
+        group.close(f"it could not open its engine: {error!r}")
+        raise
+    return cast(Engine, Rank0Engine(engine, group))
 
 
 def _follow(group: RankGroup, open_engine: OpenEngine) -> None:
@@ -158,8 +164,8 @@ def _follow(group: RankGroup, open_engine: OpenEngine) -> None:
 class Rank0Engine:
     """Rank 0's engine; see `rollout.engine.protocol.Engine`. What changes it is told to all."""
 
-    _told = methods_on(Ranks.EVERY)
-    _own = methods_on(Ranks.FIRST)
+    _told = methods_on(Ranks.EVERY, ReplicaEngine)
+    _own = methods_on(Ranks.FIRST, ReplicaEngine)
 
     def __init__(self, engine: RolloutEngine, group: RankGroup) -> None:
         self._engine = engine

@@ -7,24 +7,26 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import fields
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
 from rollout import RolloutEngine
+from rollout.config import ParallelConfig, ParallelMode
 from rollout.engine import call_guard, spmd
 from rollout.engine.draft_corpus import CorpusDelta
-from rollout.engine.protocol import Ranks, ReplicaEngine, methods_on
+from rollout.engine.protocol import Ranks, methods_on
+from rollout.engine.replica_protocol import ReplicaEngine
 from rollout.engine.spmd import Rank0Engine
-from rollout.errors import EngineStateError, InvalidInputError
+from rollout.errors import EngineStateError, InvalidInputError, ParallelError
 from rollout.parallel import RankGroup, SingleRank
 from rollout.weights.bucket import PackedBucket, buckets
 from spec_workers.corpus_outbox import CorpusOutbox
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.requests import make_request
-from tests.helpers.thread_ranks import on_ranks
+from tests.helpers.thread_ranks import on_ranks, tensor_ranks
 
 
 class Told(SingleRank):
@@ -37,18 +39,50 @@ def public(kind: type) -> set[str]:
 
 
 def test_every_method_of_the_protocol_says_which_ranks_make_the_call():
-    marked = [name for ranks in Ranks for name in methods_on(ranks)]
+    marked = [name for ranks in Ranks for name in methods_on(ranks, ReplicaEngine)]
     assert len(marked) == len(set(marked))
     assert set(marked) == public(ReplicaEngine) <= public(RolloutEngine)
 
 
-@pytest.mark.parametrize("name", sorted(public(RolloutEngine) - set(methods_on(Ranks.FIRST))))
+@pytest.mark.parametrize(
+    "name", sorted(public(RolloutEngine) - set(methods_on(Ranks.FIRST, ReplicaEngine)))
+)
 def test_a_call_is_told_to_all_ranks_or_refused(name):
     engine = Rank0Engine(without_a_model(), Told())
-    error = ZeroDivisionError if name in methods_on(Ranks.EVERY) else InvalidInputError
+    error = (
+        ZeroDivisionError if name in methods_on(Ranks.EVERY, ReplicaEngine) else InvalidInputError
+    )
     tensors = [{}] if name == "update_weights_from_tensor" else []
     with pytest.raises(error, match=name):
         getattr(engine, name)(*tensors)
+
+
+def test_rank_0_that_cannot_open_its_engine_waits_for_nobody(monkeypatch):
+    """The others are in the middle of opening theirs, and would hear of nothing for minutes."""
+
+    class Line(SingleRank):
+        told: ClassVar[list[str]] = []
+
+        def tell(self, data: bytes) -> bytes:
+            if not data:
+                raise AssertionError("it waits")
+            self.told.append(json.loads(data)[0])
+            return data
+
+        def close(self, reason: str = "") -> None:
+            object.__setattr__(self, "tell", closed)
+
+    def closed(data: bytes) -> bytes:
+        raise ParallelError("closed")
+
+    def fail(progress: object) -> RolloutEngine:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(spmd, "open_ranks", lambda *_, **__: tensor_ranks(Line()))
+    two = ParallelConfig(mode=ParallelMode.tensor, size=2)
+    with pytest.raises(ZeroDivisionError), spmd.leading(two, fail) as opened:
+        opened(None)
+    assert Line.told == ["open"]
 
 
 def test_an_argument_that_cannot_be_sent_is_refused_before_anybody_hears_of_it():
