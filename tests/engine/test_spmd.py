@@ -21,12 +21,12 @@ from rollout.engine.protocol import Ranks, methods_on
 from rollout.engine.replica_protocol import ReplicaEngine
 from rollout.engine.spmd import Rank0Engine
 from rollout.errors import EngineStateError, InvalidInputError, ParallelError
-from rollout.parallel import RankGroup, SingleRank
+from rollout.parallel import ModelRanks, RankGroup, SingleRank
 from rollout.weights.bucket import PackedBucket, buckets
-from spec_workers.corpus_outbox import CorpusOutbox
+from spec_workers.corpus.outbox import CorpusOutbox
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.requests import make_request
-from tests.helpers.thread_ranks import on_ranks, tensor_ranks
+from tests.helpers.thread_ranks import on_ranks
 
 
 class Told(SingleRank):
@@ -78,7 +78,7 @@ def test_rank_0_that_cannot_open_its_engine_waits_for_nobody(monkeypatch):
     def fail(progress: object) -> RolloutEngine:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(spmd, "open_ranks", lambda *_, **__: tensor_ranks(Line()))
+    monkeypatch.setattr(spmd, "open_ranks", lambda *_, **__: ModelRanks.of_tensor(Line()))
     two = ParallelConfig(mode=ParallelMode.tensor, size=2)
     with pytest.raises(ZeroDivisionError), spmd.leading(two, fail) as opened:
         opened(None)
