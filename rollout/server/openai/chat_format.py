@@ -87,10 +87,17 @@ class ChatFormat:
         )
 
     def message_format(self, body: ChatBody, prompt: str) -> MessageFormat:
-        """The format of the body's answers; ``prompt``: its text."""
+        """The format of the body's answers; ``prompt``: its text. Raises InvalidInputError."""
+        begins_inside = _ends_inside(body, prompt)
+        grammar = body.grammar
+        if grammar is not None and (begins_inside or body.wants_calls):
+            remedy = "tool_choice=none" if body.wants_calls else "enable_thinking=false"
+            raise InvalidInputError(
+                *grammar, f"is for the whole output, and leaves no room for more: send {remedy}"
+            )
         return MessageFormat(
             reads_reasoning=self._reads_reasoning and body.separate_reasoning is not False,
-            begins_inside=_ends_inside(body, prompt),
+            begins_inside=begins_inside,
             tool_parser=self._tool_parser if body.wants_calls else None,
             tools={tool.function.name: tool.function.parameters for tool in body.tools or ()},
             streams_reasoning=body.stream_reasoning is not False,
