@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from tests.helpers.chain_model import save_chain_model
+from tests.helpers.text_model import save_byte_model
 from tests.server.conftest import Live, run_server
 from tests.server.openai_clients import client_of
 
@@ -50,6 +51,16 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         chat_template=TEMPLATE,
     )
     with run_server(model, {"spec": "none"}, {}) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def byte_live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    model = save_byte_model(tmp_path_factory.mktemp("byte-model"), max_positions=256)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    settings["chat_template"] += "{% if tools %}{% endif %}"
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    with run_server(model, {}, {}) as live:
         yield live
 
 
@@ -161,8 +172,54 @@ def test_the_template_is_asked_not_to_think(live: Live, extra: dict[str, Any]) -
     assert choice.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
-def test_no_call_can_be_forced(live: Live, choice: Any) -> None:
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("tool_choice", {"tool_choice": {"type": "function", "function": {"name": "sub"}}}),
+        ("tool_choice", {"tool_choice": "required", "extra_body": {"regex": "a"}}),
+        ("regex", {"extra_body": {"regex": "a"}}),
+        ("json_schema", {"tool_choice": "required"}),  # after the reasoning that has begun
+    ],
+)
+def test_what_excludes_calls_is_named(live: Live, field: str, fields: dict[str, Any]) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        ask(live, tool_choice=choice)
-    assert refused.value.param == "tool_choice"
+        ask(live, **fields)
+    assert refused.value.param == field
+
+
+def parameters(name: str) -> dict[str, Any]:
+    """A schema that one text alone obeys, but for spaces."""
+    return {
+        "type": "object",
+        "properties": {name: {"const": 1}},
+        "required": [name],
+        "additionalProperties": False,
+    }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_may_be_forced(byte_live: Live, stream: bool) -> None:
+    """A model of random weights, whose template says nothing of how it writes calls."""
+    pytest.importorskip("llguidance")
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": parameters(name)}}
+        for name in ("one", "two")
+    ]
+    spaces = byte_live.serving.encoder.tokenizer(" \n\t\r")["input_ids"]
+    for choice in "required", {"type": "function", "function": {"name": "two"}}:
+        asked = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+        answer = ask(
+            byte_live,
+            **asked,
+            seed=1,
+            max_tokens=100,
+            stream=stream,
+            temperature=1,
+            logit_bias=dict.fromkeys(map(str, spaces), -100),
+        )
+        parts = [part for chunk in answer for part in chunk.choices] if stream else answer.choices
+        messages = [part.delta if stream else part.message for part in parts]
+        (call,) = [call for message in messages for call in message.tool_calls or ()]
+        assert json.loads(call.function.arguments) == {call.function.name: 1}
+        assert choice == "required" or call.function.name == "two"
+        assert parts[-1].finish_reason == "tool_calls"

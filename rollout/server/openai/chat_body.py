@@ -15,6 +15,8 @@ from pydantic import (
 
 from rollout.errors import InvalidInputError
 from rollout.server.body_fields import Listed, refuse_unknown
+from rollout.server.openai.output_grammar import Grammar
+from rollout.server.openai.parsers.forced_calls import named_call_schema, required_calls_schema
 from rollout.server.openai.sampling_body import OpenAISamplingBody
 from rollout.types import SamplingParams
 
@@ -131,7 +133,9 @@ class ChatBody(OpenAISamplingBody):
     top_logprobs: int | None = None
     tools: Listed[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = Field(
-        None, description="`auto`; `none`: calls are not looked for, and stay text"
+        None,
+        description="`auto`; `none`: calls are not looked for, and stay text; `required`, or an "
+        "object that names a function: the whole output is a call",
     )
     parallel_tool_calls: bool | None = Field(
         None, description="false: the answer has the first call alone"
@@ -162,9 +166,11 @@ class ChatBody(OpenAISamplingBody):
             raise InvalidInputError(
                 "max_tokens", self.max_tokens, f"differs from max_completion_tokens={both[0]}"
             )
-        if self.tool_choice not in (None, "none", "auto"):
+        if self.tool_choice not in (None, "none", "auto") and self.forced_functions is None:
             raise InvalidInputError(
-                "tool_choice", self.tool_choice, "this server cannot force a call: ask for `auto`"
+                "tool_choice",
+                self.tool_choice,
+                f"must be none, auto, required or the name of one of {list(self.functions)}",
             )
 
     @property
@@ -181,6 +187,37 @@ class ChatBody(OpenAISamplingBody):
             message.for_template(f"messages[{index}]")
             for index, message in enumerate(self.messages)
         ]
+
+    @property
+    def functions(self) -> dict[str, Any]:
+        """The JSON schemas of parameters, by the function's name."""
+        return {tool.function.name: tool.function.parameters for tool in self.tools or ()}
+
+    @property
+    def forced_functions(self) -> dict[str, Any] | None:
+        """Those that one must be called of; None: no call is forced."""
+        functions = self.functions
+        if self.tool_choice == "required":
+            return functions or None
+        chosen = self.tool_choice.get("function") if isinstance(self.tool_choice, dict) else None
+        name = chosen.get("name") if isinstance(chosen, dict) else None
+        if not isinstance(name, str) or name not in functions:
+            return None
+        return {name: functions[name]}
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """The grammar of the output: that of a call, where one is forced."""
+        asked, forced = super().grammar, self.forced_functions
+        if forced is None:
+            return asked
+        if asked is not None:
+            raise InvalidInputError("tool_choice", self.tool_choice, f"excludes {asked[0]}")
+        if self.tool_choice == "required":
+            max_calls = 1 if self.parallel_tool_calls is False else None
+            return "json_schema", required_calls_schema(forced, max_calls)
+        (parameters,) = forced.values()
+        return "json_schema", named_call_schema(parameters)
 
     @property
     def wants_calls(self) -> bool:

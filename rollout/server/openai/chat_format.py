@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from rollout.errors import InvalidInputError
 from rollout.server.openai.chat_body import ChatBody
 from rollout.server.openai.message_reader import MessageReader
 from rollout.server.openai.parsers import reads_reasoning, think, tool_parser
+from rollout.server.openai.parsers.forced_calls import NamedCallParser, RequiredCallsParser
 from rollout.server.openai.parsers.pieces import ToolCall
 from rollout.server.openai.parsers.think import ThinkParser
 from rollout.server.openai.parsers.tool_calls import ToolCallParser
@@ -26,6 +27,7 @@ class MessageFormat:
     begins_inside: bool  # of reasoning, which the prompt has begun
     tool_parser: type[ToolCallParser] | None  # None: calls are text
     tools: Mapping[str, Any]  # schemas of parameters, by the function's name
+    new_call_id: Callable[[], str]
     streams_reasoning: bool
     parallel_calls: bool
 
@@ -46,9 +48,8 @@ class MessageFormat:
 
     def write_call(self, call: ToolCall) -> dict[str, Any]:
         """The call as messages have it, with an id of its own."""
-        assert self.tool_parser is not None
         return {
-            "id": self.tool_parser.new_call_id(),
+            "id": self.new_call_id(),
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
         }
@@ -71,7 +72,7 @@ class ChatFormat:
             raise InvalidInputError(
                 "tools", tools, "the model's chat template knows none: leave them out"
             )
-        if body.wants_calls and self._tool_parser is None:
+        if body.wants_calls and self._parser_for(body) is None:
             raise InvalidInputError(
                 "tool_choice",
                 body.tool_choice or "auto",
@@ -90,19 +91,26 @@ class ChatFormat:
         """The format of the body's answers; ``prompt``: its text. Raises InvalidInputError."""
         begins_inside = _ends_inside(body, prompt)
         grammar = body.grammar
-        if grammar is not None and (begins_inside or body.wants_calls):
-            remedy = "tool_choice=none" if body.wants_calls else "enable_thinking=false"
+        is_free = body.wants_calls and body.forced_functions is None
+        if grammar is not None and (begins_inside or is_free):
+            remedy = "tool_choice=none" if is_free else "enable_thinking=false"
             raise InvalidInputError(
                 *grammar, f"is for the whole output, and leaves no room for more: send {remedy}"
             )
         return MessageFormat(
             reads_reasoning=self._reads_reasoning and body.separate_reasoning is not False,
             begins_inside=begins_inside,
-            tool_parser=self._tool_parser if body.wants_calls else None,
-            tools={tool.function.name: tool.function.parameters for tool in body.tools or ()},
+            tool_parser=self._parser_for(body),
+            tools=body.functions if body.forced_functions is None else body.forced_functions,
+            new_call_id=(self._tool_parser or ToolCallParser).new_call_id,
             streams_reasoning=body.stream_reasoning is not False,
             parallel_calls=body.parallel_tool_calls is not False,
         )
+
+    def _parser_for(self, body: ChatBody) -> type[ToolCallParser] | None:
+        if not body.wants_calls or body.forced_functions is None:
+            return self._tool_parser if body.wants_calls else None
+        return RequiredCallsParser if body.tool_choice == "required" else NamedCallParser
 
     def _variables(self, body: ChatBody) -> dict[str, Any]:
         """Variables of the template that fields of the body set; kwargs come last."""

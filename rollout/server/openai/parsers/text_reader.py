@@ -62,15 +62,13 @@ class TextReader:
         """What was read so far is understood, but for this end of it."""
         self._taken = [but]
 
-    def take_all(self) -> str:
-        """Everything that has come."""
-        return self._take(len(self._text))
-
     def take_before(self, *markers: str) -> tuple[str, str | None]:
         """The text before the first of the markers, and the marker, which is read too.
 
         None where none has come yet: then the text is as much as surely belongs to no marker.
         """
+        if not markers:
+            return self._take(len(self._text)), None
         found = _any_of(markers).search(self._text, self._at)
         if found is not None:
             text = self._take(found.start())

@@ -24,9 +24,7 @@ class ThinkParser(PieceParser):
             yield from self._reasoning()
         else:
             self._text(self.reader.taken())
-        while not self.reader.at_end:
-            self._text(self.reader.take_all())
-            yield
+        yield from self.emit_before(self._text)
 
     def _reasoning(self) -> Reading[None]:
         yield from self.reader.skip_spaces()

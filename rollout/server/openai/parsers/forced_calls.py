@@ -1,0 +1,69 @@
+"""Calls that a grammar forces: the whole output is JSON, and has no marks around it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rollout.errors import InvalidInputError
+from rollout.server.openai.parsers.text_reader import Reading
+from rollout.server.openai.parsers.tool_calls import (
+    ToolCallParser,
+    json_call,
+    parsed_json,
+    tool_call,
+)
+
+
+class NamedCallParser(ToolCallParser):
+    """The arguments of the only function there is."""
+
+    openers = ()
+    needs_no_opener = True
+
+    def read_calls(self, opener: str) -> Reading[None]:
+        text = yield from self.reader.take_json()
+        (name,) = self.tools
+        self.emit_call(tool_call(name, parsed_json(text)))
+
+
+class RequiredCallsParser(ToolCallParser):
+    """`[{"name": ..., "parameters": {...}}, ...]`."""
+
+    openers = ()
+    needs_no_opener = True
+
+    def read_calls(self, opener: str) -> Reading[None]:
+        text = yield from self.reader.take_json("[")
+        for call in [json_call(value) for value in parsed_json(text)]:
+            self.emit_call(call)
+
+
+def named_call_schema(parameters: Any) -> str:
+    """The JSON schema of a named function's arguments."""
+    return _written(parameters or {"type": "object"})
+
+
+def required_calls_schema(tools: Mapping[str, Any], max_calls: int | None) -> str:
+    """The JSON schema of one call or several, of any of the functions."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "parameters": schema or {"type": "object"}},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for name, schema in tools.items()
+    ]
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    if max_calls is not None:
+        schema["maxItems"] = max_calls
+    return _written(schema)
+
+
+def _written(schema: Any) -> str:
+    try:
+        return json.dumps(schema)
+    except RecursionError:
+        raise InvalidInputError("tools", "a schema", "is nested too deep") from None
