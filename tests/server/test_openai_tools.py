@@ -190,8 +190,9 @@ def test_what_excludes_calls_is_named(live: Live, field: str, fields: dict[str, 
 def parameters(name: str) -> dict[str, Any]:
     """A schema that one text alone obeys, but for spaces."""
     return {
+        "$defs": {f"{name}_value": {"const": 1}},
         "type": "object",
-        "properties": {name: {"const": 1}},
+        "properties": {name: {"$ref": f"#/$defs/{name}_value"}},
         "required": [name],
         "additionalProperties": False,
     }
@@ -223,3 +224,20 @@ def test_calls_may_be_forced(byte_live: Live, stream: bool) -> None:
         assert json.loads(call.function.arguments) == {call.function.name: 1}
         assert choice == "required" or call.function.name == "two"
         assert parts[-1].finish_reason == "tool_calls"
+
+
+def test_definitions_that_differ_are_named(byte_live: Live) -> None:
+    tools: list[Any] = [
+        {
+            "type": "function",
+            "function": {"name": name, "parameters": {"$defs": {"x": {"const": name}}}},
+        }
+        for name in ("one", "two")
+    ]
+    with pytest.raises(openai.BadRequestError, match="is defined twice") as refused:
+        ask(byte_live, tools=tools, tool_choice="required")
+    assert refused.value.param == "tools"
+    for parameters in {"$defs": 1}, {"$defs": [1]}:
+        tools[0]["function"]["parameters"] = parameters
+        with pytest.raises(openai.BadRequestError):
+            ask(byte_live, tools=tools, tool_choice="required")

@@ -170,7 +170,7 @@ class ChatBody(OpenAISamplingBody):
             raise InvalidInputError(
                 "tool_choice",
                 self.tool_choice,
-                f"must be none, auto, required or the name of one of {list(self.functions)}",
+                "must be none, auto, required or the name of one of the tools",
             )
 
     @property

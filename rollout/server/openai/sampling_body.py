@@ -18,7 +18,7 @@ HARMLESS = frozenset(
         # Caches and scheduling: no token depends on them
         "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_salt",
         "priority", "stream_interval",
-        # Of tools, which are refused themselves
+        # Of tools, which text completions refuse themselves
         "parallel_tool_calls",
     }
 )  # fmt: skip

@@ -15,6 +15,8 @@ from rollout.server.openai.parsers.tool_calls import (
     tool_call,
 )
 
+_DEFINITIONS = ("$defs", "definitions")
+
 
 class NamedCallParser(ToolCallParser):
     """The arguments of the only function there is."""
@@ -46,17 +48,33 @@ def named_call_schema(parameters: Any) -> str:
 
 
 def required_calls_schema(tools: Mapping[str, Any], max_calls: int | None) -> str:
-    """The JSON schema of one call or several, of any of the functions."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": name}, "parameters": schema or {"type": "object"}},
-            "required": ["name", "parameters"],
-            "additionalProperties": False,
-        }
-        for name, schema in tools.items()
-    ]
-    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    """The JSON schema of one call or several, of any of the functions.
+
+    Raises InvalidInputError for definitions of one name that differ.
+    """
+    definitions: dict[str, dict[str, Any]] = {}
+    calls = []
+    for name, schema in tools.items():
+        parameters = dict(schema or {"type": "object"})
+        for place in _DEFINITIONS:  # references to them begin at the root
+            defined = parameters.pop(place, {})
+            if not isinstance(defined, dict):
+                raise InvalidInputError("tools", defined, f"{place} must be an object")
+            for key, definition in defined.items():
+                known = definitions.setdefault(place, {}).setdefault(key, definition)
+                if known != definition:
+                    raise InvalidInputError(
+                        "tools", key, f"is defined twice in {place}, and differs: rename one"
+                    )
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "parameters": parameters},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **definitions}
     if max_calls is not None:
         schema["maxItems"] = max_calls
     return _written(schema)
