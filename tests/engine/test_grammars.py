@@ -107,6 +107,8 @@ def test_a_partial_output_must_obey(engine: RolloutEngine) -> None:
     [
         ("sampling.regex", {"regex": "(a"}),
         ("sampling.regex", {"regex": 1}),
+        ("sampling.regex", {"regex": r"[^\x00-\x{10FFFF}]"}),
+        ("sampling.json_schema", {"json_schema": '{"$ref": "#"}'}),
         ("sampling.regex", {"regex": "a", "json_schema": "{}"}),
         ("sampling.json_schema", {"json_schema": "{"}),
         ("sampling.json_schema", {"json_schema": '{"type": "nothing"}'}),
