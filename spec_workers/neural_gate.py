@@ -94,12 +94,12 @@ class NeuralGate:
         values_N = self._values.corrected(copied.probs_N, copied.sources_N, copied.depths_N)
         choice, alone, values_N = budget.bought(batch, copied, values_N)
         accepted_B = accepted_in_hindsight(alone, values_N, step.results)
-        num_emitted = sum(max(0, len(result.token_ids) - 1) for result in step.results)
         # The root's token is the plain step itself.
-        plain_ms, token_ms = budget.step_ms(batch, 0), budget.token_ms(batch)
-        saved_ms = plain_ms + token_ms * num_emitted
+        emitted_B = np.array([max(0, len(result.token_ids) - 1) for result in step.results])
+        plain_ms, token_ms_B = budget.step_ms(batch, 0), budget.token_ms(batch)
+        saved_ms = plain_ms + float(emitted_B @ token_ms_B)
         ms = budget.step_ms(batch, step.trees.num_nodes) + self._drafting.milliseconds(num_asked)
-        alone_saved_ms = plain_ms + token_ms * float(accepted_B.sum())
+        alone_saved_ms = plain_ms + float(accepted_B @ token_ms_B)
         decay = 1.0 - 1.0 / _HORIZON
         self._alone_saved_ms = self._alone_saved_ms * decay + alone_saved_ms
         self._alone_ms = self._alone_ms * decay + choice.step_ms

@@ -21,6 +21,7 @@ from spec_workers.budget.loaded import mapping
 from spec_workers.budget.node_values import NodeValues, RequestTrust
 from spec_workers.budget.prices import Choice, KnownPrices, Prices, choose_nodes, falling
 from spec_workers.budget.step_cost import StepCost
+from spec_workers.budget.token_worth import AcceptRate
 from spec_workers.draft_tree import first_nodes, only_roots
 from spec_workers.target import TargetWorker
 
@@ -53,6 +54,7 @@ class LearnedBudget:
         self._values = values
         self._min_probability = min_probability
         self._trust = RequestTrust()
+        self._accept_rate = AcceptRate()
         self._gate = Gate()
         self._drafted = False  # in the step before, plain ones for comparison left out
         self._turns = 0  # steps that might draft
@@ -86,7 +88,7 @@ class LearnedBudget:
         # What is asked for is estimated before it is corrected.
         trust = float(self._trust.ratios([e.request.request_id for e in batch.entries]).max())
         raised = max(1.0, self._values.highest_ratio * trust)
-        least = cheapest / (prices.token_ms * raised)
+        least = cheapest / (float(prices.token_ms_B.max()) * raised)
         return min(1.0, max(self._min_probability, least))
 
     def takes_plain_turn(self) -> bool:
@@ -114,9 +116,9 @@ class LearnedBudget:
         drafting."""
         return float(self._priced(batch).with_nodes_N1[num_nodes])
 
-    def token_ms(self, batch: Batch) -> float:
-        """Milliseconds of plain decoding that one emitted token saves."""
-        return self._priced(batch).token_ms
+    def token_ms(self, batch: Batch) -> NDArray[np.float64]:
+        """Milliseconds of plain decoding that one emitted token of each entry saves: [B]."""
+        return self._priced(batch).token_ms_B
 
     def bought(
         self, batch: Batch, trees: DraftTrees, values_N: NDArray[np.float64]
@@ -128,7 +130,7 @@ class LearnedBudget:
         prices = self._priced(batch)
         step_ms_N1 = prices.with_nodes_N1[: values_N.size + 1]
         values_N = falling(np.minimum(values_N, 1.0), trees.offsets_B1)
-        choice = choose_nodes(values_N, trees.offsets_B1, prices.token_ms, step_ms_N1)
+        choice = choose_nodes(values_N, trees.offsets_B1, prices.token_ms_B, step_ms_N1)
         bought, is_bought_N = first_nodes(trees, choice.counts_B)
         return choice, bought, values_N[is_bought_N]
 
@@ -154,11 +156,17 @@ class LearnedBudget:
             self._values.fade()
         if verified.proposed is not None and verified.proposed.num_nodes:
             self._judge(batch, verified.proposed, results)
+        if trees.num_nodes:
+            accepted = sum(len(result.path) for result in results)
+            self._accept_rate.observe(accepted / prices.width)
+        else:
+            self._accept_rate.fade()
         if prices.width:
             self._observe_gain(prices, verified, results, times)
 
     def change_policy(self) -> None:
         self._values.decay()
+        self._accept_rate.decay()
         self._gate.change_policy()
 
     def forget(self, request: Request) -> None:
@@ -176,7 +184,7 @@ class LearnedBudget:
         self._prices = KnownPrices()
 
     def _priced(self, batch: Batch) -> Prices:
-        return self._prices.of(batch, self.cost, self._steps)
+        return self._prices.of(batch, self.cost, self._steps, self._accept_rate.value)
 
     def _chosen(
         self, batch: Batch, prices: Prices, proposed: DraftTrees
@@ -203,7 +211,7 @@ class LearnedBudget:
             predicted_ms=predicted_ms,
             plain_ms=plain_ms,
             decode_ms=prices.decode_ms,
-            predicted_gain_ms=expected * prices.token_ms - (predicted_ms - plain_ms),
+            predicted_gain_ms=expected * prices.share_ms - (predicted_ms - plain_ms),
         )
 
     def _judge(self, batch: Batch, proposed: DraftTrees, results: list[EntryResult]) -> None:
@@ -249,7 +257,8 @@ class LearnedBudget:
             if not self._gate.is_open:
                 self._gate.skip(prices.width, prices.temperature)
             return
-        saved_ms = sum(len(result.path) for result in results) * prices.token_ms
+        accepted_B = np.array([len(result.path) for result in results])
+        saved_ms = float(accepted_B @ prices.token_ms_B)
         plain = float(prices.with_nodes_N1[0])
         extra_ms = float(prices.with_nodes_N1[verified.trees.num_nodes]) - plain
         usual = self.cost.of_drafting(prices.width)
