@@ -162,15 +162,17 @@ class NeuralDrafter:
         for k, runner in enumerate(self.runners):
             is_last = k + 1 == len(self.runners)
             stored_BE = self._state.hidden(k, sent["rows"])
-            runs, hidden_TE = extension.runs, runner.extend(extension.runs, inputs_TE)
+            runs = extension.runs
+            hidden_TE = runner.extend(runs, inputs_TE, last_alone=is_last)
             any_B = runs.lens_B > 0
             positions_B = extension.ends_B[any_B] - 1
-            index = {"last_rows": np.cumsum(runs.lens_B)[any_B] - 1, "rows": runs.rows_B[any_B]}
+            index = {"rows": runs.rows_B[any_B]}
             if not is_last:
                 extension.advance(last_BK[:, k], last_BK[:, k + 1])
+                index["last_rows"] = np.cumsum(runs.lens_B)[any_B] - 1
                 index["sources"] = extension.sources_T
             own = upload(index, self._device)
-            last_BE = hidden_TE[own["last_rows"]]
+            last_BE = hidden_TE if is_last else hidden_TE[own["last_rows"]]
             self._state.store(k, index["rows"], positions_B, own["rows"], last_BE)
             if not is_last:
                 inputs_TE = torch.cat([hidden_TE, stored_BE])[own["sources"]]
