@@ -116,6 +116,8 @@ class HybridWorker(NgramWorker):
             self._gate.judge(step, copied, self._asked_now, is_steady=self.drafting_is_steady)
 
     def _num_verified(self, step: Observation) -> list[int]:
+        if not self._copied.num_nodes:
+            return [0] * len(step.results)
         copied_B, verified_B = np.diff(self._copied.offsets_B1), np.diff(step.trees.offsets_B1)
         entries_G = np.repeat(np.arange(copied_B.size), copied_B)
         is_out_G = (self._index_G < 0) | (self._index_G >= verified_B[entries_G])
@@ -145,6 +147,8 @@ class HybridWorker(NgramWorker):
 
 def _has_sure_path(trees: DraftTrees) -> NDArray[np.bool_]:
     count = trees.offsets_B1.size - 1
+    if not trees.num_nodes:
+        return np.zeros(count, dtype=bool)
     is_sure_N = (trees.depths_N >= _LONG) & (trees.probs_N >= _SURE)
     entries_N = np.repeat(np.arange(count), np.diff(trees.offsets_B1))
     return np.bincount(entries_N[is_sure_N], minlength=count) > 0

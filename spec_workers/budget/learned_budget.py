@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,15 @@ against those. It costs a 64th of what is saved."""
 
 _BELIEVED = 2.0
 """The time of one step's drafting counts as at most this multiple of the usual time."""
+
+
+class Bought(NamedTuple):
+    """The nodes that a budget would have verified."""
+
+    choice: Choice
+    trees: DraftTrees  # what it leaves
+    values_N: NDArray[np.float64]  # of their nodes
+    is_bought_N: NDArray[np.bool_]  # of the nodes it was chosen from
 
 
 class LearnedBudget:
@@ -120,19 +129,14 @@ class LearnedBudget:
         """Milliseconds of plain decoding that one emitted token of each entry saves: [B]."""
         return self._priced(batch).token_ms_B
 
-    def bought(
-        self, batch: Batch, trees: DraftTrees, values_N: NDArray[np.float64]
-    ) -> tuple[Choice, DraftTrees, NDArray[np.float64]]:
-        """The nodes of ``trees`` that would be verified if ``values_N`` were their probabilities.
-
-        Gives the choice, the trees it leaves and the values of their nodes.
-        """
+    def bought(self, batch: Batch, trees: DraftTrees, values_N: NDArray[np.float64]) -> Bought:
+        """The nodes that would be verified if ``values_N`` were the probabilities of all."""
         prices = self._priced(batch)
         step_ms_N1 = prices.with_nodes_N1[: values_N.size + 1]
         values_N = falling(np.minimum(values_N, 1.0), trees.offsets_B1)
         choice = choose_nodes(values_N, trees.offsets_B1, prices.token_ms_B, step_ms_N1)
         bought, is_bought_N = first_nodes(trees, choice.counts_B)
-        return choice, bought, values_N[is_bought_N]
+        return Bought(choice, bought, values_N[is_bought_N], is_bought_N)
 
     def observe(
         self, batch: Batch, verified: Verified, results: list[EntryResult], times: StepTimes
@@ -192,7 +196,7 @@ class LearnedBudget:
         values_N = self._values.corrected(proposed.probs_N, proposed.sources_N, proposed.depths_N)
         trust_B = self._trust.ratios([entry.request.request_id for entry in batch.entries])
         values_N *= np.repeat(trust_B, np.diff(proposed.offsets_B1))
-        choice, trees, values_N = self.bought(batch, proposed, values_N)
+        choice, trees, values_N, _ = self.bought(batch, proposed, values_N)
         plain_ms = float(prices.with_nodes_N1[0])
         gain_ms = choice.saved_ms - (choice.step_ms - plain_ms)
         if not self._drafted and gain_ms < _TO_BEGIN * plain_ms:
