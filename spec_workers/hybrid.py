@@ -77,12 +77,13 @@ class HybridWorker(NgramWorker):
         if self.lockstep:
             self.check_idle()
 
-    def propose(self, batch: Batch, floor: float) -> DraftTrees:
-        copied = self._copied = super().propose(batch, floor)
+    def propose(self, batch: Batch, floors_B: NDArray[np.float64]) -> DraftTrees:
+        copied = self._copied = super().propose(batch, floors_B)
         self._index_G = indices_within(np.diff(copied.offsets_B1))
         if not self._gate.is_open:
             return copied
         samples_B = np.array([entry.samples for entry in batch.entries], dtype=bool)
+        samples_B &= floors_B <= 1.0
         undecided = np.flatnonzero(samples_B & ~_has_sure_path(copied))
         self._asked_now = undecided.size
         self._asked += undecided.size
@@ -90,7 +91,7 @@ class HybridWorker(NgramWorker):
         if not undecided.size and not self.lockstep:
             return copied
         with self._gate.timed():
-            grown = self.drafter.propose(batch, floor, frozenset(undecided.tolist()))
+            grown = self.drafter.propose(batch, floors_B, frozenset(undecided.tolist()))
         self.drafting_is_steady = self.drafter.is_warm
         if not grown.num_nodes:
             return copied
@@ -98,7 +99,7 @@ class HybridWorker(NgramWorker):
             copied,
             grown,
             limits_B=np.array(self._limits(batch.entries), dtype=np.int64),
-            floor=floor,
+            floor=float(floors_B.min()),
             num_sources=self._num_sources,
         )
         self._index_G = merged.index_G

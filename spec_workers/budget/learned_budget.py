@@ -41,6 +41,10 @@ _FIRST_PLAIN = (4, 8, 16, 32)
 """One in so many steps that may draft runs plain, and sooner at first: what drafts save is measured
 against those. It costs a 64th of what is saved."""
 
+_SUREST = 0.98
+"""Where only nodes more probable than this would pay nothing is asked for: the little that they
+could gain is less than it takes to ask."""
+
 _BELIEVED = 2.0
 """The time of one step's drafting counts as at most this multiple of the usual time."""
 
@@ -86,19 +90,19 @@ class LearnedBudget:
     def is_open(self) -> bool:
         return self._gate.is_open
 
-    def floor(self, batch: Batch) -> float | None:
+    def floors(self, batch: Batch) -> NDArray[np.float64] | None:
         if not self._gate.is_open:
             return None
         prices = self._priced(batch)
         if prices.width == 0 or prices.with_nodes_N1.size == 1:
             return None
-        extra_ms = prices.with_nodes_N1[1:] - prices.with_nodes_N1[0]
-        cheapest = float((extra_ms / np.arange(1, extra_ms.size + 1)).min())
+        trust_B = self._trust.ratios([entry.request.request_id for entry in batch.entries])
         # What is asked for is estimated before it is corrected.
-        trust = float(self._trust.ratios([e.request.request_id for e in batch.entries]).max())
-        raised = max(1.0, self._values.highest_ratio * trust)
-        least = cheapest / (float(prices.token_ms_B.max()) * raised)
-        return min(1.0, max(self._min_probability, least))
+        raised_B = np.maximum(1.0, self._values.highest_ratio * trust_B)
+        least_B = prices.cheapest_ms / (prices.token_ms_B * raised_B)
+        least_B[least_B > _SUREST] = np.inf
+        prices.is_hopeless = bool(least_B.min() == np.inf)
+        return None if prices.is_hopeless else np.maximum(self._min_probability, least_B)
 
     def takes_plain_turn(self) -> bool:
         self._turns += 1
@@ -142,8 +146,8 @@ class LearnedBudget:
         self, batch: Batch, verified: Verified, results: list[EntryResult], times: StepTimes
     ) -> None:
         prices, trees = self._priced(batch), verified.trees
-        if verified.proposed is not None or not self._gate.is_open:  # else it was a plain turn
-            self._drafted = trees.num_nodes > 0
+        if verified.proposed is not None or prices.is_hopeless or not self._gate.is_open:
+            self._drafted = trees.num_nodes > 0  # else it was a plain turn
         self._steps += 1
         every = _LEARN_EVERY if self._gate.is_open else _LEARN_EVERY_CLOSED
         if self._steps <= _FIRST_STEPS or self._steps % every < 2:
@@ -260,6 +264,9 @@ class LearnedBudget:
         if verified.proposed is None:
             if not self._gate.is_open:
                 self._gate.skip(prices.width, prices.temperature)
+            elif prices.is_hopeless:
+                plain_ms = float(prices.with_nodes_N1[0])
+                self._gate.observe(prices.width, 0.0, plain_ms, prices.temperature)
             return
         accepted_B = np.array([len(result.path) for result in results])
         saved_ms = float(accepted_B @ prices.token_ms_B)

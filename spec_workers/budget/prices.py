@@ -37,6 +37,8 @@ class Prices:
     decode_ms: float  # a plain decode step of them alone
     with_nodes_N1: NDArray[np.float64]  # this step with 0, 1, ... draft nodes, without drafting
     token_ms_B: NDArray[np.float64]  # of plain decoding that one emitted token of each saves
+    cheapest_ms: float = 0.0  # that a draft node adds to the step at least
+    is_hopeless: bool = False  # whether not even tokens that are sure would pay, when last asked
     plain_forecast: StepForecast | None = None  # of a step that proposes nothing, once it was asked
 
     @property
@@ -101,7 +103,18 @@ def _prices(batch: Batch, cost: StepCost, step: int, accept_rate: float) -> Pric
         token_ms_B *= replaced
         token_ms_B += (1.0 - replaced) * token_ms(decode_ms, alone_ms, width, last_alone_B)
         every = max(_PRICE_EVERY_TAIL, len(entries) // 4)
-    return Prices(step + every, width, longest, temperature, decode_ms, with_nodes_N1, token_ms_B)
+    extra_ms_N = with_nodes_N1[1:] - with_nodes_N1[0]
+    cheapest_ms = float((extra_ms_N / nodes[1:]).min(initial=np.inf))
+    return Prices(
+        until=step + every,
+        width=width,
+        longest_context=longest,
+        temperature=temperature,
+        decode_ms=decode_ms,
+        with_nodes_N1=with_nodes_N1,
+        token_ms_B=token_ms_B,
+        cheapest_ms=cheapest_ms,
+    )
 
 
 class Choice(NamedTuple):

@@ -73,11 +73,11 @@ class ChainWatch:
                 pool[unread] = float("nan")
 
     @torch.inference_mode()
-    def propose(self, batch, floor):
+    def propose(self, batch, floors_B):
         self.poison()
         self._tokens_of = {entry.request.row: entry.request.tokens for entry in batch.entries}
         self._trees = {}
-        trees = self._propose(batch, floor)
+        trees = self._propose(batch, floors_B)
         if trees.num_nodes:
             assert np.isfinite(trees.probs_N).all()
         return trees

@@ -56,11 +56,11 @@ class DraftWatch:
         for pool in self.kv.pool.keys + self.kv.pool.values:
             pool[unread] = float("nan")
 
-    def propose(self, batch, floor):
+    def propose(self, batch, floors_B):
         self.poison()
         self._tokens = {entry.request.row: entry.request.tokens for entry in batch.entries}
         self._trees = {}
-        return self._propose(batch, floor)
+        return self._propose(batch, floors_B)
 
     def extend(self, runs, hidden_TE, *, last_alone):
         self.poison()

@@ -36,7 +36,7 @@ class OracleDrafter:
         self.num_released = 0
 
     def propose(
-        self, batch: Batch, floor: float, entries: Collection[int] | None = None
+        self, batch: Batch, floors_B: np.ndarray, entries: Collection[int] | None = None
     ) -> DraftTrees:
         shapes, probs = [], []
         for b, entry in enumerate(batch.entries):

@@ -104,15 +104,15 @@ def test_prompts_are_read_while_nothing_is_drafted(target_path, draft):
     """They are not run again once they are cached; what is decoded meanwhile leaves holes."""
     engine, watch = make_engine(target_path, draft)
     budget, prompt = engine.worker.budget, PROMPTS[3]
-    floor = budget.floor
-    budget.is_open, budget.floor = False, lambda batch: None
+    floors = budget.floors
+    budget.is_open, budget.floors = False, lambda batch: None
     params = SamplingParams(temperature=0.8, max_new_tokens=24, ignore_eos=True)
     request = engine.submit(prompt, params)
     while len(request.token_ids) < 6:
         engine.step()
     assert watch.known == len(prompt)
     decoded = len(request.token_ids)
-    budget.is_open, budget.floor = True, floor
+    budget.is_open, budget.floors = True, floors
     ended = []
     while engine.has_unfinished:
         ended += engine.step()

@@ -108,21 +108,21 @@ def results_of(trees: DraftTrees, accepted=0, reason=None):
 
 
 def step(budget, batch, prob, *, accepted=0, times=FREE) -> Verified:
-    floor = budget.floor(batch)
-    verified = budget.choose(batch, None if floor is None else chains(batch, prob))
+    floors_B = budget.floors(batch)
+    verified = budget.choose(batch, None if floors_B is None else chains(batch, prob))
     budget.observe(batch, verified, results_of(verified.trees, accepted), times)
     return verified
 
 
 def test_nothing_is_verified_where_nodes_cost_more_than_they_bring():
     budget, batch = make_budget(proportional), batch_of(4)
-    assert budget.floor(batch) == pytest.approx(1.0)
+    assert budget.floors(batch) is None
     assert budget.choose(batch, chains(batch, 0.99)).trees.num_nodes == 0
 
 
 def test_free_nodes_are_verified_however_improbable():
     budget, batch = make_budget(lambda rows: 0 * rows + 9.0), batch_of(2)
-    assert budget.floor(batch) == pytest.approx(0.02)
+    assert budget.floors(batch) == pytest.approx([0.02, 0.02])
     step(budget, batch, 0.9)  # some: from now on a little is enough
     assert budget.choose(batch, chains(batch, 0.2)).trees.num_nodes == 32
 
@@ -148,7 +148,8 @@ def test_no_node_below_the_floor_would_have_been_bought():
         slope = rng.uniform(0.0, 3.0)
         budget = make_budget(lambda rows, slope=slope: np.maximum(14.0, 10 + slope * rows))
         batch = batch_of(int(rng.integers(1, 9)))
-        floor = budget.floor(batch)
+        floors_B = budget.floors(batch)
+        floor = 0.98 if floors_B is None else floors_B.min()
         step(budget, batch, 0.95)
         verified = budget.choose(batch, chains(batch, float(rng.uniform(0.3, 0.95))))
         assert verified.values_N.min(initial=1.0) >= min(floor, 1.0) - 1e-9 or floor == 0.02
@@ -190,7 +191,7 @@ def test_prices_are_those_of_this_batch_whatever_came_before():
         fresh = make_budget()
         verified, expected = budget.choose(batch, None), fresh.choose(batch, None)
         assert verified.forecast == expected.forecast
-        assert budget.floor(batch) == fresh.floor(batch)
+        np.testing.assert_array_equal(budget.floors(batch), fresh.floors(batch))
         np.testing.assert_array_equal(budget.token_ms(batch), fresh.token_ms(batch))
         some = any(entry.samples for entry in batch.entries)
         assert (budget.token_ms(batch) > 0).tolist() == [some] * len(batch.entries)
@@ -214,7 +215,7 @@ def test_prices_are_looked_up_while_the_batch_is_the_same():
 def test_prefill_alone():
     budget = make_budget()
     batch = batch_of(2, samples=False, run_len=30)
-    assert budget.floor(batch) is None
+    assert budget.floors(batch) is None
     verified = budget.choose(batch, None)
     assert verified.forecast is None
     assert verified.trees.num_nodes == 0
@@ -226,7 +227,7 @@ def test_prefill_alone():
 
 def test_a_batch_of_nobody():
     budget, batch = make_budget(), Batch(step=0, entries=[])
-    assert budget.floor(batch) is None
+    assert budget.floors(batch) is None
     verified = budget.choose(batch, None)
     budget.observe(batch, verified, [], FREE)
     assert verified.forecast is None
@@ -234,7 +235,7 @@ def test_a_batch_of_nobody():
 
 def test_without_draft_slots_nothing_is_asked_for():
     budget, batch = make_budget(), batch_of(3, slots=0)
-    assert budget.floor(batch) is None
+    assert budget.floors(batch) is None
     for _ in range(100):
         verified = step(budget, batch, 0.9)
         assert verified.proposed is None
@@ -483,3 +484,19 @@ def test_whether_anybody_waits_is_asked_in_each_step():
     batch.tail = tail_of([50, 50, 90, 50])
     assert budget.token_ms(batch).argmax() == 2
     assert budget.token_ms(batch_of(4)).tolist() == waiting.tolist()
+
+
+def test_only_requests_whose_tokens_could_pay_are_asked_about():
+    budget, batch = make_budget(lambda rows: 10.0 + 1.0 * rows), batch_of(4)
+    batch.tail = tail_of([50, 50, 90, 50])
+    floors_B = budget.floors(batch)
+    assert (floors_B <= 1.0).tolist() == [False, False, True, False]
+    assert floors_B[2] < 0.2
+
+
+def test_where_no_token_could_pay_nothing_is_asked_and_the_gate_closes():
+    budget, batch = make_budget(proportional), batch_of(4)
+    for _ in range(30):
+        verified = step(budget, batch, 0.9)
+        assert verified.proposed is None
+    assert not budget.is_open
