@@ -67,7 +67,7 @@ class KnownPrices:
         return latest[1]
 
     def _like_before(self, batch: Batch, cost: StepCost, step: int, accept_rate: float) -> Prices:
-        key = tuple(
+        key: tuple[object, ...] = tuple(
             (entry.request.request_id, entry.run_len, entry.samples, entry.draft_slots.size)
             for entry in batch.entries
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -76,6 +76,8 @@ class OracleDrafter:
         self.num_released += 1
 
     def weights_changed(self) -> None: ...
+
+    def check_integrity(self, running: Iterable[Request]) -> None: ...
 
     def counters(self) -> dict[str, float]:
         return {"draft/asked": len(self.asked)}
