@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -333,12 +333,28 @@ class Scheduled:
         return self.start + self.run_len
 
 
+class Remaining(NamedTuple):
+    """Tokens that a request has yet to emit."""
+
+    expected: float  # if it had no limit
+    limit: int  # at most, >= 1
+
+
+@dataclass(kw_only=True, slots=True)
+class Tail:
+    """The end of a batch: no request waits to replace one that ends."""
+
+    replaced: float  # scheduler: share of the ended requests that a later one replaced, in [0, 1]
+    remaining: Callable[[Request], Remaining]  # scheduler
+
+
 @dataclass(kw_only=True, slots=True)
 class Batch:
     """The entries of one step."""
 
     step: int  # scheduler: counts up
     entries: list[Scheduled]  # scheduler
+    tail: Tail | None = None  # scheduler; None: requests wait
     num_run_tokens: int = field(init=False)  # draft nodes not counted
 
     def __post_init__(self) -> None:
