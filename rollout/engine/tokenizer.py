@@ -80,6 +80,7 @@ class PromptEncoder:
         *,
         max_tokens: int | None = None,
         may_be_empty: bool = False,
+        add_special_tokens: bool = True,
     ) -> list[int]:
         """Token ids of a prompt: text, chat messages, or token ids in a sequence of Python's or
         numpy's integers, an array or a tensor of one dimension. Raises InvalidInputError naming
@@ -90,6 +91,7 @@ class PromptEncoder:
         Args:
             max_tokens: a text that is sure to have more is refused before the work of encoding it,
                 naming ``len(prompt)``; a shorter one may have more all the same.
+            add_special_tokens: False: text is encoded as it stands.
         """
         if isinstance(prompt, _BYTES) or not (
             isinstance(prompt, Sequence) or getattr(prompt, "ndim", None) == 1
@@ -102,8 +104,8 @@ class PromptEncoder:
         if isinstance(prompt, str):
             tokenizer = self._need_tokenizer(field, prompt)
             self._check_text(prompt, field, max_tokens)
-            ids = tokenizer(prompt)["input_ids"]
-            if self._adds_bos and prompt.startswith(tokenizer.bos_token):
+            ids = tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]
+            if add_special_tokens and self._adds_bos and prompt.startswith(tokenizer.bos_token):
                 del ids[0]  # text of a chat template begins with its own
         elif isinstance(prompt[0], dict):
             return self.encode_chat(prompt, field, max_tokens=max_tokens)
