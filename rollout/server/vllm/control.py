@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
+from pydantic import Field
 
 from rollout.engine.protocol import Engine
 from rollout.server.body_fields import CHANGED, Body
@@ -30,7 +31,7 @@ class SleepFields(Body):
 
     level: Literal["1", "2"] = "1"
     mode: Mode = "abort"
-    tags: list[str] = ["weights", "kv_cache"]
+    tags: list[str] = Field(["weights", "kv_cache"])
 
 
 class WakeFields(Body):
