@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from rollout.engine.loop import EngineLoop, OnTokens, RequestHandle
 from rollout.engine.protocol import Engine
-from rollout.errors import EngineStateError, InvalidInputError, OutOfMemoryError
+from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.sampling.noise import derive_seed
 from rollout.server.config import ServeConfig
 from rollout.server.errors import DrainingError, QueueFullError
@@ -201,18 +201,6 @@ class Serving:
             return scored
         finally:
             self._scoring -= 1
-
-    async def finish_running(self) -> None:
-        """Wait until what is running or waiting now has ended; later requests run beside it.
-
-        Raises EngineStateError while nothing can run: it would not end.
-        """
-        unfinished = self.loop.unfinished()
-        while not all(handle.future.done() for handle in unfinished):
-            reason = await self.call(lambda engine: engine.unavailable_reason)
-            if reason:
-                raise EngineStateError(f"what is unfinished does not end: {reason}")
-            await asyncio.sleep(_POLL_SECONDS)
 
     def abort(self, rid: str) -> int:
         """End what goes by that name or one that begins with it and "_", as those of a batch do.

@@ -101,10 +101,16 @@ def test_sleep_ends_requests_unless_they_are_kept(live, client):
         assert not waiting.done()
         post(client, "/resume")
         assert waiting.result(HANG_SECONDS)["finish_reason"] == "length"
-    live.serving.loop.call(lambda engine: engine.release_memory(["kv_cache"])).result(HANG_SECONDS)
+    post(client, "/pause", mode="keep")
     with requested(live) as waiting:
-        post(client, "/sleep", tags=["weights"])
+        post(client, "/sleep")
         assert waiting.result(HANG_SECONDS)["finish_reason"] == "abort"
+    assert client.get("/is_paused").json() == {"is_paused": True}
+    post(client, "/resume")
+    with requested(live) as waiting:
+        post(client, "/sleep")  # again: nothing more is released
+        assert waiting.result(HANG_SECONDS)["finish_reason"] == "abort"
+    assert client.get("/is_paused").json() == {"is_paused": False}
 
 
 def test_the_prefix_cache_is_dropped(live, client):
@@ -116,7 +122,11 @@ def test_the_prefix_cache_is_dropped(live, client):
     cached()
     assert cached() > 0
     assert client.post("/reset_prefix_cache").json()["success"] is True
-    assert cached() == 0
+    for clear_cache, kept in (("true", False), ("false", True)):
+        cached()
+        post(client, "/pause", clear_cache=clear_cache)
+        post(client, "/resume")
+        assert (cached() > 0) is kept
     post(client, "/pause", mode="keep")
     with requested(live) as waiting:
         assert client.post("/reset_prefix_cache").json()["success"] is False

@@ -41,9 +41,10 @@ _NO_MODEL = {"type": "invalid_request_error", "param": "model", "code": "model_n
 
 def _top_level(location: Sequence[str | int]) -> str | None:
     """The client's field of a location such as ``body, prompt, list[int], 3``, without unions."""
-    names = [part for part in location[1:2] if isinstance(part, str)]
-    names += [part for part in location[2:3] if names and UNION_MEMBER.fullmatch(names[0])]
-    return str(names[-1]) if names else None
+    names = [part for part in location[1:3] if isinstance(part, str)]
+    if len(names) > 1 and UNION_MEMBER.fullmatch(names[0]):
+        return names[1]
+    return names[0] if names else None
 
 
 def _refusal(status: int, error: Exception, fields: dict[str, Any]) -> Response:

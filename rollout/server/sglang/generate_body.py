@@ -28,27 +28,15 @@ T = TypeVar("T")
 
 _HARMLESS = frozenset(
     {
-        # Where a request runs, and next to what:
-        "bootstrap_host",
-        "bootstrap_port",
-        "bootstrap_room",
-        "conversation_id",
-        "data_parallel_rank",
-        "disagg_prefill_dp_rank",
-        "extra_key",
-        "priority",
-        "routed_dp_rank",
-        "routing_key",
-        "session_id",
-        # What is noted of it:
-        "external_trace_header",
-        "log_metrics",
-        "no_logs",
-        "return_bytes",
-        "sampling_logprobs_mode",
-        "use_audio_in_video",
+        # Where a request runs, and next to what
+        "bootstrap_host", "bootstrap_port", "bootstrap_room", "conversation_id",
+        "data_parallel_rank", "disagg_prefill_dp_rank", "extra_key", "priority", "routed_dp_rank",
+        "routing_key", "session_id",
+        # What is noted of it
+        "external_trace_header", "log_metrics", "no_logs", "return_bytes",
+        "sampling_logprobs_mode", "use_audio_in_video",
     }
-)
+)  # fmt: skip
 _HARMLESS_SAMPLING = frozenset(
     {
         "spaces_between_special_tokens",  # the tokenizer's own spacing stays

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from pydantic import Field
 
 from rollout.engine.protocol import Engine
+from rollout.errors import EngineStateError
 from rollout.server.body_fields import CHANGED, Body
 from rollout.server.json_route import JsonAnswer, JsonRoute
 from rollout.server.serving import Serving
@@ -17,12 +19,14 @@ from rollout.types import MemoryTag, PauseMode
 
 Mode = Literal["abort", "wait", "keep"]
 
+_POLL_SECONDS = 0.02  # of waits for requests to end
+
 
 class PauseFields(Body):
     """``mode``: requests in flight end (abort), are waited for, or are kept with their KV."""
 
     mode: Mode = "abort"
-    clear_cache: bool = True  # the prefix cache, where no request is left; not with mode=keep
+    clear_cache: bool = True  # the prefix cache and all KV; not with mode=keep
     wait_for_inflight_requests: bool = False  # the former name of mode=wait
 
 
@@ -55,12 +59,12 @@ def routes(serving: Serving) -> APIRouter:
         """Run nothing until `/resume`; new requests wait."""
         mode = "wait" if query.wait_for_inflight_requests else query.mode
         if mode == "wait":
-            await while_connected(request, serving.finish_running())
+            await while_connected(request, _finish_running(serving))
 
         def stop(engine: Engine) -> Answer:
             engine.pause_generation(PauseMode.ABORT if mode == "abort" else PauseMode.IN_PLACE)
             if query.clear_cache and mode != "keep":
-                flush_idle(engine)
+                engine.flush_cache()
             return {"message": "generation is paused", "status": "paused"}
 
         return await change(serving, stop)
@@ -85,13 +89,15 @@ def routes(serving: Serving) -> APIRouter:
     ) -> JsonAnswer:
         """Give memory back. Requests that are kept, and new ones, wait for it to be taken again."""
         if query.mode == "wait":
-            await while_connected(request, serving.finish_running())
+            await while_connected(request, _finish_running(serving))
 
         def release(engine: Engine) -> Answer:
             held = [tag for tag in memory_tags(query.tags) if tag not in engine.released_tags]
-            if query.mode == "abort" and not engine.is_paused:
+            if query.mode == "abort":
+                was_paused = engine.is_paused
                 engine.pause_generation(PauseMode.ABORT)
-                engine.continue_generation()
+                if not was_paused:
+                    engine.continue_generation()
             freed = engine.release_memory(held, query.level == "1") if held else {}
             return {"freed_bytes": freed}
 
@@ -134,3 +140,16 @@ def routes(serving: Serving) -> APIRouter:
         return JsonAnswer(await serving.call(reset))
 
     return router
+
+
+async def _finish_running(serving: Serving) -> None:
+    """Wait until what is running or waiting now has ended; later requests run beside it.
+
+    Raises EngineStateError while nothing can run: it would not end.
+    """
+    unfinished = serving.loop.unfinished()
+    while not all(handle.future.done() for handle in unfinished):
+        reason = await serving.call(lambda engine: engine.unavailable_reason)
+        if reason:
+            raise EngineStateError(f"what is unfinished does not end: {reason}")
+        await asyncio.sleep(_POLL_SECONDS)
