@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Tag
 
 from rollout.errors import InvalidInputError
 from rollout.server.body_fields import KnownIds, Listed, refuse_unknown
-from rollout.server.openai.chat import ChatBody
+from rollout.server.openai.chat_body import ChatBody
+from rollout.server.openai.chat_format import ChatFormat
 from rollout.server.openai.route import OpenAIRoute, require_model
 from rollout.server.openai.sampling_body import HARMLESS
 from rollout.server.serving import Serving
@@ -67,6 +68,7 @@ class DetokenizeBody(BaseModel):
 def routes(serving: Serving) -> APIRouter:
     router = APIRouter(tags=["vllm"], route_class=OpenAIRoute)
     encoder = serving.encoder
+    chat_format = ChatFormat(serving)
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
@@ -74,7 +76,7 @@ def routes(serving: Serving) -> APIRouter:
         require_model(serving, body.model)
         if isinstance(body, TokenizeChat):
             body.check_fields()
-            ids = await chat_prompt_ids(serving, body)
+            ids = await chat_prompt_ids(serving, chat_format, body)
         else:
             refuse_unknown(body.model_extra, HARMLESS)
             (ids,) = await serving.encode([body.prompt], add_special_tokens=body.add_special_tokens)
