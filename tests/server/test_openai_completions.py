@@ -254,7 +254,10 @@ def test_what_gateways_add_is_let_through(live: Live) -> None:
     name = live.serving.model_name
     chat = {"messages": [{"role": "user", "content": "one"}], "max_tokens": 1}
     generate = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
-    neutral = {"best_of": 1, "truncate_prompt_tokens": -1, "rid": "name", "no_stop_trim": False}
+    neutral = {
+        "best_of": 1, "truncate_prompt_tokens": -1, "rid": "name", "no_stop_trim": False,
+        "add_special_tokens": True,
+    }  # fmt: skip
     with live.client() as client:
         for model in ("unknown", "default", "", f"org/{name}", live.serving.model_path, name):
             for path, body in (("/v1/chat/completions", chat), ("/generate", generate)):

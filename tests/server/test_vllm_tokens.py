@@ -144,6 +144,7 @@ def test_tokenize_chats_as_they_are_answered(client, tokenizer):
         ({"add_generation_prompt": False, "continue_final_message": True},
          {"add_generation_prompt": False, "continue_final_message": True}),
         ({"chat_template_kwargs": {"x": 1}}, {"add_generation_prompt": True}),
+        ({"add_special_tokens": True}, {"add_generation_prompt": True}),  # of which are none
     ):  # fmt: skip
         answer = post(client, "/tokenize", messages=CONVERSATION, **fields)
         text = tokenizer.apply_chat_template(CONVERSATION, tokenize=False, **options)
@@ -205,7 +206,6 @@ def test_a_rendered_chat_generates_what_the_chat_does(client):
         ("/tokenize", "prompt", {}),
         ("/tokenize", "prompt", {"prompt": [5]}),
         ("/tokenize", "messages", {"messages": "one"}),
-        ("/tokenize", "add_special_tokens", {"messages": CONVERSATION, "add_special_tokens": True}),
         ("/tokenize", "continue_final_message",
          {"messages": CONVERSATION, "add_generation_prompt": True, "continue_final_message": True}),
         ("/detokenize", "tokens", {"tokens": [-1]}),

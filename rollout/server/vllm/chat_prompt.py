@@ -42,7 +42,11 @@ async def chat_prompt_ids(serving: Serving, chat_format: ChatFormat, body: ChatB
     def encode() -> list[int]:
         # Whoever reads the output will tell calls from text: it need not be known how.
         rendered = chat_format.render(body.model_copy(update={"tool_choice": "none"}))
-        return serving.encoder.encode_rendered(rendered, max_tokens=serving.max_prompt_len)
+        return serving.encoder.encode_rendered(
+            rendered,
+            max_tokens=serving.max_prompt_len,
+            add_special_tokens=bool(body.add_special_tokens),
+        )
 
     return await asyncio.to_thread(encode)
 

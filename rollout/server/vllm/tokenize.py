@@ -33,16 +33,7 @@ class TokenizeText(BaseModel):
 class TokenizeChat(ChatBody):
     """Messages to encode, by the chat template; fields of sampling have no effect."""
 
-    add_special_tokens: bool = False
     return_token_strs: bool | None = None
-
-    def check_fields(self) -> None:
-        """Raises InvalidInputError also for special tokens that no chat template wrote."""
-        super().check_fields()
-        if self.add_special_tokens:
-            raise InvalidInputError(
-                "add_special_tokens", True, "the chat template writes them: leave it out"
-            )
 
 
 def _kind(body: Any) -> str:
