@@ -222,6 +222,34 @@ def test_what_is_wrong_is_named(client, path, param, body):
     assert answer.json()["error"]["param"] == param
 
 
+def test_the_former_call_of_a_prompt_in_ids(client, offline):
+    """Atropos reads the first id of each position, and its logprob."""
+    body = {
+        "prompt": {"prompt_token_ids": [5, 6]},
+        "logprobs": 0,
+        "n": 2,
+        "seed": 8,
+        "max_tokens": 7,
+    }
+    answer = post(client, "/generate", **body)
+    expected = offline.generate([[5, 6]], SamplingParams(n=2, max_new_tokens=7, seed=8))
+    for positions, ids, rollout in zip(
+        answer["logprobs"], answer["token_ids"], expected, strict=True
+    ):
+        firsts = [next(iter(position[0].items())) for position in positions]
+        assert [int(id) for id, _ in firsts] == ids == rollout.token_ids
+        assert [logprob for _, logprob in firsts] == rollout.logprobs
+    assert answer["finish_reasons"] == [str(rollout.finish_reason) for rollout in expected]
+    assert answer["text"] == [rollout.text for rollout in expected]
+    for wrong, param in (
+        ({"prompt": "one"}, "prompt"), ({"prompt": {}}, "prompt.prompt_token_ids"),
+        ({"stream": True}, "stream"), ({"n": 0}, "n"), ({"text": "one"}, "text"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ):  # fmt: skip
+        refused = client.post("/generate", json=body | wrong)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (422, param)
+
+
 def test_a_request_is_aborted_by_its_id(live, client):
     live.serving.loop.call(lambda engine: engine.pause_generation("in_place")).result()
     with live.client() as other, ThreadPoolExecutor(1) as threads:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
+from pydantic import Discriminator, Tag
 
 from rollout.errors import InvalidInputError, RolloutError
 from rollout.server.body_fields import EVENTS
@@ -16,6 +17,7 @@ from rollout.server.sglang.generate_answer import AnswerWriter
 from rollout.server.sglang.generate_body import GenerateBody, GenerateItem, generate_items
 from rollout.server.streams import Delta, DeltaStream, EventStream, open_stream, while_connected
 from rollout.server.text_stream import TextStream, TextStreams
+from rollout.server.vllm.prompt_generate import PromptBody, answer_prompt
 from rollout.types import FinishReason, Rollout, SamplingParams, TokenExtras
 
 
@@ -50,13 +52,27 @@ class _SoFar:
         self._num_pushed = max(len(self.token_ids) - 1, self._num_pushed)
 
 
+def _kind(body: Any) -> str:
+    has_prompt = isinstance(body, PromptBody) or (isinstance(body, dict) and "prompt" in body)
+    return "PromptBody" if has_prompt else "GenerateBody"
+
+
+AnyGenerateBody = Annotated[
+    Annotated[GenerateBody, Tag("GenerateBody")] | Annotated[PromptBody, Tag("PromptBody")],
+    Discriminator(_kind),
+]
+"""sglang's body, or vLLM's former one of that path."""
+
+
 def routes(serving: Serving) -> APIRouter:
     router = APIRouter(tags=["sglang"], route_class=JsonRoute)
     generator = _Generator(serving)
 
     @router.post("/generate", responses=EVENTS)
-    async def generate(body: GenerateBody, request: Request) -> Response:
+    async def generate(body: AnyGenerateBody, request: Request) -> Response:
         """Tokens and logprobs of one prompt or several, and scores of the prompts' own tokens."""
+        if isinstance(body, PromptBody):
+            return await answer_prompt(serving, body, request)
         started = time.monotonic()
         items, is_single = await generate_items(body, serving)
         if body.stream:

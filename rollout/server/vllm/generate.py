@@ -50,9 +50,11 @@ class TokenSamplingBody(SamplingFields):
     logprobs: int | None = None  # so many of the most likely tokens, beside the sampled one
     prompt_logprobs: NumPromptLogprobs | None = None
 
-    def to_params(self, prompt_len: int, max_context_len: int, seed: int) -> SamplingParams:
-        """Raises InvalidInputError naming the field."""
-        refuse_unknown(self.model_extra, _HARMLESS_SAMPLING, "sampling_params.")
+    def to_params(
+        self, prompt_len: int, max_context_len: int, seed: int, prefix: str = "sampling_params."
+    ) -> SamplingParams:
+        """Raises InvalidInputError naming the field, behind ``prefix``."""
+        refuse_unknown(self.model_extra, _HARMLESS_SAMPLING, prefix)
         left = max(1, max_context_len - prompt_len)
         try:
             return self.sampling_params(
@@ -61,7 +63,7 @@ class TokenSamplingBody(SamplingFields):
                 top_logprobs=self.logprobs or 0,
             )
         except InvalidInputError as error:
-            name = f"sampling_params.{error.field}"
+            name = f"{prefix}{error.field}"
             raise InvalidInputError(name, error.value, error.remedy) from None
 
 
