@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from fastapi import APIRouter, Depends, FastAPI
 from starlette.routing import Route
 
-from rollout.server import metrics, status
+from rollout.server import generate, metrics, status
 from rollout.server.body_fields import ERRORS
 from rollout.server.errors import add_error_handlers
 from rollout.server.http_metrics import CountRequests
 from rollout.server.middleware import AnswerAtEnd, BodyLimit, RequireUser, SameOrigin, require_admin
 from rollout.server.openai import chat, completions, route
 from rollout.server.serving import Serving
-from rollout.server.sglang import control, corpora, generate, info, weights
+from rollout.server.sglang import control, corpora, info, weights
 from rollout.server.vllm import chat_prompt, tokenize
 from rollout.server.vllm import control as vllm_control
 from rollout.server.vllm import generate as token_generate
