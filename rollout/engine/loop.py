@@ -182,6 +182,11 @@ class EngineLoop(Generic[E]):
         with self._changed:
             return len(self._unfinished)
 
+    def unfinished(self) -> list[RequestHandle]:
+        """The requests that have not ended."""
+        with self._changed:
+            return list(self._unfinished)
+
     @property
     def busy_seconds(self) -> float:
         """How long the step or the call that is running has taken; 0.0 while none is."""

@@ -79,6 +79,7 @@ class PromptEncoder:
         *,
         max_tokens: int | None = None,
         may_be_empty: bool = False,
+        add_special_tokens: bool = True,
     ) -> list[int]:
         """Token ids of a prompt: text, chat messages, or token ids in a sequence of Python's or
         numpy's integers, an array or a tensor of one dimension. Raises InvalidInputError naming
@@ -89,6 +90,7 @@ class PromptEncoder:
         Args:
             max_tokens: a text that is sure to have more is refused before the work of encoding it,
                 naming ``len(prompt)``; a shorter one may have more all the same.
+            add_special_tokens: False: text is encoded as it stands.
         """
         if isinstance(prompt, _BYTES) or not (
             isinstance(prompt, Sequence) or getattr(prompt, "ndim", None) == 1
@@ -99,11 +101,7 @@ class PromptEncoder:
         if not len(prompt):
             raise InvalidInputError(field, prompt, "is empty; give at least one token")
         if isinstance(prompt, str):
-            tokenizer = self._need_tokenizer(field, prompt)
-            self._check_text(prompt, field, max_tokens)
-            ids = tokenizer(prompt)["input_ids"]
-            if self._adds_bos and prompt.startswith(tokenizer.bos_token):
-                del ids[0]  # text of a chat template begins with its own
+            ids = self._encode_text(prompt, field, max_tokens, add_special_tokens)
         elif isinstance(prompt[0], dict):
             return self.encode_rendered(
                 self.render_chat(prompt, field), field, max_tokens=max_tokens
@@ -121,15 +119,19 @@ class PromptEncoder:
         return self.chat_template.render(messages, field, **options)
 
     def encode_rendered(
-        self, rendered: str, field: str = "messages", *, max_tokens: int | None = None
+        self,
+        rendered: str,
+        field: str = "messages",
+        *,
+        max_tokens: int | None = None,
+        add_special_tokens: bool = False,
     ) -> list[int]:
         """Token ids of what the chat template made, which brings its own special tokens.
 
-        Raises InvalidInputError naming ``field``.
+        ``add_special_tokens``: the tokenizer adds those it did not bring. Raises InvalidInputError
+        naming ``field``.
         """
-        tokenizer = self._need_tokenizer(field, rendered)
-        self._check_text(rendered, field, max_tokens)
-        ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        ids = self._encode_text(rendered, field, max_tokens, add_special_tokens)
         return self._checked(ids, rendered, field)
 
     def prepare_for_threads(self, field: str, value: object) -> None:
@@ -170,6 +172,16 @@ class PromptEncoder:
         """Special tokens spelled out, as stop strings may name them."""
         assert self.tokenizer is not None
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    def _encode_text(
+        self, text: str, field: str, max_tokens: int | None, add_special_tokens: bool
+    ) -> list[int]:
+        tokenizer = self._need_tokenizer(field, text)
+        self._check_text(text, field, max_tokens)
+        ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        if add_special_tokens and self._adds_bos and text.startswith(tokenizer.bos_token):
+            del ids[0]  # text of a chat template begins with its own
+        return ids
 
     def _check_text(self, text: str, field: str, max_tokens: int | None) -> None:
         _require_encodable(text, field)

@@ -220,6 +220,7 @@ class WeightUpdates:
 
         Args:
             load_format: None: the sender broadcasts each tensor by itself, in this order.
+                ``packed``: joined to buffers of a GiB, as vLLM's senders do.
                 ``flattened_bucket``: it is a `DistributedSender`, whose ``arguments`` these are.
 
         Raises InvalidInputError before anything is written, WeightUpdateError where the sender

@@ -7,14 +7,19 @@ from collections.abc import Callable, Sequence
 from fastapi import APIRouter, Depends, FastAPI
 from starlette.routing import Route
 
-from rollout.server import metrics, status
+from rollout.server import generate, metrics, status
 from rollout.server.body_fields import ERRORS
 from rollout.server.errors import add_error_handlers
 from rollout.server.http_metrics import CountRequests
 from rollout.server.middleware import AnswerAtEnd, BodyLimit, RequireUser, SameOrigin, require_admin
 from rollout.server.openai import chat, completions, route
 from rollout.server.serving import Serving
-from rollout.server.sglang import control, corpora, generate, info, weights
+from rollout.server.sglang import control, corpora, info, weights
+from rollout.server.vllm import chat_prompt, tokenize
+from rollout.server.vllm import control as vllm_control
+from rollout.server.vllm import generate as token_generate
+from rollout.server.vllm import info as vllm_info
+from rollout.server.vllm import weights as vllm_weights
 
 Routes = Callable[[Serving], APIRouter]
 
@@ -29,6 +34,10 @@ USER: tuple[Routes, ...] = (
     completions.routes,
     chat.routes,
     route.routes,
+    tokenize.routes,
+    chat_prompt.routes,
+    token_generate.routes,
+    vllm_info.routes,
     metrics.routes,
 )
 """Routes that take the API key, if one is configured."""
@@ -38,6 +47,8 @@ ADMIN: tuple[Routes, ...] = (
     weights.routes,
     corpora.routes,
     control.memory_routes,
+    vllm_control.routes,
+    vllm_weights.routes,
 )
 """Routes that change the engine for all. They take the admin key, if any key is configured."""
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     GetCoreSchemaHandler,
     ValidatorFunctionWrapHandler,
     WrapValidator,
@@ -74,6 +75,13 @@ def biases_by_id(biases: Mapping[str, float] | None, field: str) -> dict[int, fl
         raise InvalidInputError(field, list(biases or {}), "its keys must be token ids") from None
 
 
+MAX_RID_LEN = 1024  # characters; every sample of a call has a name of its own that begins with it
+Rid = Annotated[
+    str,
+    Field(min_length=1, max_length=MAX_RID_LEN, description="the name to abort the call by"),
+]
+
+
 class Body(BaseModel):
     """A field there is not is refused: it would be without the effect its sender expects."""
 
@@ -87,6 +95,8 @@ _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "length_penalty": (1.0,),
     "thinking_token_budget": (-1,),
+    "best_of": (1,),
+    "truncate_prompt_tokens": (-1,),  # to what the context holds: longer ones are refused
 }
 """Values of unknown fields that ask for nothing, beside null, false and what is empty."""
 

@@ -28,6 +28,10 @@ class QueueFullError(RolloutError):
     """The queue holds `server.max_queue` samples, running and waiting."""
 
 
+class ModelNotFoundError(RolloutError):
+    """A model is named that is not the one this server has."""
+
+
 class DrainingError(RolloutError):
     """The server is about to end: it finishes what it has and takes nothing new."""
 
@@ -73,6 +77,7 @@ class TooManyConnectionsError(HTTPException):
 _STATUS: list[tuple[type[RolloutError], int]] = [
     (InvalidInputError, 422),
     (OutOfMemoryError, 422),  # the request cannot fit even alone
+    (ModelNotFoundError, 404),
     (QueueFullError, 429),
     (DrainingError, 503),
     (EngineStateError, 503),
@@ -91,8 +96,8 @@ _RETRY_SECONDS = {429: 1, 503: 5}
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _SHOWN = 200  # characters of a path
 _LEFT = 499  # nobody reads it: the client has left
-# The name of a type, as pydantic has it in the location of an error.
-_UNION_MEMBER = re.compile(r"str|int|float|bool|.*[^a-z0-9_].*")
+UNION_MEMBER = re.compile(r"str|int|float|bool|.*[^a-z0-9_].*")
+"""The name of a type, as pydantic has it in the location of an error."""
 
 
 def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
@@ -128,7 +133,7 @@ def _first_wrong(errors: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:
     for error in errors:
         location = error["loc"][1:] if len(error["loc"]) > 1 else error["loc"]
         parts = [str(part) for part in location]
-        found.append(([part for part in parts if not _UNION_MEMBER.fullmatch(part)], error["msg"]))
+        found.append(([part for part in parts if not UNION_MEMBER.fullmatch(part)], error["msg"]))
     first = found[0][0][:1]
     return max((each for each in found if each[0][:1] == first), key=lambda each: len(each[0]))
 

@@ -45,6 +45,7 @@ class Serving:
         self.vocab_size = engine.vocab_size
         self.max_running, self.limits = engine.max_running, engine.limits
         self.max_context_len = engine.max_context_len
+        self.num_replicas = config.cluster.replicas
         self.model_path = config.model.path
         self.model_name = self.config.model_name or Path(config.model.path).resolve().name
         self.started = time.time()
@@ -68,7 +69,9 @@ class Serving:
         """A seed in [0, 2**63) for a request that brings none: another one each time."""
         return derive_seed(self.seed, next(self._requests), 0) >> 1
 
-    async def encode(self, prompts: Sequence[Prompt], field: str = "prompt") -> list[list[int]]:
+    async def encode(
+        self, prompts: Sequence[Prompt], field: str = "prompt", *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
         """Checked token ids of each prompt, none of them too long; off the event loop.
 
         Raises InvalidInputError naming ``field``.
@@ -76,7 +79,11 @@ class Serving:
 
         def encode_all() -> list[list[int]]:
             names = [f"{field}[{i}]" for i in range(len(prompts))] if len(prompts) > 1 else [field]
-            encode = partial(self.encoder.encode, max_tokens=self.max_prompt_len)
+            encode = partial(
+                self.encoder.encode,
+                max_tokens=self.max_prompt_len,
+                add_special_tokens=add_special_tokens,
+            )
             return [encode(prompt, name) for prompt, name in zip(prompts, names, strict=True)]
 
         for prompt in prompts:

@@ -98,6 +98,7 @@ def public_routes(serving: Serving) -> APIRouter:
     router = APIRouter()
     html, headers = _page()
 
+    @router.get("/ping", response_class=Response, tags=["health"])
     @router.get("/health", response_class=Response, tags=["health"])
     async def health() -> Response:
         """200 while requests are taken, if only to wait; 503 once the engine has failed or the

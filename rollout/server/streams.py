@@ -7,7 +7,7 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
 from fastapi import Request as HttpRequest
@@ -38,6 +38,11 @@ class SampleRequest:
     partial_ids: Sequence[int] = ()  # emitted before; see RolloutEngine.submit
     rid: str | None = None  # the client's name for it, to abort it by; may be shared
     is_probe: bool = False  # of the server's health: its latency is not counted
+
+
+def with_rid(samples: Sequence[SampleRequest], rid: str | None) -> Sequence[SampleRequest]:
+    """The samples by the name that a client gives their call; None leaves them as they are."""
+    return samples if rid is None else [replace(sample, rid=rid) for sample in samples]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

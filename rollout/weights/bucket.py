@@ -212,4 +212,7 @@ def _flat(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
 
 
 def _view(flat: torch.Tensor, entry: BucketEntry) -> torch.Tensor:
-    return flat[entry.start : entry.end].view(entry.dtype).view(entry.shape)
+    taken = flat[entry.start : entry.end]
+    if entry.start % entry.dtype.itemsize:  # between tensors that others packed without gaps
+        taken = taken.clone()
+    return taken.view(entry.dtype).view(entry.shape)

@@ -15,9 +15,10 @@ unless every receiver takes it, and the sender knows who has loaded it. A receiv
 middle takes the rest off the wire before it says so: the group stays usable. Where the connection
 itself fails the group closes, which ends everybody's waiting.
 
-Callers that broadcast by themselves, one tensor after another and without notes, are received with
-``load_format=None``. They cannot be told of a refusal, so what they send is taken off the wire
-before it is raised, which keeps the group usable; where nothing comes for 10 seconds it closes.
+Callers that broadcast by themselves and without notes are received with ``load_format=None``, one
+tensor after another, or with ``packed``. They cannot be told of a refusal, so what they send is
+taken off the wire before it is raised, which keeps the group usable; where nothing comes for 10
+seconds it closes.
 """
 
 from __future__ import annotations
@@ -46,14 +47,17 @@ class DistributedSource:
 
     Args:
         load_format: ``flattened_bucket`` from a `DistributedSender`; None from a caller that
-            broadcasts each tensor by itself, in the order of the manifest.
+            broadcasts each tensor by itself, in the order of the manifest; ``packed`` from one that
+            joins them as vLLM's senders do (`_packed`).
         timeout: seconds, of each wait.
     """
 
     def __init__(self, group: BroadcastGroup, *, load_format: str | None, timeout: float) -> None:
-        if load_format not in (None, "flattened_bucket"):
-            raise InvalidInputError("load_format", load_format, "must be None or flattened_bucket")
-        if load_format is not None and not isinstance(group, WeightGroup):
+        if load_format not in (None, "packed", "flattened_bucket"):
+            raise InvalidInputError(
+                "load_format", load_format, "must be None, packed or flattened_bucket"
+            )
+        if load_format == "flattened_bucket" and not isinstance(group, WeightGroup):
             raise InvalidInputError(
                 "load_format", load_format,
                 "is what a DistributedSender sends: this group's sender broadcasts each tensor by "
@@ -62,7 +66,8 @@ class DistributedSource:
         self._group = group
         self._manifest: Manifest = {}
         self._timeout = timeout
-        self._has_notes = load_format is not None
+        self._has_notes = load_format == "flattened_bucket"
+        self._is_packed = load_format == "packed"
         self._number = 0  # of the update; 0 until its announcement is read
         self._is_silent = False  # whether the sender was waited for, and announced nothing
         self._under_way = not self._has_notes  # whether buckets come
@@ -73,7 +78,7 @@ class DistributedSource:
         """Say what is going to come. Inside the context, so that the sender hears of a failure."""
         self._manifest = manifest
         if not self._has_notes:
-            self._layouts = _one_by_one(manifest)
+            self._layouts = (_packed if self._is_packed else _one_by_one)(manifest)
 
     def manifest(self) -> Manifest:
         """The manifest that `expect` was given."""
@@ -163,7 +168,7 @@ class DistributedSource:
     def _wire(self, bucket: FlattenedBucket) -> torch.Tensor:
         """The tensor to broadcast for this bucket: its bytes, or its one tensor as its owner has
         it."""
-        if self._has_notes:
+        if self._has_notes or self._is_packed:
             return bucket.used
         ((_, tensor),) = bucket.unflatten()
         return tensor
@@ -217,3 +222,21 @@ def _one_by_one(manifest: Manifest) -> list[BucketLayout]:
         BucketLayout((BucketEntry(name, spec.dtype, spec.shape, 0, spec.num_bytes),))
         for name, spec in manifest.items()
     ]
+
+
+_PACKED_BYTES = 2**30  # vLLM's default, which its senders and receivers both assume
+
+
+def _packed(manifest: Manifest) -> list[BucketLayout]:
+    """vLLM's buffers: the bytes of tensors one after the other, each buffer closed by the first
+    tensor that takes it beyond a GiB."""
+    found: list[BucketLayout] = []
+    entries: list[BucketEntry] = []
+    end = 0
+    for name, spec in manifest.items():
+        start, end = end, end + spec.num_bytes
+        entries.append(BucketEntry(name, spec.dtype, spec.shape, start, end))
+        if end > _PACKED_BYTES:
+            found.append(BucketLayout(tuple(entries)))
+            entries, end = [], 0
+    return found + ([BucketLayout(tuple(entries))] if entries else [])

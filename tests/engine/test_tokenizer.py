@@ -31,6 +31,11 @@ def test_text_that_begins_with_bos_gets_no_second_one(encoder: PromptEncoder) ->
     assert encoder.encode("<s>two") == plain
     assert encoder.encode("<s><s>two") == [plain[0], *plain]  # those of the text stay
     assert encoder.encode("<s>") == plain[:1]
+    assert encoder.encode("two", add_special_tokens=False) == plain[1:]
+    assert encoder.encode("<s>two", add_special_tokens=False) == plain
+    assert encoder.encode_rendered("two") == plain[1:]
+    for rendered in ("two", "<s>two"):
+        assert encoder.encode_rendered(rendered, add_special_tokens=True) == plain
 
 
 def test_a_tokenizer_without_bos_keeps_what_the_text_says() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -246,3 +247,60 @@ def test_models(live: Live) -> None:
     assert model.id == live.serving.model_name
     assert model.max_model_len == 512
     assert client.models.retrieve(model.id) == model
+
+
+def test_what_gateways_add_is_let_through(live: Live) -> None:
+    """Whatever they send for fields that nobody set."""
+    name = live.serving.model_name
+    chat = {"messages": [{"role": "user", "content": "one"}], "max_tokens": 1}
+    generate = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
+    neutral = {
+        "best_of": 1, "truncate_prompt_tokens": -1, "rid": "name", "no_stop_trim": False,
+        "add_special_tokens": True,
+    }  # fmt: skip
+    with live.client() as client:
+        for model in ("unknown", "default", "", f"org/{name}", live.serving.model_path, name):
+            for path, body in (("/v1/chat/completions", chat), ("/generate", generate)):
+                answer = client.post(path, json=body | {"model": model})
+                assert answer.status_code == 200, answer.text
+        for path, body in (("/v1/chat/completions", chat), ("/v1/completions", COMPLETION)):
+            assert client.post(path, json=body | neutral).status_code == 200
+        for model in ("another", f"{name}/another"):
+            answer = client.post("/generate", json=generate | {"model": model})
+            assert answer.status_code == 404
+            assert model in answer.json()["error"]["message"]
+
+
+COMPLETION = {"prompt": "one two", "max_tokens": 8, "seed": 4, "ignore_eos": True}
+
+
+def test_fields_of_other_servers_that_have_an_effect(live: Live) -> None:
+    with live.client() as client:
+
+        def choice(**fields: Any) -> dict[str, Any]:
+            answer = client.post("/v1/completions", json=COMPLETION | fields)
+            assert answer.status_code == 200, answer.text
+            return answer.json()["choices"][0]
+
+        plain = choice(logprobs=1)
+        assert choice(logprobs=True) == plain
+        assert choice(logprobs=False)["logprobs"] is None
+        stop = plain["text"].split()[3]
+        trimmed = choice(stop=stop)["text"]
+        assert choice(stop=stop, no_stop_trim=True)["text"] == trimmed + stop
+        assert choice(stop=stop, include_stop_str_in_output=True)["text"] == trimmed + stop
+        assert choice(add_special_tokens=False)["text"] == plain["text"]  # of which are none
+
+
+def test_tokens_that_top_p_left_are_not_told(live: Live) -> None:
+    """slime asks for them, and its loss needs them unless top_p is off."""
+    with live.client() as client:
+        for top_p, custom, status in (
+            (0.9, {"return_top_p_token_ids": True}, 422),
+            (1.0, {"return_top_p_token_ids": True}, 200),
+            (0.9, {"return_top_p_token_ids": False}, 200),
+        ):
+            sampling = {"max_new_tokens": 1, "top_p": top_p, "custom_params": custom}
+            answer = client.post("/generate", json={"input_ids": [5], "sampling_params": sampling})
+            assert answer.status_code == status
+            assert status == 200 or "return_top_p_token_ids" in answer.json()["error"]["param"]

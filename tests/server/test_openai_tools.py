@@ -241,3 +241,31 @@ def test_definitions_that_differ_are_named(byte_live: Live) -> None:
         tools[0]["function"]["parameters"] = parameters
         with pytest.raises(openai.BadRequestError):
             ask(byte_live, tools=tools, tool_choice="required")
+
+
+def test_a_chat_in_tokens_has_the_same_calls(live: Live) -> None:
+    """By vLLM's calls, for clients that hold the ids of a chat themselves."""
+    chat = {
+        "messages": MESSAGES, "tools": TOOLS, "temperature": 0, "max_tokens": 40,
+        "return_token_ids": True,
+    }  # fmt: skip
+
+    def post(path: str, **body: Any) -> Any:
+        with live.client() as client:
+            answer = client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    answered = post("/v1/chat/completions", **chat)
+    ids = answered["prompt_token_ids"]
+    assert post("/tokenize", messages=MESSAGES, tools=TOOLS)["tokens"] == ids
+    assert post("/v1/chat/completions/render", **chat)["token_ids"] == ids
+    of_tokens = post("/v1/chat/completions/tokens", **chat, tokens=ids)
+    for answer in (answered, of_tokens):
+        for call in answer["choices"][0]["message"]["tool_calls"]:
+            del call["id"]  # another one each time
+    assert of_tokens["choices"] == answered["choices"]
+    assert of_tokens["choices"][0]["finish_reason"] == "tool_calls"
+    forced = post("/v1/chat/completions/render", **chat, tool_choice="required")
+    schema = json.loads(forced["sampling_params"]["structured_outputs"]["json"])
+    assert schema["type"] == "array"

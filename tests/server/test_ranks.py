@@ -22,8 +22,9 @@ from rollout.weights.shared_memory import SharedMemorySender
 from tests.helpers.forked import forked, run_module
 from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.ports import free_port
+from tests.helpers.torch_trainer import TorchTrainer
 from tests.server.conftest import Live, run_server
-from tests.server.policies import PROMPT, Policy, output_ids, policy, read_policy
+from tests.server.policies import PROMPT, Policy, announced, output_ids, policy, read_policy
 from tests.server.server_process import SMALL, last_event, served, stream_of
 
 RANKS = ("parallel=tensor", "parallel.size=2", "parallel.check=true")
@@ -202,6 +203,42 @@ def test_a_paused_server_waits_and_a_sleeping_one_wakes(client, first):
     ok(client.post("/resume_memory_occupation", json=tags))
     assert output_ids(client) == first.output_ids
     ok(client.post("/flush_cache"))
+    assert output_ids(client) == first.output_ids
+
+
+def test_vllms_calls_reach_all_ranks(client, first, second):
+    world_size = client.get("/get_world_size").json()["world_size"]
+    assert world_size == 2
+    port = free_port()
+    info = {
+        "master_address": "127.0.0.1", "master_port": port, "rank_offset": 1,
+        "world_size": world_size + 1, "backend": "gloo", "packed": True,
+    }  # fmt: skip
+    with ThreadPoolExecutor(1) as threads:
+        joining = threads.submit(
+            client.post, "/init_weight_transfer_engine", json={"init_info": info}
+        )
+        trainer = TorchTrainer(port, world_size + 1, group_name="weight_update_group")
+        ok(joining.result(HANG_SECONDS))
+    ok(client.post("/pause", params={"mode": "keep"}))
+    ok(client.post("/start_weight_update", json={}))
+    fields = announced(second.tensors)
+    update_info = fields | {"dtype_names": fields.pop("dtypes")}
+    flat = [tensor.reshape(-1).view(torch.uint8) for tensor in second.tensors.values()]
+    trainer.send_during(
+        lambda: ok(client.post("/update_weights", json={"update_info": update_info})),
+        {"packed": torch.cat(flat)},
+    )
+    ok(client.post("/finish_weight_update"))
+    ok(client.post("/resume"))
+    trainer.close()
+    assert digest(client) == second.digest
+    assert output_ids(client) == second.output_ids
+    ok(client.post("/sleep", params={"level": 2}))
+    ok(client.post("/wake_up", params={"tags": ["weights"]}))
+    ok(client.post("/update_weights", json={"weight_dir": str(first.folder)}))
+    ok(client.post("/wake_up"))
+    assert digest(client) == first.digest
     assert output_ids(client) == first.output_ids
 
 

@@ -12,6 +12,13 @@ BODIES: dict[str, dict[str, object]] = {
     "/generate": {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}},
     "/v1/completions": {"prompt": [5], "max_tokens": 1},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "one"}]},
+    "/tokenize": {"prompt": "one"},
+    "/detokenize": {"tokens": [5]},
+    "/v1/chat/completions/render": {"messages": [{"role": "user", "content": "one"}]},
+    "/v1/chat/completions/tokens": {
+        "messages": [{"role": "user", "content": "one"}], "tokens": [5], "max_tokens": 1,
+    },
+    "/inference/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 1}},
     "/abort_request": {"rid": "nobody"},
     "/pause_generation": NO_FIELDS,
     "/continue_generation": NO_FIELDS,
@@ -33,8 +40,23 @@ BODIES: dict[str, dict[str, object]] = {
     "/remove_external_corpus": {"corpus_id": "none"},
     "/release_memory_occupation": NO_FIELDS,
     "/resume_memory_occupation": NO_FIELDS,
+    "/pause": NO_FIELDS,
+    "/resume": NO_FIELDS,
+    "/sleep": NO_FIELDS,
+    "/wake_up": NO_FIELDS,
+    "/reset_prefix_cache": NO_FIELDS,
+    "/init_weight_transfer_engine": {
+        "init_info": {
+            "master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2,
+        },
+    },
+    "/start_weight_update": NO_FIELDS,
+    "/update_weights": {"weight_dir": "nowhere"},
+    "/finish_weight_update": NO_FIELDS,
+    "/collective_rpc": {"method": "none"},
 }  # fmt: skip
 """By path, the fields that a call must have."""
+OPENAI_CLIENTS = ("/v1/", "/inference/", "/tokenize", "/detokenize")
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +84,7 @@ def test_a_field_that_is_not_known_is_refused_by_name(client, methods):
         answer = client.post(path, json=fields | {"no_such_field": 1})
         assert (path, param_of(answer)) == (path, "no_such_field")
         answer = client.post(path, json=fields, params={"no_such_query": 1})
-        if path.startswith("/v1/"):  # gateways add an api-version
+        if path.startswith(OPENAI_CLIENTS):  # gateways add an api-version
             assert "no_such_query" not in answer.text
         else:
             assert (path, param_of(answer)) == (path, "no_such_query")

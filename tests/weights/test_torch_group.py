@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rollout.errors import InvalidInputError, WeightUpdateError
+from rollout.weights import distributed
 from rollout.weights.groups import WeightGroups
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.ports import free_port
@@ -52,6 +53,29 @@ def test_tensors_of_any_dtype_come_as_they_were_broadcast(pair):
                     assert torch.equal(tensor, tensors[name])
                     assert tensor.dtype is tensors[name].dtype
             sent.result(HANG_SECONDS)
+
+
+def test_buffers_that_vllm_packs(pair, monkeypatch):
+    """Each is closed by the tensor that takes it beyond the size; none of them is aligned."""
+    trainer, groups = pair
+    monkeypatch.setattr(distributed, "_PACKED_BYTES", 16)
+    tensors = {
+        "a": torch.full((3,), 2.5, dtype=torch.bfloat16),
+        "b": torch.arange(6.0).reshape(2, 3),
+        "c": torch.tensor(7.0, dtype=torch.bfloat16),
+        "d": torch.tensor(8.0, dtype=torch.float64),
+    }
+    flat = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()]
+    buffers = [torch.cat(flat[:2]), torch.cat(flat[2:])]
+    with ThreadPoolExecutor(1) as threads:
+        sent = threads.submit(trainer.send, buffers)
+        with groups.source(
+            **announced(tensors), load_format="packed", timeout=HANG_SECONDS
+        ) as received:
+            for name, tensor in received:
+                assert torch.equal(tensor, tensors[name])
+                assert tensor.dtype is tensors[name].dtype
+        sent.result(HANG_SECONDS)
 
 
 def test_a_refusal_takes_what_was_sent_off_the_wire(pair):

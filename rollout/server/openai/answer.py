@@ -25,6 +25,7 @@ from rollout.server.streams import (
     SampleRequest,
     open_stream,
     while_connected,
+    with_rid,
 )
 from rollout.server.text_stream import TextStreams
 from rollout.types import FinishReason, Rollout
@@ -200,10 +201,11 @@ class Answer(ABC, Generic[BodyType]):
 
     async def respond(self, request: Request, serving: Serving) -> Response:
         """Generate, and answer whole or in parts, as the body asks."""
+        samples = with_rid(self.samples, self.body.rid)
         if self.body.stream:
-            deltas = await open_stream(request, serving.stream(self.samples))
+            deltas = await open_stream(request, serving.stream(samples))
             return EventStream(self.parts(deltas), deltas)
-        rollouts = await while_connected(request, serving.generate(self.samples))
+        rollouts = await while_connected(request, serving.generate(samples))
         return await json_response(lambda: self.whole(rollouts))
 
 

@@ -140,7 +140,10 @@ def routes(serving: Serving) -> APIRouter:
 
 async def _samples(serving: Serving, body: ChatBody, rendered: str) -> list[SampleRequest]:
     prompt_ids = await asyncio.to_thread(
-        serving.encoder.encode_rendered, rendered, max_tokens=serving.max_prompt_len
+        serving.encoder.encode_rendered,
+        rendered,
+        max_tokens=serving.max_prompt_len,
+        add_special_tokens=bool(body.add_special_tokens),
     )
     params = body.params(len(prompt_ids), serving.max_context_len, serving.fresh_seed())
     return [

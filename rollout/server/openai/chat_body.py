@@ -141,6 +141,9 @@ class ChatBody(OpenAISamplingBody):
         None, description="false: the answer has the first call alone"
     )
     add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="true: those that the tokenizer adds and the template did not write"
+    )
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = Field(None, description="for chat templates that read it")

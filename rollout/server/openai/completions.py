@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Request, Response
@@ -19,6 +19,12 @@ from rollout.server.openai.answer import (
     finish,
 )
 from rollout.server.openai.logprobs import NO_TOKENS, ScoredTokens, TextOffsets
+from rollout.server.openai.prompt_logprobs import (
+    NumPromptLogprobs,
+    PromptLogprobs,
+    prompt_logprobs,
+    score_prompt,
+)
 from rollout.server.openai.route import OpenAIRoute, require_model
 from rollout.server.openai.sampling_body import OpenAISamplingBody
 from rollout.server.serving import Serving
@@ -33,7 +39,8 @@ class CompletionBody(OpenAISamplingBody):
 
     prompt: Annotated[str | Listed[str] | Listed[int] | Listed[Listed[int]], KnownIds]
     max_tokens: int | None = None  # 0 with echo: score the prompt
-    logprobs: int | None = None
+    logprobs: int | bool | None = None  # true: 1
+    prompt_logprobs: NumPromptLogprobs | None = None
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None
@@ -45,6 +52,13 @@ class CompletionBody(OpenAISamplingBody):
         if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
             return [self.prompt]
         return cast("list[str | list[int]]", self.prompt)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The most likely tokens of each position to tell; None: no logprobs at all."""
+        if isinstance(self.logprobs, bool):
+            return 1 if self.logprobs else None
+        return self.logprobs
 
     @property
     def only_scores(self) -> bool:
@@ -60,12 +74,10 @@ class CompletionBody(OpenAISamplingBody):
             raise InvalidInputError("best_of", self.best_of, "must equal n, or be left out")
         if self.only_scores and self.stream:
             raise InvalidInputError("stream", True, "nothing is generated with max_tokens=0")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidInputError("prompt_logprobs", self.prompt_logprobs, "needs stream=false")
         if self.suffix:
             raise InvalidInputError("suffix", self.suffix, "this server only continues prompts")
-        if self.add_special_tokens is False and isinstance(self.prompts[0], str):
-            raise InvalidInputError(
-                "add_special_tokens", False, "texts are encoded with them: send token ids"
-            )
 
     def params(self, seed: int) -> SamplingParams:
         """The engine's sampling parameters. Raises InvalidInputError naming the field."""
@@ -73,7 +85,7 @@ class CompletionBody(OpenAISamplingBody):
         return self.sampling_params(
             max_tokens=1 if self.only_scores else max_tokens,
             seed=seed,
-            top_logprobs=self.logprobs or 0,
+            top_logprobs=self.num_logprobs or 0,
         )
 
 
@@ -93,27 +105,14 @@ async def echo_of(
     *,
     with_logprobs: bool,
 ) -> Echo:
-    """A prompt given as text is echoed as it was given.
-
-    Its tokens' logprobs are those of the distribution completions are sampled from, so that what
-    was generated can be scored as it was; penalties of repeated *output* do not apply. The first
-    token has none.
-    """
+    """A prompt given as text is echoed as it was given."""
     if isinstance(prompt, str):
         text = prompt
     else:
         text = "" if serving.encoder.tokenizer is None else serving.encoder.decode(prompt_ids)
     if not with_logprobs:
         return Echo(text, None)
-    logprobs: list[float] = []
-    tops: Sequence[Sequence[tuple[int, float]]] = []
-    if len(prompt_ids) > 1:
-        plain = replace(params, presence_penalty=0.0, frequency_penalty=0.0)
-        logprobs, extras = await serving.score(prompt_ids[:1], prompt_ids[1:], plain)
-        tops = extras.top_logprobs or [()] * len(logprobs)
-    return Echo(
-        text, ScoredTokens(token_ids=prompt_ids, logprobs=[None, *logprobs], tops=[(), *tops])
-    )
+    return Echo(text, await score_prompt(serving, prompt_ids, params))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +120,7 @@ class CompletionAnswer(Answer[CompletionBody]):
     """One text completion for each sample of each prompt."""
 
     echoes: Sequence[Echo]  # by prompt; empty where prompts are not echoed
+    prompt_logprobs: Sequence[PromptLogprobs]  # by prompt; empty where they are not asked for
 
     def choice(self, index: int, rollout: Rollout) -> dict[str, Any]:
         tokens = ScoredTokens.of(rollout)
@@ -148,6 +148,8 @@ class _Choice:
         self._index = index
         self._prompt_ids = sample.prompt_ids
         self._echo = answer.echoes[sample.prompt_index] if answer.echoes else None
+        of_prompts = answer.prompt_logprobs
+        self._prompt_logprobs = of_prompts[sample.prompt_index] if of_prompts else None
         echo_len = 0 if self._echo is None else len(self._echo.text)
         self._offsets = TextOffsets(self._detokenizer, echo_len)
         self._begun = False
@@ -166,7 +168,9 @@ class _Choice:
             choice["token_ids"] = list(tokens.token_ids)
             if not self._begun:
                 choice["prompt_token_ids"] = list(self._prompt_ids)
-        if body.logprobs is not None:
+        if self._prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._prompt_logprobs
+        if body.num_logprobs is not None:
             choice["logprobs"] = self._logprobs(tokens)
         if self._echo is not None and not self._begun:
             choice["text"] = self._echo.text + text
@@ -197,6 +201,9 @@ def routes(serving: Serving) -> APIRouter:
             body=body,
             samples=samples,
             echoes=await while_connected(request, _echoes(serving, body, samples)),
+            prompt_logprobs=await while_connected(
+                request, _prompt_logprobs(serving, body, samples, texts)
+            ),
             texts=texts,
         )
         if body.only_scores:
@@ -208,7 +215,9 @@ def routes(serving: Serving) -> APIRouter:
 
 async def _samples(serving: Serving, body: CompletionBody) -> list[SampleRequest]:
     params = body.params(serving.fresh_seed())
-    prompts = await serving.encode(body.prompts, "prompt")
+    prompts = await serving.encode(
+        body.prompts, "prompt", add_special_tokens=body.add_special_tokens is not False
+    )
     return [
         SampleRequest(
             prompt_ids=prompt_ids,
@@ -233,7 +242,20 @@ async def _echoes(
             prompt,
             sample.prompt_ids,
             sample.params,
-            with_logprobs=body.logprobs is not None,
+            with_logprobs=body.num_logprobs is not None,
         )
         for prompt, sample in zip(body.prompts, firsts, strict=True)
+    ]
+
+
+async def _prompt_logprobs(
+    serving: Serving, body: CompletionBody, samples: list[SampleRequest], texts: OutputTexts
+) -> list[PromptLogprobs]:
+    if body.prompt_logprobs is None:
+        return []
+    return [
+        await prompt_logprobs(
+            serving, first.prompt_ids, first.params, body.prompt_logprobs, texts.spelling
+        )
+        for first in samples[:: body.num_samples]
     ]

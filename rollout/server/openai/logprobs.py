@@ -123,7 +123,7 @@ class LogprobWriter:
         """``offsets``: where in the text each token begins."""
         return {
             "tokens": [self._write(token) for token in tokens.token_ids],
-            "token_logprobs": [_number(logprob) for logprob in tokens.logprobs],
+            "token_logprobs": [json_number(logprob) for logprob in tokens.logprobs],
             "top_logprobs": [self._by_token(*each) for each in tokens],
             "text_offset": list(offsets),
         }
@@ -143,7 +143,7 @@ class LogprobWriter:
     def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
         return {
             "token": self._write(token),
-            "logprob": _number(logprob),
+            "logprob": json_number(logprob),
             "bytes": self.spelling.bytes(token),
         }
 
@@ -155,9 +155,10 @@ class LogprobWriter:
             return None
         by_token: dict[str, float] = {}
         for each, its_logprob in [(token, logprob), *tops]:
-            by_token.setdefault(self._write(each), _number(its_logprob))
+            by_token.setdefault(self._write(each), json_number(its_logprob))
         return by_token
 
 
-def _number(logprob: float | None) -> Any:
+def json_number(logprob: float | None) -> Any:
+    """The logprob as a number that JSON has."""
     return _LEAST if logprob is not None and math.isinf(logprob) else logprob

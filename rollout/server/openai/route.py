@@ -8,14 +8,10 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
 
-from rollout.errors import InvalidInputError, OutOfMemoryError, RolloutError
-from rollout.server.errors import error_body
+from rollout.errors import InvalidInputError, OutOfMemoryError
+from rollout.server.errors import UNION_MEMBER, ModelNotFoundError, error_body
 from rollout.server.json_route import JsonAnswer, JsonRoute
 from rollout.server.serving import Serving
-
-
-class ModelNotFoundError(RolloutError):
-    """A model is named that is not the one this server has."""
 
 
 class OpenAIRoute(JsonRoute):
@@ -45,7 +41,10 @@ _NO_MODEL = {"type": "invalid_request_error", "param": "model", "code": "model_n
 
 def _top_level(location: Sequence[str | int]) -> str | None:
     """The client's field of a location such as ``body, prompt, list[int], 3``, without unions."""
-    return str(location[1]) if len(location) > 1 and isinstance(location[1], str) else None
+    names = [part for part in location[1:3] if isinstance(part, str)]
+    if len(names) > 1 and UNION_MEMBER.fullmatch(names[0]):
+        return names[1]
+    return names[0] if names else None
 
 
 def _refusal(status: int, error: Exception, fields: dict[str, Any]) -> Response:
@@ -68,9 +67,19 @@ def routes(serving: Serving) -> APIRouter:
     return router
 
 
+_ANY_MODEL = frozenset({"", "default", "unknown"})
+"""Names that gateways and clients send where they were told none."""
+
+
 def require_model(serving: Serving, name: str | None) -> None:
-    """Raises ModelNotFoundError unless ``name`` is the served model's; None asks for no other."""
-    if name not in (None, serving.model_name):
+    """Raises ModelNotFoundError unless ``name`` is the served model's.
+
+    That is its name, with an organisation's before it or without, and the path that the server was
+    started with. None and what gateways send for it ask for no other.
+    """
+    if name is None or name in _ANY_MODEL or name == serving.model_path:
+        return
+    if serving.model_name not in (name, name.rpartition("/")[2]):
         raise ModelNotFoundError(
             f"the model {name!r} does not exist: this server has {serving.model_name!r}"
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, Field
+from typing import Self
+
+from pydantic import BaseModel, Field, model_validator
 
 from rollout.errors import InvalidInputError
 from rollout.sampling.parameter_names import our_fields
-from rollout.server.body_fields import Biases, Listed, biases_by_id, refuse_unknown
+from rollout.server.body_fields import Biases, Listed, Rid, biases_by_id, refuse_unknown
 from rollout.server.openai.output_grammar import GrammarBody
 from rollout.types import SamplingParams
 
@@ -30,11 +32,9 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class OpenAISamplingBody(GrammarBody):
-    """OpenAI's sampling fields and vLLM's. Null means the default; for other fields see
-    `refuse_unknown`."""
+class SamplingFields(GrammarBody):
+    """OpenAI's sampling fields and vLLM's. Null means the default."""
 
-    model: str | None = Field(None, description="the served one's name; default: it")
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -45,26 +45,60 @@ class OpenAISamplingBody(GrammarBody):
     seed: int | None = Field(
         None, description="the same seed gives the same tokens; default: others each time"
     )
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
 
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     stop_token_ids: Listed[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = Field(
-        None, description="tokens in logprobs are spelled `token_id:ID`"
-    )
 
     @property
     def num_samples(self) -> int:
         """Samples of each prompt."""
         return 1 if self.n is None else self.n
+
+    def sampling_params(self, max_tokens: int, seed: int, top_logprobs: int) -> SamplingParams:
+        """The engine's sampling parameters. Raises InvalidInputError naming the body's field."""
+        given = our_fields({name: getattr(self, name) for name in SamplingFields.model_fields})
+        for kind in ("json_schema", "regex"):
+            given.pop(kind, None)
+        if self.grammar is not None:
+            given |= [self.grammar]
+        given["logit_bias"] = biases_by_id(self.logit_bias, "logit_bias")
+        given.setdefault("seed", seed)
+        try:
+            return SamplingParams(
+                **given | {"max_new_tokens": max_tokens, "top_logprobs": top_logprobs}
+            )
+        except InvalidInputError as error:
+            name = error.field.removeprefix("sampling.")
+            raise InvalidInputError(
+                _BODY_NAMES.get(name, name), error.value, error.remedy
+            ) from None
+
+
+class OpenAISamplingBody(SamplingFields):
+    """The fields of both kinds of completion; for unknown ones see `refuse_unknown`."""
+
+    model: str | None = Field(None, description="the served one's name; default: it")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    rid: Rid | None = None
+
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = Field(None, description="sglang's name of the same")
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="tokens in logprobs are spelled `token_id:ID`"
+    )
+
+    @model_validator(mode="after")
+    def _keep_stop_strings(self) -> Self:
+        if self.no_stop_trim:
+            self.include_stop_str_in_output = True
+        return self
 
     @property
     def skips_special_tokens(self) -> bool:
@@ -81,25 +115,6 @@ class OpenAISamplingBody(GrammarBody):
         refuse_unknown(self.model_extra, HARMLESS)
         if self.stream_options is not None and not self.stream:
             raise InvalidInputError("stream_options", self.stream_options, "needs stream=true")
-
-    def sampling_params(self, max_tokens: int, seed: int, top_logprobs: int) -> SamplingParams:
-        """The engine's sampling parameters. Raises InvalidInputError naming the body's field."""
-        given = our_fields({name: getattr(self, name) for name in type(self).model_fields})
-        for kind in ("json_schema", "regex"):
-            given.pop(kind, None)
-        if self.grammar is not None:
-            given |= [self.grammar]
-        given["logit_bias"] = biases_by_id(self.logit_bias, "logit_bias")
-        given.setdefault("seed", seed)
-        try:
-            return SamplingParams(
-                **given | {"max_new_tokens": max_tokens, "top_logprobs": top_logprobs}
-            )
-        except InvalidInputError as error:
-            name = error.field.removeprefix("sampling.")
-            raise InvalidInputError(
-                _BODY_NAMES.get(name, name), error.value, error.remedy
-            ) from None
 
 
 _BODY_NAMES = {

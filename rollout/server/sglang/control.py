@@ -79,6 +79,12 @@ async def change(serving: Serving, function: Callable[[Engine], Answer]) -> Json
         return refused.response
 
 
+async def refuse(serving: Serving, error: InvalidInputError) -> JsonAnswer:
+    """The answer to a change whose body is wrong: the engine was not asked for it."""
+    reason = await serving.call(lambda engine: engine.unavailable_reason)
+    return RefusedError(error, reason).response
+
+
 def success(message: str = "", **answer: Any) -> JsonAnswer:
     """The answer of a change that was made."""
     return JsonAnswer({"success": True, "message": message} | answer)
@@ -168,7 +174,7 @@ def admin_routes(serving: Serving) -> APIRouter:
 
     async def flush(timeout: float) -> JsonAnswer:
         deadline = time.monotonic() + timeout
-        while not await serving.call(_flush):
+        while not await serving.call(flush_idle):
             if time.monotonic() >= deadline:
                 message = f"{serving.num_unfinished} requests are running or waiting"
                 return JsonAnswer({"success": False, "message": message}, 400)
@@ -178,7 +184,8 @@ def admin_routes(serving: Serving) -> APIRouter:
     return router
 
 
-def _flush(engine: Engine) -> bool:
+def flush_idle(engine: Engine) -> bool:
+    """Drop the prefix cache of an idle engine; whether it was one."""
     if engine.has_unfinished:
         return False
     engine.flush_cache()
@@ -215,7 +222,7 @@ def memory_routes(serving: Serving) -> APIRouter:
         wanted = body or ReleaseBody()
 
         def release(engine: Engine) -> Answer:
-            freed = engine.release_memory(_tags(wanted.tags), wanted.keep_weights)
+            freed = engine.release_memory(memory_tags(wanted.tags), wanted.keep_weights)
             return {"freed_bytes": freed}
 
         return await change(serving, release)
@@ -225,7 +232,7 @@ def memory_routes(serving: Serving) -> APIRouter:
         wanted = body or ResumeBody()
 
         def resume(engine: Engine) -> Answer:
-            tags = None if wanted.tags is None else _tags(wanted.tags)
+            tags = None if wanted.tags is None else memory_tags(wanted.tags)
             if tags is not None and MemoryTag.GRAPHS not in engine.released_tags:
                 # Clients resume graphs beside the KV cache whether or not they released them.
                 tags = [tag for tag in tags if tag != MemoryTag.GRAPHS]
@@ -237,5 +244,6 @@ def memory_routes(serving: Serving) -> APIRouter:
     return router
 
 
-def _tags(names: list[str] | None) -> list[str]:
+def memory_tags(names: list[str] | None) -> list[str]:
+    """The engine's tags by the names of clients; None names all."""
     return [_NAMES.get(name, name) for name in (_NAMES if names is None else names)]

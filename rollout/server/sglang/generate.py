@@ -6,11 +6,10 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from rollout.errors import InvalidInputError, RolloutError
-from rollout.server.body_fields import EVENTS
-from rollout.server.json_route import JsonRoute, json_response
+from rollout.server.json_route import json_response
 from rollout.server.serving import Serving
 from rollout.server.sglang.generate_answer import AnswerWriter
 from rollout.server.sglang.generate_body import GenerateBody, GenerateItem, generate_items
@@ -50,29 +49,23 @@ class _SoFar:
         self._num_pushed = max(len(self.token_ids) - 1, self._num_pushed)
 
 
-def routes(serving: Serving) -> APIRouter:
-    router = APIRouter(tags=["sglang"], route_class=JsonRoute)
-    generator = _Generator(serving)
+class Generator:
+    """Answers sglang's bodies of `/generate`."""
 
-    @router.post("/generate", responses=EVENTS)
-    async def generate(body: GenerateBody, request: Request) -> Response:
-        """Tokens and logprobs of one prompt or several, and scores of the prompts' own tokens."""
-        started = time.monotonic()
-        items, is_single = await generate_items(body, serving)
-        if body.stream:
-            return await generator.stream(items, is_single, request, started)
-        return await while_connected(request, generator.whole(items, is_single, started))
-
-    return router
-
-
-class _Generator:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._writer = AnswerWriter(serving.encoder)
         self._texts = TextStreams(serving.encoder.tokenizer)
 
-    async def whole(
+    async def answer(self, body: GenerateBody, request: Request) -> Response:
+        """Tokens and logprobs of one prompt or several, and scores of the prompts' own tokens."""
+        started = time.monotonic()
+        items, is_single = await generate_items(body, self._serving)
+        if body.stream:
+            return await self._stream(items, is_single, request, started)
+        return await while_connected(request, self._whole(items, is_single, started))
+
+    async def _whole(
         self, items: Sequence[GenerateItem], is_single: bool, started: float
     ) -> Response:
         samples = [sample for item in items for sample in item.samples()]
@@ -96,7 +89,7 @@ class _Generator:
 
         return await json_response(build)
 
-    async def stream(
+    async def _stream(
         self, items: Sequence[GenerateItem], is_single: bool, request: Request, started: float
     ) -> Response:
         if not all(item.generates for item in items):

@@ -11,40 +11,34 @@ from pydantic import BaseModel, ConfigDict
 
 from rollout.errors import InvalidInputError
 from rollout.sampling.parameter_names import our_fields
-from rollout.server.body_fields import Biases, KnownIds, Listed, biases_by_id, refuse_unknown
+from rollout.server.body_fields import (
+    MAX_RID_LEN,
+    Biases,
+    KnownIds,
+    Listed,
+    biases_by_id,
+    refuse_unknown,
+)
+from rollout.server.openai.route import require_model
 from rollout.server.serving import Serving
 from rollout.server.streams import SampleRequest
 from rollout.types import Prompt, SamplingParams
 
 T = TypeVar("T")
 
-_LONGEST_RID = 1024  # characters; every sample of a call has a name of its own that begins with it
 _HARMLESS = frozenset(
     {
-        # Where a request runs, and next to what:
-        "bootstrap_host",
-        "bootstrap_port",
-        "bootstrap_room",
-        "conversation_id",
-        "data_parallel_rank",
-        "disagg_prefill_dp_rank",
-        "extra_key",
-        "priority",
-        "routed_dp_rank",
-        "routing_key",
-        "session_id",
-        # What is noted of it:
-        "external_trace_header",
-        "log_metrics",
-        "no_logs",
-        "return_bytes",
-        "sampling_logprobs_mode",
-        "use_audio_in_video",
+        # Where a request runs, and next to what
+        "bootstrap_host", "bootstrap_port", "bootstrap_room", "conversation_id",
+        "data_parallel_rank", "disagg_prefill_dp_rank", "extra_key", "priority", "routed_dp_rank",
+        "routing_key", "session_id",
+        # What is noted of it
+        "external_trace_header", "log_metrics", "no_logs", "return_bytes",
+        "sampling_logprobs_mode", "use_audio_in_video",
     }
-)
+)  # fmt: skip
 _HARMLESS_SAMPLING = frozenset(
     {
-        "custom_params",  # for a custom logit processor, which is refused
         "spaces_between_special_tokens",  # the tokenizer's own spacing stays
         "stream_interval",  # events come as often as the reader takes them
     }
@@ -79,12 +73,18 @@ class SglangSamplingBody(BaseModel):
     sampling_seed: int | None = None
     seed: int | None = None  # the same
     request_seed: int | None = None  # ours: a sample's own, as meta_info tells it
+    custom_params: dict[str, Any] | None = None  # for a custom logit processor, which is refused
 
     def to_params(
         self, *, seed: int, max_context_len: int, top_logprobs: int, routed_experts: bool
     ) -> SamplingParams:
         """Raises InvalidInputError. ``seed``: where none came along."""
         refuse_unknown(self.model_extra, _HARMLESS_SAMPLING, "sampling_params.")
+        if (self.custom_params or {}).get("return_top_p_token_ids") and self.top_p not in (None, 1):
+            raise InvalidInputError(
+                "sampling_params.custom_params.return_top_p_token_ids", True,
+                "this server does not tell what top_p left: leave it out, or set top_p=1",
+            )  # fmt: skip
         given = our_fields({name: getattr(self, name) for name in type(self).model_fields})
         # A context is never longer, and counts beyond all sizes would meet arrays of 32 bits.
         most = max_context_len if self.max_new_tokens is None else self.max_new_tokens
@@ -131,6 +131,7 @@ class GenerateBody(BaseModel):
     text: str | Listed[str] | None = None
     input_ids: Annotated[Listed[int] | Listed[Listed[int]], KnownIds] | None = None
     sampling_params: SglangSamplingBody | Listed[SglangSamplingBody] | None = None
+    model: str | None = None
     rid: str | Listed[str] | None = None
     stream: bool = False
     return_logprob: bool | Listed[bool] | None = None
@@ -183,6 +184,7 @@ async def generate_items(body: GenerateBody, serving: Serving) -> tuple[list[Gen
     Raises InvalidInputError.
     """
     refuse_unknown(body.model_extra, _HARMLESS)
+    require_model(serving, body.model)
     prompts, is_single = _prompts(body)
     count = len(prompts)
     serving.require_batch(count)
@@ -261,8 +263,8 @@ def _each(value: T | list[T] | None, count: int, field: str, default: T) -> list
 def _rids(rid: str | list[str] | None, count: int, is_single: bool) -> list[str]:
     base = uuid.uuid4().hex if rid is None else rid
     for each in [base] if isinstance(base, str) else base:
-        if not 0 < len(each) <= _LONGEST_RID:
-            raise InvalidInputError("rid", each, f"must be 1 to {_LONGEST_RID} characters")
+        if not 0 < len(each) <= MAX_RID_LEN:
+            raise InvalidInputError("rid", each, f"must be 1 to {MAX_RID_LEN} characters")
     if isinstance(base, str) and not is_single:
         return [f"{base}_{index}" for index in range(count)]
     return _each(base, count, "rid", "")

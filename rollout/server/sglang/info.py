@@ -33,17 +33,10 @@ def routes(serving: Serving) -> APIRouter:
         found = await serving.call(lambda engine: engine.weight_version)
         return {**model_info, "weight_version": str(found)}
 
-    @router.get("/server_info")
     @router.get("/get_server_info")
     async def get_server_info() -> dict[str, Any]:
         """The configuration, without keys, and what the engine is doing."""
-        known = await serving.status_cache.latest()
-        return {
-            **_server_arguments(serving),
-            "startup_time": serving.started,
-            "version": version("specrollout"),
-            "internal_states": [_load(serving, known.status)],
-        }
+        return await server_info(serving)
 
     @router.get("/v1/loads")
     async def loads() -> dict[str, Any]:
@@ -69,6 +62,17 @@ def routes(serving: Serving) -> APIRouter:
         ]
 
     return router
+
+
+async def server_info(serving: Serving) -> dict[str, Any]:
+    """The configuration, without keys, and what the engine is doing, by sglang's names."""
+    known = await serving.status_cache.latest()
+    return {
+        **_server_arguments(serving),
+        "startup_time": serving.started,
+        "version": version("specrollout"),
+        "internal_states": [_load(serving, known.status)],
+    }
 
 
 def _load(serving: Serving, status: EngineStatus) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class DistributedBody(UpdateFields):
     dtypes: PerTensor[Listed[str]]
     shapes: PerTensor[Listed[Listed[int]]]
     group_name: str = "weight_update_group"
-    load_format: str | None = None  # or flattened_bucket, from a DistributedSender
+    load_format: str | None = None  # or packed; or flattened_bucket, from a DistributedSender
 
 
 class IpcBody(UpdateFields):

@@ -16,6 +16,7 @@ import base64
 import binascii
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Query, Request
@@ -34,7 +35,7 @@ from rollout.server.json_route import (
 )
 from rollout.server.received_tensors import ReceivedFile, ReceivedTensors
 from rollout.server.serving import Serving
-from rollout.server.sglang.control import Answer, RefusedError, change
+from rollout.server.sglang.control import Answer, change, refuse
 from rollout.server.sglang.weight_bodies import (
     AbandonBody,
     BeginBody,
@@ -47,7 +48,6 @@ from rollout.server.sglang.weight_bodies import (
     TensorBody,
     TensorByName,
     TensorFields,
-    UpdateFields,
 )
 from rollout.weights.distributed import announced_manifest
 from rollout.weights.manifest import Manifest
@@ -59,21 +59,9 @@ _BINARY = {"type": "string", "format": "binary"}
 def routes(serving: Serving) -> APIRouter:
     router = APIRouter(tags=["weights"], route_class=JsonRoute)
     update = serving.open_update
-    root = _weights_root(serving)
+    root = weights_root(serving)
 
-    async def load(
-        body: UpdateFields,
-        function: Callable[[Engine, dict[str, Any]], None],
-        manifest: Callable[[], Manifest | None] = lambda: None,
-    ) -> JsonAnswer:
-        def run(engine: Engine) -> Answer:
-            options = body.options
-            message = update.load(
-                engine, manifest(), options, lambda heard: function(engine, heard)
-            )
-            return {"message": message}
-
-        return await change(serving, run)
+    load = partial(load_part, serving)
 
     @router.post(
         "/update_weights_from_tensor",
@@ -87,14 +75,13 @@ def routes(serving: Serving) -> APIRouter:
         try:
             body, tensors = await _received(request, query)
         except InvalidInputError as error:
-            unavailable_reason = await serving.call(lambda engine: engine.unavailable_reason)
-            return RefusedError(error, unavailable_reason).response
+            return await refuse(serving, error)
 
         def take(engine: Engine, options: dict[str, Any]) -> None:
             with tensors:
                 engine.update_weights_from_tensor(tensors, load_format=body.load_format, **options)
 
-        return await load(body, take, tensors.manifest)
+        return await load(body.options, take, tensors.manifest)
 
     @router.post("/update_weights_from_disk", responses=CHANGED)
     async def update_weights_from_disk(body: DiskBody) -> JsonAnswer:
@@ -108,25 +95,20 @@ def routes(serving: Serving) -> APIRouter:
             folder = root.folder("model_path", body.model_path)
             engine.update_weights_from_disk(folder, **options)
 
-        return await load(body, read)
+        return await load(body.options, read)
 
     @router.post("/update_weights_from_distributed", responses=CHANGED)
     async def update_weights_from_distributed(body: DistributedBody) -> JsonAnswer:
         """Receive the weights that the group's sender broadcasts meanwhile."""
 
-        def receive(engine: Engine, options: dict[str, Any]) -> None:
-            engine.update_weights_from_distributed(
-                body.names, body.dtypes, body.shapes, body.group_name,
-                load_format=body.load_format, **options,
-            )  # fmt: skip
-
-        return await load(body, receive, lambda: _announced(body))
+        return await receive_tensors(serving, body)
 
     @router.post("/update_weights_from_ipc", responses=CHANGED)
     async def update_weights_from_ipc(body: IpcBody) -> JsonAnswer:
         """Buckets in shared memory of this host, or of a GPU that both processes see."""
         return await load(
-            body, lambda engine, options: engine.update_weights_from_ipc(body.handles, **options)
+            body.options,
+            lambda engine, options: engine.update_weights_from_ipc(body.handles, **options),
         )
 
     @router.post("/begin_weight_update", responses=CHANGED)
@@ -201,7 +183,37 @@ def routes(serving: Serving) -> APIRouter:
     return router
 
 
-def _weights_root(serving: Serving) -> AllowedPaths:
+async def load_part(
+    serving: Serving,
+    options: dict[str, Any],
+    function: Callable[[Engine, dict[str, Any]], None],
+    manifest: Callable[[], Manifest | None] = lambda: None,
+) -> JsonAnswer:
+    """Load one call's tensors by ``function``, as `OpenUpdate.load` says, and answer."""
+
+    def run(engine: Engine) -> Answer:
+        message = serving.open_update.load(
+            engine, manifest(), options, lambda heard: function(engine, heard)
+        )
+        return {"message": message}
+
+    return await change(serving, run)
+
+
+async def receive_tensors(serving: Serving, body: DistributedBody) -> JsonAnswer:
+    """Receive what a group's sender broadcasts meanwhile."""
+
+    def receive(engine: Engine, options: dict[str, Any]) -> None:
+        engine.update_weights_from_distributed(
+            body.names, body.dtypes, body.shapes, body.group_name,
+            load_format=body.load_format, **options,
+        )  # fmt: skip
+
+    return await load_part(serving, body.options, receive, lambda: _announced(body))
+
+
+def weights_root(serving: Serving) -> AllowedPaths:
+    """The folders that weights may be read from."""
     configured = serving.config.weights_root
     folders = [serving.model_path] if configured is None else [configured, serving.model_path]
     return AllowedPaths("server.weights_root", folders)

@@ -1,0 +1,115 @@
+"""Chats as token ids: `/v1/chat/completions/render`, and `.../tokens`, which is sent them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from rollout.errors import InvalidInputError
+from rollout.server.body_fields import EVENTS, KnownIds, Listed
+from rollout.server.openai.answer import Heading, OutputTexts
+from rollout.server.openai.chat import ChatAnswer
+from rollout.server.openai.chat_body import ChatBody
+from rollout.server.openai.chat_format import ChatFormat
+from rollout.server.openai.output_grammar import GrammarBody
+from rollout.server.openai.route import OpenAIRoute, require_model
+from rollout.server.openai.sampling_body import SamplingFields
+from rollout.server.serving import Serving
+from rollout.server.streams import SampleRequest
+
+_PLAIN_FIELDS = SamplingFields.model_fields.keys() - GrammarBody.model_fields.keys()
+_STRUCTURED = {"json_schema": "json", "regex": "regex"}
+
+
+class TokensBody(ChatBody):
+    """A chat whose prompt the client has encoded, and holds the very ids that were sampled."""
+
+    tokens: Annotated[Listed[int], KnownIds, Field(description="the prompt, instead of messages")]
+
+    def begun(self) -> ChatBody:
+        """The body of a chat whose prompt ends where the assistant's turn begins, or within it."""
+        return self.model_copy(
+            update={"add_generation_prompt": True, "continue_final_message": False}
+        )
+
+
+async def chat_prompt_ids(serving: Serving, chat_format: ChatFormat, body: ChatBody) -> list[int]:
+    """The prompt that the chat template makes of the body. Raises InvalidInputError."""
+
+    def encode() -> list[int]:
+        # Whoever reads the output will tell calls from text: it need not be known how.
+        rendered = chat_format.render(body.model_copy(update={"tool_choice": "none"}))
+        return serving.encoder.encode_rendered(
+            rendered,
+            max_tokens=serving.max_prompt_len,
+            add_special_tokens=bool(body.add_special_tokens),
+        )
+
+    return await asyncio.to_thread(encode)
+
+
+def routes(serving: Serving) -> APIRouter:
+    router = APIRouter(tags=["vllm"], route_class=OpenAIRoute)
+    texts = OutputTexts(serving.encoder)
+    chat_format = ChatFormat(serving)
+
+    @router.post("/v1/chat/completions/render")
+    async def render(body: ChatBody) -> dict[str, Any]:
+        """The body that `/inference/v1/generate` takes for this chat; nothing is generated."""
+        require_model(serving, body.model)
+        body.check_fields()
+        prompt_ids = await chat_prompt_ids(serving, chat_format, body)
+        serving.check_prompt_len(len(prompt_ids))
+        params = body.params(len(prompt_ids), serving.max_context_len, seed=0)
+        sampling = body.model_dump(include=_PLAIN_FIELDS, exclude_none=True)
+        sampling["max_tokens"] = params.max_new_tokens
+        if body.grammar is not None:  # that of a forced call has no other field
+            kind, value = body.grammar
+            sampling["structured_outputs"] = {_STRUCTURED[kind]: value}
+        if body.logprobs:
+            sampling["logprobs"] = params.top_logprobs
+        return {
+            "request_id": Heading.new("chatcmpl", "", serving.model_name).id,
+            "token_ids": prompt_ids,
+            "features": None,
+            "sampling_params": sampling,
+            "model": body.model,
+            "stream": bool(body.stream),
+            "stream_options": body.stream_options,
+            "cache_salt": (body.model_extra or {}).get("cache_salt"),
+            "priority": 0,
+            "kv_transfer_params": None,
+        }
+
+    @router.post("/v1/chat/completions/tokens", responses=EVENTS)
+    async def tokens(body: TokensBody, request: Request) -> Response:
+        """A chat's answer to a prompt of token ids; the messages are not looked at."""
+        require_model(serving, body.model)
+        body.check_fields()
+        serving.require_batch(body.num_samples, "n")
+        (prompt_ids,) = await serving.encode([body.tokens], "tokens")
+        params = body.params(len(prompt_ids), serving.max_context_len, serving.fresh_seed())
+        encoder = serving.encoder
+        prompt = "" if encoder.tokenizer is None else encoder.decode_with_specials(prompt_ids)
+        message_format = chat_format.message_format(body.begun(), prompt)
+        if body.wants_calls and message_format.tool_parser is None:
+            raise InvalidInputError(
+                "tools", body.tools, "it is not known how the model writes calls: see tool_parser"
+            )
+        answer = ChatAnswer(
+            heading=Heading.new("chatcmpl", "chat.completion", serving.model_name),
+            body=body,
+            samples=[
+                SampleRequest(prompt_ids=prompt_ids, params=params, sample_index=index)
+                for index in range(body.num_samples)
+            ],
+            texts=texts,
+            format=message_format,
+            shown_ids=texts.streams.special_ids(message_format.markers),
+        )
+        return await answer.respond(request, serving)
+
+    return router

@@ -1,0 +1,155 @@
+"""Pausing, sleeping and caches by vLLM's names. Each call does what one of sglang's does."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from pydantic import Field
+
+from rollout.engine.protocol import Engine
+from rollout.errors import EngineStateError
+from rollout.server.body_fields import CHANGED, Body
+from rollout.server.json_route import JsonAnswer, JsonRoute
+from rollout.server.serving import Serving
+from rollout.server.sglang.control import Answer, change, flush_idle, memory_tags
+from rollout.server.streams import while_connected
+from rollout.types import MemoryTag, PauseMode
+
+Mode = Literal["abort", "wait", "keep"]
+
+_POLL_SECONDS = 0.02  # of waits for requests to end
+
+
+class PauseFields(Body):
+    """``mode``: requests in flight end (abort), are waited for, or are kept with their KV."""
+
+    mode: Mode = "abort"
+    clear_cache: bool = True  # the prefix cache and all KV; not with mode=keep
+    wait_for_inflight_requests: bool = False  # the former name of mode=wait
+
+
+class SleepFields(Body):
+    """``level``: 1 keeps the weights, 2 drops them: only a full update makes them serve again."""
+
+    level: Literal["1", "2"] = "1"
+    mode: Mode = "abort"
+    tags: list[str] = Field(["weights", "kv_cache"])
+
+
+class WakeFields(Body):
+    tags: list[str] | None = None  # default: all that is asleep
+
+
+class ResetFields(Body):
+    """``reset_running_requests``: they compute their KV anew; else they keep it, and the cache."""
+
+    reset_running_requests: bool = False
+    reset_external: bool = False  # there is no cache elsewhere
+
+
+def routes(serving: Serving) -> APIRouter:
+    router = APIRouter(tags=["vllm"], route_class=JsonRoute)
+
+    @router.post("/pause", responses=CHANGED)
+    async def pause(
+        query: Annotated[PauseFields, Query()], request: Request, body: Body | None = None
+    ) -> JsonAnswer:
+        """Run nothing until `/resume`; new requests wait."""
+        mode = "wait" if query.wait_for_inflight_requests else query.mode
+        if mode == "wait":
+            await while_connected(request, _finish_running(serving))
+
+        def stop(engine: Engine) -> Answer:
+            engine.pause_generation(PauseMode.ABORT if mode == "abort" else PauseMode.IN_PLACE)
+            if query.clear_cache and mode != "keep":
+                engine.flush_cache()
+            return {"message": "generation is paused", "status": "paused"}
+
+        return await change(serving, stop)
+
+    @router.post("/resume", responses=CHANGED)
+    async def resume(body: Body | None = None) -> JsonAnswer:
+        """Continue, and commit the weights that came while generation was paused."""
+
+        def go_on(engine: Engine) -> Answer:
+            serving.open_update.continue_generation(engine)
+            return {"message": "generation goes on", "status": "resumed"}
+
+        return await change(serving, go_on)
+
+    @router.get("/is_paused")
+    async def is_paused() -> dict[str, bool]:
+        return {"is_paused": await serving.call(lambda engine: engine.is_paused)}
+
+    @router.post("/sleep", responses=CHANGED)
+    async def sleep(
+        query: Annotated[SleepFields, Query()], request: Request, body: Body | None = None
+    ) -> JsonAnswer:
+        """Give memory back. Requests that are kept, and new ones, wait for it to be taken again."""
+        if query.mode == "wait":
+            await while_connected(request, _finish_running(serving))
+
+        def release(engine: Engine) -> Answer:
+            held = [tag for tag in memory_tags(query.tags) if tag not in engine.released_tags]
+            if query.mode == "abort":
+                was_paused = engine.is_paused
+                engine.pause_generation(PauseMode.ABORT)
+                if not was_paused:
+                    engine.continue_generation()
+            freed = engine.release_memory(held, query.level == "1") if held else {}
+            return {"freed_bytes": freed}
+
+        return await change(serving, release)
+
+    @router.post("/wake_up", responses=CHANGED)
+    async def wake_up(
+        query: Annotated[WakeFields, Query()], body: Body | None = None
+    ) -> JsonAnswer:
+        """Take memory again. A part that is awake stays as it is."""
+
+        def take(engine: Engine) -> Answer:
+            known = set(MemoryTag) - engine.released_tags
+            engine.resume_memory([tag for tag in memory_tags(query.tags) if tag not in known])
+            return {"state": engine.unavailable_reason}
+
+        return await change(serving, take)
+
+    @router.get("/is_sleeping")
+    async def is_sleeping() -> dict[str, bool]:
+        return {"is_sleeping": bool(await serving.call(lambda engine: engine.released_tags))}
+
+    @router.post("/reset_prefix_cache", responses=CHANGED)
+    async def reset_prefix_cache(
+        query: Annotated[ResetFields, Query()], body: ResetFields | None = None
+    ) -> JsonAnswer:
+        """Drop the prefix cache. ``success`` is false while requests hold it; the corpus stays.
+
+        Fields may come in the address or in the body.
+        """
+        resets = query.reset_running_requests or bool(body and body.reset_running_requests)
+
+        def reset(engine: Engine) -> dict[str, Any]:
+            if resets:
+                engine.flush_cache()
+            if resets or flush_idle(engine):
+                return {"success": True, "message": "Cache flushed."}
+            return {"success": False, "message": "requests hold it: set reset_running_requests"}
+
+        return JsonAnswer(await serving.call(reset))
+
+    return router
+
+
+async def _finish_running(serving: Serving) -> None:
+    """Wait until what is running or waiting now has ended; later requests run beside it.
+
+    Raises EngineStateError while nothing can run: it would not end.
+    """
+    unfinished = serving.loop.unfinished()
+    while not all(handle.future.done() for handle in unfinished):
+        reason = await serving.call(lambda engine: engine.unavailable_reason)
+        if reason:
+            raise EngineStateError(f"what is unfinished does not end: {reason}")
+        await asyncio.sleep(_POLL_SECONDS)

@@ -1,0 +1,234 @@
+"""New weights by vLLM's calls, which end in the transaction that sglang's do.
+
+Tensors come through a group of torch.distributed that the trainer opened, or from a folder below
+server.weights_root. vLLM's own communicator begins with a pickle, and its handles of CUDA memory
+are pickles: both are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from fastapi import APIRouter
+from fastapi.exceptions import RequestValidationError
+from pydantic import Field, ValidationError
+
+from rollout.engine.protocol import Engine
+from rollout.errors import InvalidInputError
+from rollout.server.body_fields import CHANGED, Body, Listed
+from rollout.server.json_route import JsonAnswer, JsonRoute
+from rollout.server.received_tensors import PerTensor
+from rollout.server.serving import Serving
+from rollout.server.sglang.control import Answer, change, refuse
+from rollout.server.sglang.weight_bodies import DistributedBody, UpdateFields, Version
+from rollout.server.sglang.weights import load_part, receive_tensors, weights_root
+
+BodyType = TypeVar("BodyType", bound=Body)
+
+_NO_PICKLES = "is a pickle, which this server does not read: send tensors through a group"
+
+
+class InitInfo(Body):
+    """A group of torch.distributed to join from rank ``rank_offset`` on. Rank 0 sends."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    backend: str | None = Field(None, description="gloo or nccl: the trainer's, and required")
+    group_name: str = "weight_update_group"
+    timeout: float = 300.0
+    packed: bool = False  # what updates do that do not say it
+
+
+class InitBody(Body):
+    init_info: InitInfo
+
+
+class StartBody(UpdateFields):
+    """An update of several calls, whose options belong here."""
+
+    is_checkpoint_format: bool = True
+
+
+class UpdateInfo(Body):
+    """The tensors that the trainer broadcasts, in its order."""
+
+    names: PerTensor[Listed[str]]
+    dtype_names: PerTensor[Listed[str]]
+    shapes: PerTensor[Listed[Listed[int]]]
+    packed: bool | None = None  # joined to buffers of a GiB, as vLLM's senders do
+    is_checkpoint_format: bool = True
+    group_name: str = "weight_update_group"
+    ipc_handles: Any = None  # pickles, which are refused
+    ipc_handles_pickled: Any = None
+
+    def check_fields(self) -> None:
+        """Raises InvalidInputError for what this server does not read."""
+        _require_checkpoint_names(self.is_checkpoint_format)
+        for name in ("ipc_handles", "ipc_handles_pickled"):
+            if getattr(self, name) is not None:
+                raise InvalidInputError(f"update_info.{name}", "...", _NO_PICKLES)
+
+
+class UpdateBody(UpdateFields):
+    """``update_info``, or prime-rl's ``weight_dir``: a safetensors folder."""
+
+    update_info: UpdateInfo | None = None
+    weight_dir: str | None = None
+
+
+class FinishBody(Body):
+    weight_version: Version | None = None
+
+
+class RpcBody(Body):
+    """A method of SkyRL's workers."""
+
+    method: str
+    args: list[Any] = Field(default_factory=list)
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    timeout: float | None = None  # the update's own counts
+
+
+def routes(serving: Serving) -> APIRouter:
+    router = APIRouter(tags=["vllm"], route_class=JsonRoute)
+    transfer = _Transfer(serving)
+
+    @router.post("/init_weight_transfer_engine", responses=CHANGED)
+    async def init_weight_transfer_engine(body: InitBody) -> JsonAnswer:
+        """Join the trainer's group, instead of an earlier one; nothing is generated until all of
+        its members have come."""
+        return await transfer.join(body.init_info)
+
+    @router.post("/start_weight_update", responses=CHANGED)
+    async def start_weight_update(body: StartBody | None = None) -> JsonAnswer:
+        """Open an update of several calls."""
+        return await transfer.start(body or StartBody())
+
+    @router.post("/update_weights", responses=CHANGED)
+    async def update_weights(body: UpdateBody) -> JsonAnswer:
+        """Take a part of the open update; without one, an update of its own."""
+        return await transfer.update(body)
+
+    @router.post("/finish_weight_update", responses=CHANGED)
+    async def finish_weight_update(body: FinishBody | None = None) -> JsonAnswer:
+        """Commit."""
+        return await transfer.finish(body or FinishBody())
+
+    @router.post("/collective_rpc")
+    async def collective_rpc(body: RpcBody) -> JsonAnswer:
+        """The calls that SkyRL makes to its workers; there are no others."""
+        answer = await transfer.call(body)
+        return JsonAnswer({"results": [None]}) if answer.status_code == 200 else answer
+
+    return router
+
+
+class _Transfer:
+    """One server's updates by vLLM's calls."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._root = weights_root(serving)
+        self._joined: dict[str, bool] = {}  # by the group's name, whether its sender packs
+
+    async def join(self, info: InitInfo) -> JsonAnswer:
+        if info.backend is None:
+            wrong = InvalidInputError(
+                "init_info.backend", None,
+                "name the one of the trainer's torch.distributed group, gloo or nccl: this server "
+                "does not speak vLLM's own communicator, which begins with a pickle",
+            )  # fmt: skip
+            return await refuse(self._serving, wrong)
+        backend = info.backend
+
+        def join(engine: Engine) -> Answer:
+            if self._joined.pop(info.group_name, None) is not None:
+                engine.destroy_weights_update_group(info.group_name)
+            engine.init_weights_update_group(
+                info.master_address.strip("[]"), info.master_port, info.rank_offset,
+                info.world_size, info.group_name, backend, info.timeout, "torch",
+            )  # fmt: skip
+            self._joined[info.group_name] = info.packed
+            return {"message": "Weight transfer initialized"}
+
+        return await change(self._serving, join)
+
+    async def start(self, body: StartBody) -> JsonAnswer:
+        def begin(engine: Engine) -> Answer:
+            _require_checkpoint_names(body.is_checkpoint_format)
+            self._serving.open_update.begin(engine, None, body.options)
+            return {"message": "Weight update started"}
+
+        return await change(self._serving, begin)
+
+    async def update(self, body: UpdateBody) -> JsonAnswer:
+        info, folder = body.update_info, body.weight_dir
+        try:
+            if (info is None) == (folder is None):
+                raise InvalidInputError("update_info", None, "give either it or weight_dir")
+            if info is not None:
+                info.check_fields()
+        except InvalidInputError as error:
+            return await refuse(self._serving, error)
+        if info is not None:
+            packed = (
+                self._joined.get(info.group_name, False) if info.packed is None else info.packed
+            )
+            announced = DistributedBody(
+                names=info.names, dtypes=info.dtype_names, shapes=info.shapes,
+                group_name=info.group_name, load_format="packed" if packed else None,
+                **body.options,
+            )  # fmt: skip
+            return await receive_tensors(self._serving, announced)
+
+        def read(engine: Engine, options: dict[str, Any]) -> None:
+            assert folder is not None
+            engine.update_weights_from_disk(self._root.folder("weight_dir", folder), **options)
+
+        return await load_part(self._serving, body.options, read)
+
+    async def finish(self, body: FinishBody) -> JsonAnswer:
+        def end(engine: Engine) -> Answer:
+            if body.weight_version is not None:
+                raise InvalidInputError(
+                    "weight_version", body.weight_version, "belongs to /start_weight_update"
+                )
+            self._serving.open_update.end(engine)
+            return {"message": f"the weights are version {engine.weight_version}"}
+
+        return await change(self._serving, end)
+
+    async def call(self, body: RpcBody) -> JsonAnswer:
+        if body.args:
+            raise InvalidInputError("args", body.args, "SkyRL's calls have keyword arguments alone")
+        match body.method:
+            case "skyrl_start_weight_update":
+                return await self.start(_validated(StartBody, body.kwargs))
+            case "update_weights_nccl" | "update_weights_ipc":
+                return await self.update(_validated(UpdateBody, body.kwargs))
+            case "skyrl_finish_weight_update":
+                return await self.finish(_validated(FinishBody, body.kwargs))
+        raise InvalidInputError(
+            "method", body.method,
+            "must be skyrl_start_weight_update, update_weights_nccl or skyrl_finish_weight_update",
+        )  # fmt: skip
+
+
+def _require_checkpoint_names(is_checkpoint_format: bool) -> None:
+    if not is_checkpoint_format:
+        raise InvalidInputError(
+            "is_checkpoint_format", False, "tensors come by the checkpoint's names and shapes"
+        )
+
+
+def _validated(model: type[BodyType], kwargs: Mapping[str, Any]) -> BodyType:
+    try:
+        return model.model_validate(kwargs)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_input=False, include_context=False)
+        raise RequestValidationError(
+            [{**each, "loc": ("body", "kwargs", *each["loc"])} for each in wrong]
+        ) from None

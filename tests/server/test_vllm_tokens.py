@@ -1,0 +1,264 @@
+"""Tokens in, tokens out, by vLLM's calls: the very ids that were sampled are continued."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from transformers import AutoTokenizer
+
+from rollout import RolloutEngine, SamplingParams
+from tests.helpers.hang import HANG_SECONDS, wait_until
+from tests.server.conftest import Live
+
+GENERATE = "/inference/v1/generate"
+CONVERSATION = [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "three"}]
+
+
+@pytest.fixture(scope="module")
+def client(live: Live) -> Iterator[httpx.Client]:
+    with live.client() as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def offline(text_model_path: Path) -> RolloutEngine:
+    return RolloutEngine.from_pretrained(text_model_path, "none")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(text_model_path: Path) -> Any:
+    return AutoTokenizer.from_pretrained(text_model_path)
+
+
+def post(client: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def logprobs_of(choice: dict[str, Any]) -> list[float]:
+    """Read as the renderers' client does: one finite number for each id, and its name."""
+    content = choice["logprobs"]["content"]
+    assert [each["token"] for each in content] == [f"token_id:{id}" for id in choice["token_ids"]]
+    assert all(math.isfinite(each["logprob"]) for each in content)
+    return [each["logprob"] for each in content]
+
+
+def test_a_second_turn_continues_the_ids_of_the_first(client, offline):
+    prompt = [5, 9, 11]
+    for seed, tool_result in ((3, [7, 8]), (4, [])):
+        sampling = {"temperature": 0.9, "max_tokens": 9, "seed": seed, "logprobs": 1}
+        answer = post(
+            client, GENERATE, token_ids=prompt, request_id="turn",
+            sampling_params=sampling | {"skip_special_tokens": False, "detokenize": False},
+        )  # fmt: skip
+        (expected,) = offline.generate(
+            [prompt], SamplingParams(temperature=0.9, max_new_tokens=9, seed=seed)
+        )
+        (choice,) = answer["choices"]
+        assert answer["request_id"] == "turn"
+        assert choice["token_ids"] == expected.token_ids
+        assert logprobs_of(choice) == expected.logprobs
+        assert choice["finish_reason"] == expected.finish_reason
+        prompt = [*prompt, *choice["token_ids"], *tool_result]
+
+
+def test_what_the_context_leaves_is_the_default(client):
+    body = {"temperature": 0.9, "ignore_eos": True, "seed": 1}
+    (choice,) = post(client, GENERATE, token_ids=[5] * 490, sampling_params=body)["choices"]
+    assert (len(choice["token_ids"]), choice["logprobs"]) == (22, None)
+    assert choice["finish_reason"] == "length"
+
+
+def test_several_samples_and_their_stream(client, offline):
+    body = {
+        "token_ids": [5, 6],
+        "sampling_params": {"n": 3, "max_tokens": 7, "seed": 2, "logprobs": 0},
+        "return_token_ids": True,
+    }
+    whole = post(client, GENERATE, **body)
+    expected = offline.generate([[5, 6]], SamplingParams(n=3, max_new_tokens=7, seed=2))
+    assert whole["prompt_token_ids"] == [5, 6]
+    assert [choice["token_ids"] for choice in whole["choices"]] == [
+        each.token_ids for each in expected
+    ]
+    streamed: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    with client.stream(
+        "POST", GENERATE, json=body | {"stream": True, "stream_options": {"include_usage": True}}
+    ) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    events = [json.loads(line) for line in lines]
+    assert events.pop()["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    for event in events:
+        for choice in event["choices"]:
+            streamed[choice["index"]] += choice["token_ids"]
+            assert len(logprobs_of(choice)) == len(choice["token_ids"])
+    assert list(streamed.values()) == [each.token_ids for each in expected]
+
+
+def test_prompt_logprobs_are_those_of_sampling(client, offline):
+    """prime-rl reads the first entry of each position, TRL sorts by rank."""
+    (rollout,) = offline.generate([[5, 6]], SamplingParams(max_new_tokens=6, seed=7))
+    ids = rollout.prompt_ids + rollout.token_ids
+    sampling = {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "prompt_logprobs": 2}
+    answers = [
+        post(client, GENERATE, token_ids=ids, sampling_params=sampling),
+        post(client, "/v1/completions", prompt=[ids], **sampling)["choices"][0],
+    ]
+    for answer in answers:
+        positions = answer["prompt_logprobs"]
+        assert positions[0] is None
+        assert [int(next(iter(each))) for each in positions[1:]] == ids[1:]
+        firsts = [next(iter(each.values())) for each in positions[1:]]
+        assert [each["logprob"] for each in firsts[1:]] == rollout.logprobs
+        for each, first in zip(positions[1:], firsts, strict=True):
+            ranks = [entry["rank"] for entry in each.values()]
+            assert set(ranks) in ({1, 2}, {1, 2, 3})
+            likelier = sum(entry["logprob"] > first["logprob"] for entry in each.values())
+            assert first["rank"] == likelier + 1
+
+
+def test_tokenize_texts(live, client, tokenizer):
+    name = f"org/{live.serving.model_name}"
+    answer = post(client, "/tokenize", prompt="one two", return_token_strs=True, model=name)
+    assert answer == {
+        "count": 2,
+        "max_model_len": 512,
+        "tokens": tokenizer("one two")["input_ids"],
+        "token_strs": ["one", "two"],
+    }
+
+
+def test_tokenize_chats_as_they_are_answered(client, tokenizer):
+    for fields, options in (
+        ({}, {"add_generation_prompt": True}),
+        ({"add_generation_prompt": False}, {"add_generation_prompt": False}),
+        ({"add_generation_prompt": False, "continue_final_message": True},
+         {"add_generation_prompt": False, "continue_final_message": True}),
+        ({"chat_template_kwargs": {"x": 1}}, {"add_generation_prompt": True}),
+        ({"add_special_tokens": True}, {"add_generation_prompt": True}),  # of which are none
+    ):  # fmt: skip
+        answer = post(client, "/tokenize", messages=CONVERSATION, **fields)
+        text = tokenizer.apply_chat_template(CONVERSATION, tokenize=False, **options)
+        assert answer["tokens"] == tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert answer["count"] == len(answer["tokens"])
+
+
+def test_text_and_back(client, tokenizer):
+    ids = [3, 7, 2, 96]
+    assert post(client, "/detokenize", tokens=ids) == {"prompt": tokenizer.decode(ids)}
+    assert post(client, "/detokenize", tokens=[]) == {"prompt": ""}
+    info = client.get("/tokenizer_info").json()
+    assert info["eos_token"] == "</s>"
+    assert info["chat_template"] == tokenizer.chat_template
+    assert info["tokenizer_class"] == type(tokenizer).__name__
+    assert str(tokenizer.name_or_path) not in json.dumps(info)
+
+
+def test_a_rendered_chat_generates_what_the_chat_does(client):
+    chat = {
+        "messages": CONVERSATION[:1], "seed": 5, "temperature": 0.8, "logprobs": True,
+        "max_completion_tokens": 7, "cache_salt": "step-1",
+    }  # fmt: skip
+    rendered = post(client, "/v1/chat/completions/render", **chat)
+    assert rendered["features"] is None
+    generated = post(client, GENERATE, **rendered)["choices"][0]
+    fields = chat | {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    answered = post(client, "/v1/chat/completions", **fields)
+    assert rendered["token_ids"] == answered["prompt_token_ids"]
+    (choice,) = answered["choices"]
+    assert generated["token_ids"] == choice["token_ids"]
+    assert logprobs_of(generated) == logprobs_of(choice)
+    of_tokens = post(
+        client, "/v1/chat/completions/tokens", **fields | {"messages": []},
+        tokens=rendered["token_ids"],
+    )  # fmt: skip
+    assert of_tokens["choices"] == answered["choices"]
+    assert of_tokens["prompt_token_ids"] == rendered["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("path", "param", "body"),
+    [
+        (GENERATE, "token_ids", {"token_ids": [], "sampling_params": {}}),
+        (GENERATE, "token_ids", {"token_ids": [97], "sampling_params": {}}),
+        (GENERATE, "len(prompt)", {"token_ids": [5] * 512, "sampling_params": {}}),
+        (GENERATE, "sampling_params", {"token_ids": [5]}),
+        (GENERATE, "sampling_params", {"token_ids": [5], "sampling_params": {"logprobs": True}}),
+        (GENERATE, "sampling_params.n", {"token_ids": [5], "sampling_params": {"n": 0}}),
+        (GENERATE, "sampling_params.max_tokens",
+         {"token_ids": [5], "sampling_params": {"max_tokens": 0}}),
+        (GENERATE, "sampling_params.bad_words",
+         {"token_ids": [5], "sampling_params": {"bad_words": ["one"]}}),
+        (GENERATE, "features", {"token_ids": [5], "sampling_params": {}, "features": {"a": 1}}),
+        (GENERATE, "kv_transfer_params",
+         {"token_ids": [5], "sampling_params": {}, "kv_transfer_params": {"a": 1}}),
+        (GENERATE, "stream",
+         {"token_ids": [5], "sampling_params": {"prompt_logprobs": 0}, "stream": True}),
+        ("/tokenize", "prompt", {}),
+        ("/tokenize", "prompt", {"prompt": [5]}),
+        ("/tokenize", "messages", {"messages": "one"}),
+        ("/tokenize", "continue_final_message",
+         {"messages": CONVERSATION, "add_generation_prompt": True, "continue_final_message": True}),
+        ("/detokenize", "tokens", {"tokens": [-1]}),
+        ("/detokenize", "len(tokens)", {"tokens": [5] * 513}),
+        ("/v1/chat/completions/tokens", "tokens", {"messages": CONVERSATION}),
+        ("/v1/completions", "prompt_logprobs", {"prompt": [5], "prompt_logprobs": -1}),
+        ("/v1/completions", "prompt_logprobs",
+         {"prompt": [5], "prompt_logprobs": 1, "stream": True}),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(client, path, param, body):
+    answer = client.post(path, json=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def test_the_former_call_of_a_prompt_in_ids(client, offline):
+    """Atropos reads the first id of each position, and its logprob."""
+    body = {
+        "prompt": {"prompt_token_ids": [5, 6]},
+        "logprobs": 0,
+        "n": 2,
+        "seed": 8,
+        "max_tokens": 7,
+    }
+    answer = post(client, "/generate", **body)
+    expected = offline.generate([[5, 6]], SamplingParams(n=2, max_new_tokens=7, seed=8))
+    for positions, ids, rollout in zip(
+        answer["logprobs"], answer["token_ids"], expected, strict=True
+    ):
+        firsts = [next(iter(position[0].items())) for position in positions]
+        assert [int(id) for id, _ in firsts] == ids == rollout.token_ids
+        assert [logprob for _, logprob in firsts] == rollout.logprobs
+    assert answer["finish_reasons"] == [str(rollout.finish_reason) for rollout in expected]
+    assert answer["text"] == [rollout.text for rollout in expected]
+    for wrong, param in (
+        ({"prompt": "one"}, "prompt"), ({"prompt": {}}, "prompt.prompt_token_ids"),
+        ({"stream": True}, "stream"), ({"n": 0}, "n"), ({"text": "one"}, "text"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ):  # fmt: skip
+        refused = client.post("/generate", json=body | wrong)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (422, param)
+
+
+def test_a_request_is_aborted_by_its_id(live, client):
+    live.serving.loop.call(lambda engine: engine.pause_generation("in_place")).result()
+    with live.client() as other, ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(
+            post, other, GENERATE, token_ids=[5], sampling_params={"max_tokens": 400},
+            request_id="mine",
+        )  # fmt: skip
+        wait_until(lambda: live.serving.loop.num_unfinished)
+        assert client.post("/abort_request", json={"rid": "mine"}).json() == {"aborted": 1}
+        (choice,) = waiting.result(HANG_SECONDS)["choices"]
+        assert choice["finish_reason"] == "abort"
+    live.serving.loop.call(lambda engine: engine.continue_generation()).result()

@@ -1,0 +1,243 @@
+"""A rollout, an update and a rollout by the clients of vLLM's dialect.
+
+TRL's clients are its own, unmodified. vLLM is not installed here, and its communicator needs CUDA:
+tensors go over a group of torch.distributed with gloo, joined as vLLM's senders join them. The
+calls of SkyRL and prime-rl are spelled out in the order of one training step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.ports import free_port
+from tests.helpers.torch_trainer import TorchTrainer
+from tests.server.conftest import Live, run_server
+from tests.server.policies import (
+    PROMPT,
+    SAMPLING,
+    SEED,
+    Policy,
+    announced,
+    output_ids,
+    policy,
+    read_policy,
+)
+
+JOIN = "/init_weight_transfer_engine"
+RPC = "/collective_rpc"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("weights-root")
+
+
+@pytest.fixture(scope="module")
+def policies(text_model_path: Path, root: Path) -> tuple[Policy, Policy]:
+    """Those of two training steps; the server begins with the second."""
+    return policy(root / "second", 1), read_policy(text_model_path)
+
+
+@pytest.fixture(scope="module")
+def shared(text_model_path: Path, root: Path) -> Iterator[Live]:
+    with run_server(text_model_path, {"num_threads": 1}, {"weights_root": str(root)}) as live:
+        yield live
+
+
+@pytest.fixture
+def client(shared: Live) -> Iterator[httpx.Client]:
+    with shared.client() as client:
+        yield client
+
+
+def post(client: httpx.Client, path: str, body: Any = None, status: int = 200, **query: Any) -> Any:
+    answer = client.post(path, json=body, params=query)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def update_info(tensors: Mapping[str, torch.Tensor], **fields: Any) -> dict[str, Any]:
+    fields |= announced(tensors)
+    return {"update_info": fields | {"dtype_names": fields.pop("dtypes")}}
+
+
+def send_packed(trainer: TorchTrainer, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """One buffer, as vLLM's senders make of less than a GiB."""
+    flat = [tensor.contiguous().view(torch.uint8).flatten() for _, tensor in tensors]
+    trainer.send([torch.cat(flat)])
+
+
+@contextmanager
+def joined(client: httpx.Client) -> Iterator[TorchTrainer]:
+    """The trainer's end of a group that the server has joined."""
+    port = free_port()
+    info = {
+        "master_address": "127.0.0.1", "master_port": port, "rank_offset": 1,
+        "world_size": client.get("/get_world_size").json()["world_size"] + 1, "backend": "gloo",
+    }  # fmt: skip
+    with ThreadPoolExecutor(1) as threads:
+        joining = threads.submit(post, client, JOIN, {"init_info": info})
+        trainer = TorchTrainer(port, group_name="weight_update_group")
+        joining.result(HANG_SECONDS)
+    try:
+        yield trainer
+    finally:
+        trainer.close()
+
+
+@pytest.fixture
+def trl(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """TRL's client, and vLLM's sender as it calls it, over gloo."""
+    found = pytest.importorskip("trl.generation.vllm_client")
+    monkeypatch.setattr(found, "is_vllm_available", lambda: True)
+
+    def send(iterator: Iterator[tuple[str, torch.Tensor]], trainer_args: Any) -> None:
+        assert trainer_args.packed
+        send_packed(trainer_args.group, iterator)
+
+    engine = SimpleNamespace(trainer_send_weights=send)
+    monkeypatch.setattr(found, "NCCLWeightTransferEngine", engine, raising=False)
+    monkeypatch.setattr(found, "NCCLTrainerSendWeightsArgs", SimpleNamespace, raising=False)
+    return found
+
+
+def test_trl(shared, client, trl, policies):
+    theirs = trl.VLLMClient(base_url=shared.url)
+    with pytest.raises(RuntimeError, match="no weight-transfer engine"):
+        theirs.init_communicator(device="cpu")  # it would wait for a communicator of CUDA
+    info = theirs.get_server_info()
+    assert info["model_config"]["logprobs_mode"] == "processed_logprobs"
+    with joined(client) as theirs.communicator:
+        for weights in policies:
+            tensors = list(weights.tensors.items())
+            middle = len(tensors) // 2
+            with theirs.weight_update():
+                for part in (tensors[:middle], tensors[middle:]):
+                    theirs.update_named_params(metadata(part), iter(part))
+            theirs.reset_prefix_cache()
+            options = {"seed": SEED, "ignore_eos": True}
+            answer = theirs.generate(
+                [PROMPT], temperature=SAMPLING["temperature"],
+                max_tokens=SAMPLING["max_new_tokens"], generation_kwargs=options,
+            )  # fmt: skip
+            assert answer["completion_ids"] == [weights.output_ids]
+            scored = theirs.get_sequence_logprobs(
+                [PROMPT + weights.output_ids], [len(PROMPT)], top_logprobs=3,
+                temperature=SAMPLING["temperature"],
+            )  # fmt: skip
+            (likeliest,) = scored["logprobs"]
+            assert len(likeliest) == len(weights.output_ids)
+            actual = scored["actual_logprobs"][0]
+            assert actual == [[logprob] for (logprob,) in answer["logprobs"][0]]
+            assert all(top == sorted(top, reverse=True) for top in likeliest)
+        theirs.update_named_params(metadata(tensors), iter(tensors))  # all at once
+        theirs.communicator = None
+
+
+def metadata(tensors: list[tuple[str, torch.Tensor]]) -> list[tuple[str, str, list[int]]]:
+    return [
+        (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        for name, tensor in tensors
+    ]
+
+
+def test_trl_asynchronous(shared, client, policies):
+    found = pytest.importorskip("trl.experimental.async_grpo.vllm_client")
+    theirs = found.VLLMClient(shared.url)
+    assert theirs.get_max_model_len() == 512
+    assert theirs.get_dtype() == "torch.float32"
+    assert theirs.get_server_info()["lora_config"] is None
+    assert theirs.get_world_size() == 1
+    with joined(client) as trainer:
+        for weights in policies:
+            theirs.pause()
+            theirs.start_weight_update()
+            info = update_info(weights.tensors, packed=True)["update_info"]
+            with ThreadPoolExecutor(1) as threads:
+                updating = threads.submit(theirs.update_weights, info)
+                send_packed(trainer, iter(weights.tensors.items()))
+                updating.result(HANG_SECONDS)
+            theirs.finish_weight_update()
+            theirs.resume()
+            assert output_ids(client) == weights.output_ids
+
+
+def test_skyrl(client, policies):
+    with joined(client) as trainer:
+        for weights in policies:
+            post(client, "/pause", mode="keep", clear_cache="false")
+            start = {
+                "method": "skyrl_start_weight_update",
+                "kwargs": {"is_checkpoint_format": True},
+            }
+            assert post(client, RPC, start) == {"results": [None]}
+            receive = {"method": "update_weights_nccl", "kwargs": update_info(weights.tensors)}
+            trainer.send_during(lambda body=receive: post(client, RPC, body), weights.tensors)
+            post(client, RPC, {"method": "skyrl_finish_weight_update"})
+            post(client, "/reset_prefix_cache", {"reset_running_requests": False})
+            post(client, "/resume")
+            assert output_ids(client) == weights.output_ids
+        post(client, "/sleep", level="2")
+        post(client, "/wake_up", tags=["weights"])
+        post(client, "/start_weight_update", {"weight_version": 90})
+        body = update_info(weights.tensors)
+        trainer.send_during(lambda: post(client, "/update_weights", body), weights.tensors)
+        post(client, "/finish_weight_update", {})
+        post(client, "/wake_up", tags=["kv_cache"])
+    assert output_ids(client) == weights.output_ids
+    assert client.get("/get_weight_version").json() == {"weight_version": "90"}
+    ids = post(client, "/tokenize", {"prompt": "one two", "add_special_tokens": True})["tokens"]
+    assert post(client, "/detokenize", {"tokens": ids}) == {"prompt": "one two"}
+
+
+def test_prime_rl(client, policies):
+    for weights in policies:
+        assert client.get("/liveness").status_code == 200
+        post(client, "/pause", mode="keep", clear_cache="false")
+        (weights.folder / "NCCL_READY").touch()
+        post(client, "/update_weights", {"weight_dir": weights.folder.as_posix()})
+        post(client, "/resume")
+        assert output_ids(client) == weights.output_ids
+
+
+def test_what_fails_is_named_and_commits_nothing(client, policies):
+    before = output_ids(client)
+    pickled = update_info({}, ipc_handles_pickled="gASVAAAA")
+    init = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+    for path, body, named in (
+        (JOIN, {"init_info": init}, "init_info.backend"),
+        ("/update_weights", pickled, "update_info.ipc_handles_pickled"),
+        (RPC, {"method": "update_weights_ipc", "kwargs": pickled}, "ipc_handles_pickled"),
+        (RPC, {"method": "save_model"}, "method"),
+        (RPC, {"method": "skyrl_start_weight_update", "kwargs": {"x": 1}}, "kwargs.x"),
+        ("/start_weight_update", {"is_checkpoint_format": False}, "is_checkpoint_format"),
+        ("/finish_weight_update", {"weight_version": "7"}, "weight_version"),
+        ("/update_weights", {}, "update_info"),
+        ("/update_weights", {"weight_dir": "/etc"}, "weight_dir"),
+        ("/update_weights", update_info({}, group_name="nobody"), "group_name"),
+    ):
+        answer = client.post(path, json=body)
+        assert answer.status_code in (400, 422), (path, body)
+        assert named in answer.json()["error"]["message"], (path, body)
+    assert client.post("/finish_weight_update").status_code == 400  # none is open
+    with joined(client) as trainer:
+        post(client, "/start_weight_update")
+        assert client.post("/start_weight_update").status_code == 400
+        some = policies[0].part(last=False)
+        body = update_info(some)
+        trainer.send_during(lambda: post(client, "/update_weights", body), some)
+        refused = client.post("/finish_weight_update")
+        assert refused.status_code == 400
+        assert "torn" in refused.json()["state"]
+        post(client, "/update_weights", {"weight_dir": str(policies[1].folder)})
+    assert output_ids(client) == before
