@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -38,10 +39,37 @@ class ModelRanks:
         """The group of more than one rank, if there is one: the ranks that make the same calls."""
         return self.rows if self.rows.size > 1 else self.tensor
 
+    def all_or_none(
+        self, when: str, spares: type[BaseException] | tuple[()] = ()
+    ) -> AbstractContextManager[None]:
+        """A context for what ranks do together: a failure on this one closes the group, so that the
+        others, in the middle of it, hear of that at once.
+
+        Args:
+            when: said in their error, such as "in the middle of a step".
+            spares: errors that all ranks raise alike.
+        """
+        return _AllOrNone(self, when, spares)
+
     def close(self, reason: str = "the group is closed") -> None:
         """Leave both groups; see `RankGroup.close`."""
         self.tensor.close(reason)
         self.rows.close(reason)
+
+
+class _AllOrNone(AbstractContextManager[None]):
+    __slots__ = ("_ranks", "_spares", "_when")
+
+    def __init__(
+        self, ranks: ModelRanks, when: str, spares: type[BaseException] | tuple[()]
+    ) -> None:
+        self._ranks = ranks
+        self._when = when
+        self._spares = spares
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, self._spares):
+            self._ranks.close(f"it failed {self._when}: {error!r}")
 
 
 ONE_RANK = ModelRanks(tensor=SingleRank(), rows=SingleRank())

@@ -1,4 +1,7 @@
-"""The collectives of ranks that run one model."""
+"""The collectives of ranks that run one model.
+
+Legend: T rows of one rank, C columns.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,13 @@ class RankGroup(Protocol):
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Every rank's tensor, all of the same shape and dtype: [size, *x.shape]."""
+        ...
+
+    def gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
+        """Every rank's columns of the same rows, side by side: [T, all columns].
+
+        ``parts``: the columns of each rank, consecutive.
+        """
         ...
 
     def first(self, numbers: Sequence[float]) -> list[float]:
@@ -71,6 +81,9 @@ class SingleRank:
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return x[None]
+
+    def gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
+        return x_TC
 
     def first(self, numbers: Sequence[float]) -> list[float]:
         return list(numbers)
