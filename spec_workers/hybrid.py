@@ -15,13 +15,13 @@ from rollout.models.draft_model import is_separate_chain
 from rollout.models.loader import Progress
 from rollout.types import Batch, DraftTrees, Request
 from spec_workers.budget import DraftBudget
+from spec_workers.corpus.ngram_corpus import NgramCorpus
 from spec_workers.draft_tree import indices_within, only_roots
 from spec_workers.features.feature_recorder import FeatureRingOptions
 from spec_workers.neural.drafter import NeuralDrafter
 from spec_workers.neural.opening import open_chain, open_eagle
 from spec_workers.neural_gate import NeuralGate
 from spec_workers.ngram import SOURCES, NgramWorker, open_corpus
-from spec_workers.ngram_corpus import NgramCorpus
 from spec_workers.observation import Observation
 from spec_workers.options import HybridOptions, takes
 from spec_workers.target import TargetWorker

@@ -13,8 +13,8 @@ from rollout.models.loader import Progress
 from rollout.models.spec import ModelSpec
 from rollout.types import Batch, DraftTrees, Request, Scheduled
 from spec_workers.budget import DraftBudget
+from spec_workers.corpus.ngram_corpus import NgramCorpus
 from spec_workers.draft_tree import only_roots, spread
-from spec_workers.ngram_corpus import NgramCorpus
 from spec_workers.observation import Observation
 from spec_workers.options import CorpusOptions, takes
 from spec_workers.target import TargetWorker

@@ -23,11 +23,11 @@ from rollout.engine.draft_corpus import (
 )
 from rollout.errors import InvalidInputError
 from rollout.parallel import RankGroup
-from spec_workers.corpus_feed import CorpusFeed
-from spec_workers.corpus_inbox import CorpusInbox
-from spec_workers.corpus_outbox import CorpusOutbox
-from spec_workers.external_loads import ExternalLoads
-from spec_workers.rank_loads import RankLoads
+from spec_workers.corpus.external_loads import ExternalLoads
+from spec_workers.corpus.feed import CorpusFeed
+from spec_workers.corpus.inbox import CorpusInbox
+from spec_workers.corpus.outbox import CorpusOutbox
+from spec_workers.corpus.rank_loads import RankLoads
 
 _OPTION_OF = {
     "max_bytes": "spec.corpus_bytes",
