@@ -171,4 +171,4 @@ def make_command() -> Command:
 
 
 if __name__ == "__main__":
-    make_command().run("a layer on ranks, {threads} threads each", parts)
+    make_command().run("ranks that run one model", parts)
