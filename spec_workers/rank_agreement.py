@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
 from pathlib import Path
 
 import numpy as np
@@ -23,20 +25,28 @@ from rollout.types import Batch, DraftTrees, EntryResult, StepTimes
 
 
 def check_settings(group: RankGroup, config: EngineConfig, device: torch.device) -> None:
-    """Raises ParallelError where another rank has another configuration, model or torch.
+    """Raises ParallelError where another rank has other versions, configuration or model.
 
     Files and devices may have other names on other hosts.
     """
     if group.size == 1:
         return
     sections = asdict(config) | {"config.json": asdict(ModelSpec.read(Path(config.model.path)))}
-    settings: dict[str, object] = {"torch": torch.__version__}
+    settings: dict[str, object] = {name: version(name) for name in ("specrollout", "torch")}
     for section, part in sections.items():
         fields = part if isinstance(part, dict) else {"": part}
         settings |= {f"{section}.{name}".rstrip("."): it for name, it in fields.items()}
     for own in ("model.path", "model.tokenizer", "num_threads"):
         del settings[own]
     check_alike(group, settings | {"model.device": device.type})
+
+
+def version(package: str) -> str:
+    """The version of an installed package; empty: it runs from a source tree."""
+    try:
+        return installed_version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def agreed_times(group: RankGroup, times: StepTimes) -> StepTimes:

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from rollout.config import ParallelConfig, ParallelMode
 from rollout.errors import InvalidInputError, ParallelError
 from rollout.parallel.process_ranks import ProcessRanks
-from rollout.parallel.rank_group import RankGroup, SingleRank
+from rollout.parallel.rank_group import CLOSED, RankGroup, SingleRank
+from rollout.parallel.time_limit import answered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,7 @@ class ModelRanks:
         """
         return _AllOrNone(self, when, spares)
 
-    def close(self, reason: str = "the group is closed") -> None:
+    def close(self, reason: str = CLOSED) -> None:
         """Leave all groups; see `RankGroup.close`."""
         for group in (self.tensor, self.rows, self.all):
             group.close(reason)
@@ -124,12 +125,16 @@ def open_ranks(
             f"start it with torchrun --nproc-per-node {config.size}",
         )  # fmt: skip
     rank = int(os.environ["RANK"])
-    timeout = timedelta(seconds=config.timeout)
-    try:
+
+    def meet() -> tuple[Store, int]:
+        timeout = timedelta(seconds=config.timeout)
         store, _, _ = next(iter(rendezvous("env://", rank, config.size, timeout=timeout)))
         # A rank counts its groups, so that each has its own keys in the store.
-        number = store.add(f"specrollout/opened/{rank}", 1)
-    except RuntimeError as error:
+        return store, store.add(f"specrollout/opened/{rank}", 1)
+
+    try:
+        store, number = answered(meet, config.timeout)
+    except (RuntimeError, TimeoutError) as error:
         raise ParallelError(
             f"rank {rank} of {config.size}: the store at {os.environ['MASTER_ADDR']}:"
             f"{os.environ['MASTER_PORT']} cannot be reached ({str(error).splitlines()[0]})"

@@ -23,6 +23,7 @@ from rollout.errors import ParallelError
 from rollout.parallel.exchange import Exchange, GroupExchange
 from rollout.parallel.host_exchange import open_host_exchange
 from rollout.parallel.partition import consecutive
+from rollout.parallel.rank_group import CLOSED
 from rollout.parallel.time_limit import answered
 
 T = TypeVar("T")
@@ -143,8 +144,8 @@ class ProcessRanks:
             pause = min(2 * pause, 0.05)
         return [self._store.get(key).decode() for key in keys]
 
-    def close(self, reason: str = "the group is closed") -> None:
-        if not self._lost:
+    def close(self, reason: str = CLOSED) -> None:
+        if not self._lost and reason != CLOSED:
             with suppress(RuntimeError, TimeoutError):  # without a store they hear no reason
                 answered(lambda: self._store.set(f"left/{self.rank}", reason))
         self._leave(reason)

@@ -11,6 +11,9 @@ from typing import Protocol
 
 import torch
 
+CLOSED = "the group is closed"
+"""The reason of a rank that leaves because all is done."""
+
 
 class RankGroup(Protocol):
     """Ranks that make the same calls in the same order.
@@ -64,10 +67,10 @@ class RankGroup(Protocol):
         """Every rank's note on a topic, by rank. Waits until all have posted."""
         ...
 
-    def close(self, reason: str = "the group is closed") -> None:
+    def close(self, reason: str = CLOSED) -> None:
         """Leave the group for good. Calls of other ranks that wait for this one fail.
 
-        ``reason``: the message of later calls of this rank.
+        ``reason``: the message of later calls of this rank, and in the errors of the others.
         """
         ...
 
@@ -103,5 +106,5 @@ class SingleRank:
     def collect(self, topic: str) -> list[str]:
         return [""]
 
-    def close(self, reason: str = "the group is closed") -> None:
+    def close(self, reason: str = CLOSED) -> None:
         pass

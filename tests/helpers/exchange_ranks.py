@@ -161,7 +161,7 @@ def main(output: Path) -> None:
 
     group = ranks.group()
     if RANK == 1:
-        group.close()
+        group.close("it had enough")
     results["left"] = error_of(group)
     group = ranks.group()
     if RANK != 1:

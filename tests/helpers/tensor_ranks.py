@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
 import torch
 from torch.distributed.rendezvous import rendezvous
 
@@ -24,6 +25,7 @@ from rollout.errors import RolloutError
 from rollout.weights.disk import CheckpointSource
 from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.group import WeightGroup
+from spec_workers import rank_agreement
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.ports import free_port
 from tests.helpers.tensor_cases import PARAMS, PROMPTS, changed, numbers, stored
@@ -203,7 +205,11 @@ def failed_step(folder: str) -> dict:
 
 def started_differently(folder: str, other: str) -> dict[str, str]:
     """What engines say that were not started alike on both ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_agreement, "version", lambda package: f"{package} 2.{RANK}")
+        versions = error_of(engine_of, folder)
     return {
+        "version": versions,
         "configuration": error_of(engine_of, folder, max_running=3 + RANK),
         "worker": error_of(engine_of, folder, "ngram" if RANK else "none"),
         "options": error_of(

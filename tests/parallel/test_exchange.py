@@ -40,7 +40,7 @@ def test_a_rank_that_hangs_is_named_within_the_timeout(ranks: list[dict[str, Any
         assert late["seconds"] < 10
 
 
-@pytest.mark.parametrize(("case", "why"), [("left", ": the group is closed"), ("ended", "")])
+@pytest.mark.parametrize(("case", "why"), [("left", ": it had enough"), ("ended", "")])
 def test_a_rank_that_is_gone_is_named_at_once(
     ranks: list[dict[str, Any]], case: str, why: str
 ) -> None:

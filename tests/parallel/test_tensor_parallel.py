@@ -124,6 +124,7 @@ def test_a_step_that_fails_on_one_rank_is_run_again_by_none(ranks):
 @pytest.mark.parametrize(
     ("case", "named"),
     [
+        ("version", "specrollout is 'specrollout 2.1' on rank 1 and 'specrollout 2.0' on rank 0"),
         ("configuration", "scheduler.max_running is 4 on rank 1 and 3 on rank 0"),
         ("worker", "spec is 'spec_workers.ngram' on rank 1 and 'spec_workers.none' on rank 0"),
         ("options", "spec.num_draft_tokens is 4 on rank 1 and 3 on rank 0"),
