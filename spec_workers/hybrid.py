@@ -5,6 +5,7 @@ Legend: B entries of a batch, N draft nodes, G nodes of the n-gram trees.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -126,6 +127,10 @@ class HybridWorker(NgramWorker):
     def release(self, request: Request) -> None:
         super().release(request)
         self.drafter.release(request)
+
+    def check_integrity(self, running: Iterable[Request]) -> None:
+        super().check_integrity(running)
+        self.drafter.check_integrity(running)
 
     def weights_changed(self) -> None:
         super().weights_changed()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +116,10 @@ class NgramWorker(SpecWorker):
         self._feed.leave(request)
         if self._draft_corpus.outbox is not None:
             self._draft_corpus.outbox.leave(request)
+
+    def check_integrity(self, running: Iterable[Request]) -> None:
+        super().check_integrity(running)
+        self._draft_corpus.check_integrity()
 
     def counters(self) -> dict[str, float]:
         own = {f"corpus/{name}": value for name, value in self._draft_corpus.counters().items()}
