@@ -26,7 +26,7 @@ from rollout import RolloutEngine, SamplingParams
 from rollout.config import ParallelConfig, ParallelMode
 from rollout.engine.spmd import OpenEngine, run_spmd
 from rollout.models.loader import Progress
-from rollout.parallel.launcher import hosted_store, rank_variables
+from rollout.parallel.opening import host_store, launch_variables
 
 PROMPT = list(range(1, 17))
 RATIO_BAR = 1.4
@@ -114,7 +114,7 @@ def run_rank(rank: int, decoding: Decoding, port: int, pipe: Connection) -> None
     size = len(decoding.cores)
     os.sched_setaffinity(0, {decoding.cores[rank]})
     torch.set_num_threads(1)
-    os.environ.update(rank_variables(rank, size, port))
+    os.environ.update(launch_variables(rank, size, port, rank))
     clocks: list[ForwardClock] = []
 
     def open_engine(progress: Progress | None) -> RolloutEngine:
@@ -142,7 +142,7 @@ class RankProcesses:
 
     def __init__(self, decoding: Decoding) -> None:
         spawn = multiprocessing.get_context("spawn")
-        self._store = hosted_store()
+        self._store = host_store()
         pipes = [spawn.Pipe() for _ in decoding.cores]
         self._pipes = [own for own, _ in pipes]
         self._processes = [
