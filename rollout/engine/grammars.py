@@ -65,6 +65,7 @@ class Grammars:
         except ValueError as error:
             raise InvalidInputError(f"sampling.{kind}", text, f"is none: {error}") from None
         matcher = LLMatcher(tokens, grammar, log_level=0)
+        matcher.compute_bitmask()  # finds what no text obeys
         if matcher.is_error():
             reason = matcher.get_error().partition("\n")[0]
             raise InvalidInputError(f"sampling.{kind}", text, f"is none: {reason}")
@@ -121,7 +122,8 @@ class TokenGrammar:
         elif not matcher.is_error():
             bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
             found = np.unpackbits(bits, bitorder="little")[: self._vocab_size]
-            allowed_V[: len(found)] = found
+            if not matcher.is_error():  # it has become too complex: then the request fails alone
+                allowed_V[: len(found)] = found
         if num_followed:
             matcher.rollback(num_followed)
         return np.flatnonzero(~allowed_V)

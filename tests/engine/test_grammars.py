@@ -107,6 +107,8 @@ def test_a_partial_output_must_obey(engine: RolloutEngine) -> None:
     [
         ("sampling.regex", {"regex": "(a"}),
         ("sampling.regex", {"regex": 1}),
+        ("sampling.regex", {"regex": r"[^\x00-\x{10FFFF}]"}),
+        ("sampling.json_schema", {"json_schema": '{"$ref": "#"}'}),
         ("sampling.regex", {"regex": "a", "json_schema": "{}"}),
         ("sampling.json_schema", {"json_schema": "{"}),
         ("sampling.json_schema", {"json_schema": '{"type": "nothing"}'}),
@@ -132,3 +134,21 @@ def test_the_last_grammars_are_remembered(
     for regex in "abcab":
         assert known.open(params(regex=regex), []) is not None
         assert len(known._compiled) <= 2
+
+
+def test_a_request_whose_grammar_fails_ends_alone(
+    engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second token is one too many for this grammar's limits."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    known = engine.requests._grammars
+    tokens = known._tokens("regex", REGEX)
+    grammar = LLMatcher.grammar_from_lark('start: "a" rest\nrest: ("b" | "c") rest | "d"')
+    limits = LLParserLimits(step_max_items=12)
+    matcher = LLMatcher(tokens, grammar, limits=limits, log_level=0)
+    monkeypatch.setitem(known._compiled, ("regex", "fails"), matcher)
+    failed, other = engine.generate(["x", "y"], [params(n=1, regex="fails"), params(n=1)])
+    assert failed.finish_reason is FinishReason.ERROR
+    assert "the grammar has become too complex" in (failed.error or "")
+    assert other.finish_reason is not FinishReason.ERROR

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,6 +111,15 @@ def test_outputs_obey_a_grammar(live: Live, asked: dict[str, Any]) -> None:
         assert value in ([1, 2], {"a": "(.*)"}) or (
             value["a"] in ("one", "other") and value["b"] in (False, True)
         )
+
+
+def test_sglangs_dialect_has_grammars_too(live: Live) -> None:
+    pytest.importorskip("llguidance")
+    body = {"text": "x", "sampling_params": {"regex": "(ab|c){3}-d", "max_new_tokens": 20}}
+    with live.client() as client:
+        answer = client.post("/generate", json=body)
+    assert answer.status_code == 200, answer.text
+    assert re.fullmatch("(ab|c){3}-d", answer.json()["text"])
 
 
 def favouring(text: str) -> dict[int, float]:
