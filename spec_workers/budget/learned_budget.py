@@ -45,6 +45,8 @@ _SUREST = 0.98
 """Where only nodes more probable than this would pay nothing is asked for: the little that they
 could gain is less than it takes to ask."""
 
+_WORTHLESS = 1e-6  # milliseconds; nodes may be free
+
 _BELIEVED = 2.0
 """The time of one step's drafting counts as at most this multiple of the usual time."""
 
@@ -99,7 +101,9 @@ class LearnedBudget:
         trust_B = self._trust.ratios([entry.request.request_id for entry in batch.entries])
         # What is asked for is estimated before it is corrected.
         raised_B = np.maximum(1.0, self._values.highest_ratio * trust_B)
-        least_B = prices.cheapest_ms / (prices.token_ms_B * raised_B)
+        worth_B = prices.token_ms_B * raised_B
+        least_B = np.full(worth_B.size, np.inf)
+        np.divide(prices.cheapest_ms, worth_B, out=least_B, where=worth_B > _WORTHLESS)
         least_B[least_B > _SUREST] = np.inf
         prices.is_hopeless = bool(least_B.min() == np.inf)
         return None if prices.is_hopeless else np.maximum(self._min_probability, least_B)

@@ -500,3 +500,13 @@ def test_where_no_token_could_pay_nothing_is_asked_and_the_gate_closes():
         verified = step(budget, batch, 0.9)
         assert verified.proposed is None
     assert not budget.is_open
+
+
+def test_a_token_that_saves_nothing_is_not_asked_for_even_for_nothing():
+    """Rows are free, and other requests run on for long."""
+    budget, batch = make_budget(lambda rows: 0 * rows + 9.0), batch_of(40)
+    batch.tail = tail_of([1] + [4000] * 39)
+    assert budget.token_ms(batch)[0] == 0.0
+    floors_B = budget.floors(batch)
+    assert floors_B[0] > 1.0
+    assert floors_B[1:] == pytest.approx([0.02] * 39)
