@@ -12,8 +12,9 @@ DRAFT_MINUTES ?= 18
 FUZZERS := build/native-tests
 FUZZ_SECONDS ?= 600
 CPP := $(wildcard rollout/ops/csrc/*.h rollout/ops/csrc/*.cpp ngram_native/csrc/*.h ngram_native/csrc/*.cpp \
-  tests/native/cpp/* tests/native/fuzz/*)
-NATIVE := CMakeLists.txt $(wildcard */CMakeLists.txt rollout/ops/csrc/* ngram_native/csrc/*)
+  rollout/parallel/csrc/*.h rollout/parallel/csrc/*.cpp tests/native/cpp/* tests/native/fuzz/*)
+NATIVE := CMakeLists.txt $(wildcard */CMakeLists.txt rollout/ops/csrc/* rollout/parallel/csrc/* \
+  ngram_native/csrc/*)
 
 BUILD_REQUIRES := "scikit-build-core>=1.1" "nanobind>=3.1" "nanobind-backend>=1.0" "cmake>=3.26" ninja
 

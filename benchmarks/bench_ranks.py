@@ -1,12 +1,16 @@
-"""Question: what does it cost that tensor-parallel ranks have the bits of one? Bar: on 2 ranks, the
+"""Questions: what do two cores gain for one model, and what does it cost that tensor-parallel ranks
+have the bits of one? Bars: 2 ranks on 2 cores decode at batch 1 at least 1.4 times as fast as one
+rank on one, with the followers at most 5 % of their time outside the forward; on 2 ranks, the
 products and exchanges of a layer take at most 1.1x those with partial sums, whose bits depend on
 the number of ranks.
 
+    python benchmarks/bench_ranks.py --only decoding --cores 0 1 --json decoding.json
     python benchmarks/bench_ranks.py --shape demo --shape 8b --ranks 1 2 4 --json ranks.json
 
-Ranks are processes on this machine over gloo, with `--threads` each; give each its own cores. The
-layer is dense, bfloat16, with random weights and without its attention. A rank alone exchanges
-nothing, and both ways are the same.
+Ranks are processes on this machine. Those that decode, by default a model of the demo's size whose
+heads 2 ranks can share, have a core of `--cores` each and one thread. Those of a layer have
+`--threads` each; give each its own cores. The layer is dense, bfloat16, with random weights and
+without its attention. A rank alone exchanges nothing, and both ways are the same.
 Legend: T rows, I input, O output features.
 """
 
@@ -26,6 +30,7 @@ from harness.command import POSITIVE, Command, Parts
 from harness.rows import Row, row
 from harness.shapes import SHAPES, Shape
 from harness.timing import in_turns, paired
+from rank_decoding import decoding_rows
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from rollout.models.layers.linear import Linear
@@ -127,20 +132,37 @@ def rank_rows(name: str, job: Job) -> Iterator[Row]:
 
 
 def parts(options: argparse.Namespace) -> Parts:
-    return {
-        f"{name}, ranks {size}": partial(
+    tiny = ["tiny"] if options.quick else []
+    decoding = {
+        f"decoding, {name}": partial(
+            decoding_rows,
+            name,
+            SHAPES[name],
+            options.cores,
+            batch=options.batch,
+            steps=options.steps,
+            repeats=options.turns,
+        )
+        for name in options.shape or tiny or ["even"]
+    }
+    return decoding | {
+        f"layer of {name}, ranks {size}": partial(
             rank_rows,
             name,
             Job(SHAPES[name], size, options.rows, options.repeats, options.threads),
         )
-        for name in options.shape or ["tiny" if options.quick else "8b"]
+        for name in options.shape or tiny or ["8b"]
         for size in options.ranks
     }
 
 
 def make_command() -> Command:
     command = Command(__doc__)
-    command.option("--shape", [], choices=SHAPES, action="append", help="of the layer")
+    command.option("--shape", [], choices=SHAPES, action="append", help="of model and layer")
+    command.option("--cores", [0, 1], nargs="+", help="one for each rank that decodes")
+    command.option("--batch", 1, limits=POSITIVE, help="requests that are decoded")
+    command.option("--steps", 100, quick=3, limits=POSITIVE, help="of a turn")
+    command.option("--turns", 9, quick=1, limits=POSITIVE, help="of each number of ranks")
     command.option("--ranks", [1, 2], quick=[2], nargs="+", limits=POSITIVE)
     command.option("--rows", [1, 8, 64], quick=[2], nargs="+", limits=POSITIVE, help="of a step")
     command.repeats(200, quick=1)
@@ -149,4 +171,4 @@ def make_command() -> Command:
 
 
 if __name__ == "__main__":
-    make_command().run("a layer on ranks, {threads} threads each", parts)
+    make_command().run("ranks that run one model", parts)

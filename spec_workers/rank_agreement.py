@@ -1,4 +1,4 @@
-"""Values on which ranks that run the same requests must agree, each step.
+"""What ranks must agree on: their settings as they start, and in each step values.
 
 Everything a step does follows from what it is asked and from what was learned before. Time is the
 one thing that ranks do not share, so rank 0's is the one they all learn from.
@@ -8,12 +8,45 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
+from pathlib import Path
 
 import numpy as np
+import torch
 
+from rollout.config import EngineConfig
 from rollout.errors import ParallelError
+from rollout.models.spec import ModelSpec
 from rollout.parallel import RankGroup
+from rollout.parallel.agreement import check_alike
 from rollout.types import Batch, DraftTrees, EntryResult, StepTimes
+
+
+def check_settings(group: RankGroup, config: EngineConfig, device: torch.device) -> None:
+    """Raises ParallelError where another rank has other versions, configuration or model.
+
+    Files and devices may have other names on other hosts.
+    """
+    if group.size == 1:
+        return
+    sections = asdict(config) | {"config.json": asdict(ModelSpec.read(Path(config.model.path)))}
+    settings: dict[str, object] = {name: version(name) for name in ("specrollout", "torch")}
+    for section, part in sections.items():
+        fields = part if isinstance(part, dict) else {"": part}
+        settings |= {f"{section}.{name}".rstrip("."): it for name, it in fields.items()}
+    for own in ("model.path", "model.tokenizer", "num_threads"):
+        del settings[own]
+    check_alike(group, settings | {"model.device": device.type})
+
+
+def version(package: str) -> str:
+    """The version of an installed package; empty: it runs from a source tree."""
+    try:
+        return installed_version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def agreed_times(group: RankGroup, times: StepTimes) -> StepTimes:

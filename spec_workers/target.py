@@ -35,6 +35,7 @@ from rollout.types import (
 from rollout.weights.transaction import WeightTransaction
 from spec_workers.cpu_threads import choose_threads, may_choose_threads
 from spec_workers.draft_sizing import NO_DRAFT, DraftBytes
+from spec_workers.rank_agreement import check_settings
 from spec_workers.scorer import Scorer, joined
 from spec_workers.target_memory import bytes_of_steps, forward_graphs, routes_spec, target_memory
 from spec_workers.trial_forwards import trial_forwards
@@ -71,91 +72,93 @@ class TargetWorker:
         if config.model.record_routes:  # before the weights, which may take minutes to read
             routes_spec(config, ModelSpec.read(Path(config.model.path)))
         self.ranks = open_ranks(config.parallel, device)
-        self.checks_ranks = config.parallel.check and self.ranks.tensor.size > 1
-        self.model = load_model(
-            config.model.path,
-            config.model.dtype,
-            device,
-            config.model.max_context_len,
-            load_format=config.model.load_format,
-            ranks=self.ranks,
-            progress=progress,
-        )
-        spec = self.model.spec
-        self.vocab_size = spec.vocab_size
-        self.max_context_len = spec.max_context_len
-        self.eos_token_ids = spec.eos_token_ids
-        self.weights = WeightTransaction(
-            {"target": self.model},
-            passes_over=spec.passes_over,
-            ranks=self.ranks.all,
-        )
-        if config.model.load_format is LoadFormat.dummy:
-            self.weights.tear(["target"], "model.load_format=dummy loads none")
-        limits = StepLimits.of(
-            config.scheduler, device, recurrent=spec.linear_attention is not None
-        )
-        limits = StepLimits(  # ranks may have GPUs of several sizes, and schedule alike
-            **{name: min(self.ranks.all.numbers(each)) for name, each in asdict(limits).items()}
-        )
-        self.limits = limits
-        self.longest_step = limits.max_step_tokens + limits.max_running * (MAX_TREE_NODES - 1)
-        self.minimum_rows = _QUICKEST_ROWS if device.type == "cpu" else 1
-        if config.exact:
-            max_rows = self.longest_step * self.ranks.rows.size
-            exact_rows = make_row_invariant(self.model.linears(), max_rows)
-            if self.ranks.all.size > 1:
-                check_outputs(self.model.linears())
-            self.minimum_rows = max(self.minimum_rows, *self.ranks.all.numbers(exact_rows))
-        elif device.type == "cuda":
-            sum_in_float32()
-        padding = DummyRun(self.model, features, exact=config.exact)
-        reserved = (
-            bytes_of_steps(config.memory, limits, padding, draft_nodes)
-            if device.type == "cuda"
-            else 0
-        )
-        memory = target_memory(
-            config,
-            limits.max_running,
-            self.model,
-            self.ranks.all,
-            draft_bytes=draft_bytes,
-            reserved_bytes=reserved,
-        )
-        self.memory, self.kv_pool = memory.index, memory.kv_pool
-        self.state_pool = memory.state_pool
-        self.graphs: ForwardGraphs | None = None
-        if self.ranks.all.size == 1:  # in captured ones ranks could not wait for each other
-            self.graphs = forward_graphs(config.memory, self.model, self.minimum_rows, capture)
-        self.residency = MemorySaver(
-            self.weights,
-            memory.pools,
-            graphs=None if self.graphs is None else self.graphs.runs,
-            device=device,
-        )
-        self.runner = ModelRunner(
-            model=self.model,
-            kv_pool=self.kv_pool,
-            memory=self.memory,
-            state_pool=self.state_pool,
-            minimum_rows=self.minimum_rows,
-            device=device,
-            features=features,
-            graphs=self.graphs,
-            chunked_kernel=padding.chunked_kernel,
-        )
-        self._scorer = Scorer(
-            self.memory,
-            self.runner,
-            self.ranks.rows,
-            chunk_len=min(limits.chunk_len, limits.max_step_tokens),
-        )
-        is_alone = device.type == "cpu" and self.ranks.all.size == 1
-        if is_alone and config.num_threads is None and may_choose_threads():
-            # The tail of a batch counts as much as its beginning.
-            with trial_forwards(self.memory, self.runner, (1, limits.max_running)) as forwards:
-                choose_threads(forwards)
+        with self.ranks.all_or_none("while it started"):
+            check_settings(self.ranks.all, config, device)
+            self.checks_ranks = config.parallel.check and self.ranks.tensor.size > 1
+            self.model = load_model(
+                config.model.path,
+                config.model.dtype,
+                device,
+                config.model.max_context_len,
+                load_format=config.model.load_format,
+                ranks=self.ranks,
+                progress=progress,
+            )
+            spec = self.model.spec
+            self.vocab_size = spec.vocab_size
+            self.max_context_len = spec.max_context_len
+            self.eos_token_ids = spec.eos_token_ids
+            self.weights = WeightTransaction(
+                {"target": self.model},
+                passes_over=spec.passes_over,
+                ranks=self.ranks.all,
+            )
+            if config.model.load_format is LoadFormat.dummy:
+                self.weights.tear(["target"], "model.load_format=dummy loads none")
+            limits = StepLimits.of(
+                config.scheduler, device, recurrent=spec.linear_attention is not None
+            )
+            limits = StepLimits(  # ranks may have GPUs of several sizes, and schedule alike
+                **{name: min(self.ranks.all.numbers(each)) for name, each in asdict(limits).items()}
+            )
+            self.limits = limits
+            self.longest_step = limits.max_step_tokens + limits.max_running * (MAX_TREE_NODES - 1)
+            self.minimum_rows = _QUICKEST_ROWS if device.type == "cpu" else 1
+            if config.exact:
+                max_rows = self.longest_step * self.ranks.rows.size
+                exact_rows = make_row_invariant(self.model.linears(), max_rows)
+                if self.ranks.all.size > 1:
+                    check_outputs(self.model.linears())
+                self.minimum_rows = max(self.minimum_rows, *self.ranks.all.numbers(exact_rows))
+            elif device.type == "cuda":
+                sum_in_float32()
+            padding = DummyRun(self.model, features, exact=config.exact)
+            reserved = (
+                bytes_of_steps(config.memory, limits, padding, draft_nodes)
+                if device.type == "cuda"
+                else 0
+            )
+            memory = target_memory(
+                config,
+                limits.max_running,
+                self.model,
+                self.ranks.all,
+                draft_bytes=draft_bytes,
+                reserved_bytes=reserved,
+            )
+            self.memory, self.kv_pool = memory.index, memory.kv_pool
+            self.state_pool = memory.state_pool
+            self.graphs: ForwardGraphs | None = None
+            if self.ranks.all.size == 1:  # in captured ones ranks could not wait for each other
+                self.graphs = forward_graphs(config.memory, self.model, self.minimum_rows, capture)
+            self.residency = MemorySaver(
+                self.weights,
+                memory.pools,
+                graphs=None if self.graphs is None else self.graphs.runs,
+                device=device,
+            )
+            self.runner = ModelRunner(
+                model=self.model,
+                kv_pool=self.kv_pool,
+                memory=self.memory,
+                state_pool=self.state_pool,
+                minimum_rows=self.minimum_rows,
+                device=device,
+                features=features,
+                graphs=self.graphs,
+                chunked_kernel=padding.chunked_kernel,
+            )
+            self._scorer = Scorer(
+                self.memory,
+                self.runner,
+                self.ranks.rows,
+                chunk_len=min(limits.chunk_len, limits.max_step_tokens),
+            )
+            is_alone = device.type == "cpu" and self.ranks.all.size == 1
+            if is_alone and config.num_threads is None and may_choose_threads():
+                # The tail of a batch counts as much as its beginning.
+                with trial_forwards(self.memory, self.runner, (1, limits.max_running)) as forwards:
+                    choose_threads(forwards)
 
     @property
     def row_buckets(self) -> tuple[int, ...]:

@@ -54,6 +54,10 @@ SHAPES = {
         hidden_size=576, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64, ffn_size=1536,
         vocab_size=49_152, tied=True,
     ),
+    "even": Shape(  # the demo's size, with heads that 2 and 4 ranks can share
+        hidden_size=576, num_layers=30, num_heads=8, num_kv_heads=4, head_dim=64, ffn_size=1536,
+        vocab_size=49_152, tied=True,
+    ),
     "8b": Shape(
         hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
         ffn_size=14_336, vocab_size=128_256,

@@ -26,9 +26,10 @@ from rollout.engine.requests import RequestFactory
 from rollout.engine.steps import StepRunner
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.engine.weights import WeightUpdates
-from rollout.engine.worker import Worker, WorkerFactory, worker_factory
+from rollout.engine.worker import Worker, WorkerFactory, shared_settings, worker_factory
 from rollout.errors import EngineStateError, InvalidInputError
 from rollout.models.loader import Progress
+from rollout.parallel.agreement import check_alike
 from rollout.scheduler import LengthForecast, Scheduler, TwoBatchOverlap
 from rollout.scheduler.step_limits import StepLimits
 from rollout.types import MemoryTag, Prompt, Request, Rollout, SamplingParams
@@ -90,7 +91,10 @@ class RolloutEngine:
     ) -> RolloutEngine:
         """Build the worker by its factory. ``progress`` is told how far the model's weights are
         read."""
-        return cls(config, factory(config, progress))
+        worker = factory(config, progress)
+        with worker.ranks.all_or_none("while it started"):
+            check_alike(worker.ranks.all, shared_settings(factory, worker))
+            return cls(config, worker)
 
     @classmethod
     def from_pretrained(

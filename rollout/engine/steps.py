@@ -14,7 +14,6 @@ from rollout.engine.metrics import MetricsRecorder, StepMetrics
 from rollout.engine.requests import RequestFactory
 from rollout.engine.worker import FinishStep, Worker
 from rollout.errors import OutOfMemoryError
-from rollout.parallel import ModelRanks
 from rollout.scheduler import Scheduler, TwoBatchOverlap
 from rollout.types import Batch, Request, Rollout, StepResult
 
@@ -28,23 +27,6 @@ class _UnderWay:
     running: int  # requests when it was scheduled
     halved: bool  # two-batch overlap: it has half of them
     schedule_ms: float
-
-
-class _AllOrNone(AbstractContextManager[None]):
-    """A call that fails on one rank leaves the others in the middle of it: they hear at once.
-
-    Were it run again, this rank's forwards would be taken for later ones of the others.
-    """
-
-    __slots__ = ("_ranks",)
-
-    def __init__(self, ranks: ModelRanks) -> None:
-        self._ranks = ranks
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        is_before_a_forward = isinstance(error, OutOfMemoryError)
-        if error is not None and not is_before_a_forward:
-            self._ranks.close(f"it failed in the middle of a step: {error!r}")
 
 
 class StepRunner:
@@ -103,8 +85,12 @@ class StepRunner:
             self.guard.end_step()
 
     def all_or_none(self) -> AbstractContextManager[None]:
-        """A context for a call that all ranks make together: a failure on one fails it on all."""
-        return _AllOrNone(self.worker.ranks)
+        """A context for a call that all ranks make together: a failure on one fails it on all.
+
+        Were it run again, this rank's forwards would be taken for later ones of the others.
+        OutOfMemoryError comes before a forward, on all of them.
+        """
+        return self.worker.ranks.all_or_none("in the middle of a step", spares=OutOfMemoryError)
 
     # Requests
 

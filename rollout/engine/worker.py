@@ -212,3 +212,16 @@ def factory_of(settings: Mapping[str, Any]) -> WorkerFactory:
     if hasattr(build, "check"):
         build.check(**options)
     return partial(build, **options)
+
+
+_OF_A_HOST = frozenset({"draft_path", "corpus_path", "external_corpora", "feature_ring"})
+
+
+def shared_settings(factory: WorkerFactory, worker: Worker) -> dict[str, object]:
+    """What must be alike on ranks: files may have other names on other hosts."""
+    found: dict[str, object] = {"model.dtype": str(worker.model_dtype)}
+    if isinstance(factory, partial):
+        found["spec"] = factory.func.__module__
+        options = {name: it for name, it in factory.keywords.items() if name not in _OF_A_HOST}
+        found |= {f"spec.{name}": value for name, value in options.items()}
+    return found

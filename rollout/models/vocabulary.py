@@ -13,7 +13,7 @@ from rollout.models.layers.shard import shard_of
 from rollout.models.layers.weight_loader import WeightLoader, with_alias
 from rollout.models.spec import ModelSpec
 from rollout.parallel import RankGroup
-from rollout.parallel.partition import even_parts, gather_columns
+from rollout.parallel.partition import even_parts
 
 
 class Vocabulary:
@@ -62,7 +62,7 @@ class Vocabulary:
 
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
         """Logits [R, V]."""
-        return gather_columns(self._group, self.head(hidden_RE), self._parts)
+        return self._group.gather_columns(self.head(hidden_RE), self._parts)
 
     def weight_loaders(self, embedding: str, head: str) -> dict[str, WeightLoader]:
         """Loaders under these two names; a tied table has both."""

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from rollout.config import ParallelConfig, ParallelMode
 from rollout.errors import InvalidInputError, ParallelError
 from rollout.parallel.process_ranks import ProcessRanks
-from rollout.parallel.rank_group import RankGroup, SingleRank
+from rollout.parallel.rank_group import CLOSED, RankGroup, SingleRank
+from rollout.parallel.time_limit import answered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +48,37 @@ class ModelRanks:
         """The ranks of a draft: it is small, so tensor-parallel ranks each have all of it."""
         return ModelRanks.of_rows(self.rows)
 
-    def close(self, reason: str = "the group is closed") -> None:
+    def all_or_none(
+        self, when: str, spares: type[BaseException] | tuple[()] = ()
+    ) -> AbstractContextManager[None]:
+        """A context for what ranks do together: a failure on this one closes the group, so that the
+        others, in the middle of it, hear of that at once.
+
+        Args:
+            when: said in their error, such as "in the middle of a step".
+            spares: errors that all ranks raise alike.
+        """
+        return _AllOrNone(self, when, spares)
+
+    def close(self, reason: str = CLOSED) -> None:
         """Leave all groups; see `RankGroup.close`."""
         for group in (self.tensor, self.rows, self.all):
             group.close(reason)
+
+
+class _AllOrNone(AbstractContextManager[None]):
+    __slots__ = ("_ranks", "_spares", "_when")
+
+    def __init__(
+        self, ranks: ModelRanks, when: str, spares: type[BaseException] | tuple[()]
+    ) -> None:
+        self._ranks = ranks
+        self._when = when
+        self._spares = spares
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, self._spares):
+            self._ranks.close(f"it failed {self._when}: {error!r}")
 
 
 ONE_RANK = ModelRanks(all=SingleRank())
@@ -122,12 +151,16 @@ def open_ranks(
             f"start it with torchrun --nproc-per-node {config.size}",
         )  # fmt: skip
     rank = int(os.environ["RANK"])
-    timeout = timedelta(seconds=config.timeout)
-    try:
+
+    def meet() -> tuple[Store, int]:
+        timeout = timedelta(seconds=config.timeout)
         store, _, _ = next(iter(rendezvous("env://", rank, config.size, timeout=timeout)))
         # A rank counts its groups, so that each has its own keys in the store.
-        number = store.add(f"specrollout/opened/{rank}", 1)
-    except RuntimeError as error:
+        return store, store.add(f"specrollout/opened/{rank}", 1)
+
+    try:
+        store, number = answered(meet, config.timeout)
+    except (RuntimeError, TimeoutError) as error:
         raise ParallelError(
             f"rank {rank} of {config.size}: the store at {os.environ['MASTER_ADDR']}:"
             f"{os.environ['MASTER_PORT']} cannot be reached ({str(error).splitlines()[0]})"

@@ -5,10 +5,10 @@ Legend: T rows of one rank, S rows of all ranks, C columns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 
 import torch
-from torch.nn.functional import pad
 
 from rollout.parallel.rank_group import RankGroup
 
@@ -21,23 +21,14 @@ def even_parts(total: int, size: int) -> tuple[range, ...]:
     )
 
 
+def consecutive(widths: Iterable[int]) -> tuple[range, ...]:
+    """The parts of these widths, one behind the other, the first from 0 on."""
+    return tuple(range(*ends) for ends in pairwise(accumulate(widths, initial=0)))
+
+
 def scaled(parts: Sequence[range], width: int) -> tuple[range, ...]:
     """The parts of a dimension in which each index of ``parts`` stands for ``width`` indices."""
     return tuple(range(part.start * width, part.stop * width) for part in parts)
-
-
-def gather_columns(group: RankGroup, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
-    """Every rank's columns of the same rows, side by side: [T, all columns].
-
-    ``parts``: the columns of each rank, consecutive, none longer than the first.
-    """
-    if group.size == 1:
-        return x_TC
-    width = len(parts[0])
-    if x_TC.shape[1] < width:
-        x_TC = pad(x_TC, (0, width - x_TC.shape[1]))
-    gathered = group.gather(x_TC)
-    return torch.cat([each[:, : len(part)] for each, part in zip(gathered, parts, strict=True)], 1)
 
 
 def gather_rows(group: RankGroup, x_TC: torch.Tensor) -> tuple[torch.Tensor, slice]:
@@ -46,8 +37,8 @@ def gather_rows(group: RankGroup, x_TC: torch.Tensor) -> tuple[torch.Tensor, sli
     T may differ between ranks and may be 0. Takes two exchanges: the counts, then the rows.
     """
     counts = group.numbers(len(x_TC))
-    most = max(counts)
-    gathered = group.gather(pad(x_TC, (0, 0, 0, most - len(x_TC))))
+    width = x_TC.shape[1]
+    parts = consecutive(count * width for count in counts)
+    gathered_SC = group.gather_columns(x_TC.reshape(1, x_TC.numel()), parts).view(-1, width)
     first = sum(counts[: group.rank])
-    rows = [each[:count] for each, count in zip(gathered, counts, strict=True)]
-    return torch.cat(rows), slice(first, first + len(x_TC))
+    return gathered_SC, slice(first, first + len(x_TC))

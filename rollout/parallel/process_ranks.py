@@ -1,16 +1,18 @@
-"""Ranks that are processes, by torch's own transports: gloo on the CPU, NCCL on GPUs.
+"""Ranks that are processes: on one host through shared memory, else by gloo; on GPUs by NCCL.
 
 The process groups belong to this object. torch's default group, which a trainer in the same process
 may have, is neither needed nor touched.
 
-Legend: N ranks.
+Legend: T rows of one rank, C columns.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -18,9 +20,16 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from rollout.errors import ParallelError
+from rollout.parallel.exchange import Exchange, GroupExchange
+from rollout.parallel.host_exchange import open_host_exchange
+from rollout.parallel.partition import consecutive
+from rollout.parallel.rank_group import CLOSED
 from rollout.parallel.time_limit import answered
 
 T = TypeVar("T")
+
+_TOLD_AT_ONCE = 1 << 10
+"""Bytes of `tell` that travel with their number: calls of an engine are shorter, most of them."""
 
 
 class ProcessRanks:
@@ -39,6 +48,7 @@ class ProcessRanks:
 
         Args:
             store: the same for every rank, used by this group alone.
+            device: where the tensors are that `gather` and `gather_columns` get.
             timeout: seconds that any call, this one included, waits for the others.
 
         Raises ParallelError if a rank does not come in time.
@@ -46,102 +56,149 @@ class ProcessRanks:
         self.rank = rank
         self.size = size
         self._store = store
-        self._device = device
         self._lost = ""  # why the group is unusable
-        self._timeout = timedelta(seconds=timeout)
-        self._groups: list[Any] = []
-
-        def meet() -> None:
-            gloo = PrefixStore("gloo", store)
-            self._groups.append(dist.ProcessGroupGloo(gloo, rank, size, self._timeout))
-            if device.type == "cuda":
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = self._timeout
-                nccl = PrefixStore("nccl", store)
-                self._groups.append(dist.ProcessGroupNCCL(nccl, rank, size, options))
-
-        self._ask(meet, timeout)
+        self._timeout = timeout
+        self._exchanges: list[Exchange] = []  # of numbers and texts, then of tensors
+        host = open_host_exchange(rank, size, timeout, self._collected)
+        self._exchanges.append(host or self._ask(self._gloo, timeout))
+        if device.type == "cuda":
+            self._exchanges.append(self._ask(self._nccl, timeout))
         self.first([0.0])  # connects
 
+    def _gloo(self) -> Exchange:
+        limit = timedelta(seconds=self._timeout)
+        store = PrefixStore("gloo", self._store)
+        return GroupExchange(dist.ProcessGroupGloo(store, self.rank, self.size, limit))
+
+    def _nccl(self) -> Exchange:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=self._timeout)
+        store = PrefixStore("nccl", self._store)
+        return GroupExchange(dist.ProcessGroupNCCL(store, self.rank, self.size, options))
+
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        gathered = x.new_empty((self.size, *x.shape))
-        if x.numel():
-            flat = gathered.view(-1)
-            self._run(lambda: self._groups[-1]._allgather_base(flat, x.contiguous().view(-1)))
-        return gathered
+        parts = consecutive([x.numel()] * self.size)
+        gathered = self.gather_columns(x.reshape(1, x.numel()), parts)
+        return gathered.view(self.size, *x.shape)
+
+    def gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
+        return self._run(lambda: self._exchanges[-1].gather_columns(x_TC, parts))
 
     def first(self, numbers: Sequence[float]) -> list[float]:
-        values = torch.tensor(numbers, dtype=torch.float64)
-        self._run(lambda: self._groups[0].broadcast(values, 0))
-        return values.tolist()
+        return self._broadcast(torch.tensor(numbers, dtype=torch.float64)).tolist()
 
     def numbers(self, number: int) -> list[int]:
-        gathered = self._gather_bytes(np.array([number], dtype=np.int64).view(np.uint8))
-        return gathered.view(np.int64)[:, 0].tolist()
+        own = torch.tensor([[number]], dtype=torch.int64)
+        return self._gather_host(own, [1] * self.size).tolist()
 
     def exchange(self, text: str) -> list[str]:
-        data = np.frombuffer(text.encode(), dtype=np.uint8)
-        sizes = self.numbers(data.size)
-        padded = np.zeros(max(sizes), dtype=np.uint8)
-        padded[: data.size] = data
-        rows = self._gather_bytes(padded)
-        return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+        own = np.frombuffer(text.encode(), dtype=np.uint8).copy()
+        sizes = self.numbers(own.size)
+        data = self._gather_host(torch.from_numpy(own)[None], sizes).numpy().tobytes()
+        return [data[part.start : part.stop].decode() for part in consecutive(sizes)]
 
     def tell(self, data: bytes) -> bytes:
-        (size,) = self.first([len(data)])
-        told = np.zeros(int(size), dtype=np.uint8)
-        if self.rank == 0:
-            told[:] = np.frombuffer(data, dtype=np.uint8)
-        if told.size:
-            self._run(lambda: self._groups[0].broadcast(torch.from_numpy(told), 0))
-        return told.tobytes()
+        head = data[:_TOLD_AT_ONCE] if self.rank == 0 else b""
+        sent = len(data).to_bytes(8, "little") + head.ljust(_TOLD_AT_ONCE, b"\0")
+        told = self._broadcast_bytes(sent)
+        size = int.from_bytes(told[:8], "little")
+        if size <= _TOLD_AT_ONCE:
+            return told[8 : 8 + size]
+        return self._broadcast_bytes(data if self.rank == 0 else bytes(size))
 
-    def _gather_bytes(self, data: np.ndarray) -> np.ndarray:
-        gathered = torch.empty((self.size, data.size), dtype=torch.uint8)
-        if data.size:
-            own = torch.from_numpy(data.copy())
-            self._run(lambda: self._groups[0]._allgather_base(gathered.view(-1), own))
-        return gathered.numpy()
+    def _gather_host(self, own_1C: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        parts = consecutive(widths)
+        return self._run(lambda: self._exchanges[0].gather_columns(own_1C, parts))[0]
+
+    def _broadcast_bytes(self, data: bytes) -> bytes:
+        own = np.frombuffer(data, dtype=np.uint8).copy()
+        return self._broadcast(torch.from_numpy(own)).numpy().tobytes()
+
+    def _broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        self._run(lambda: self._exchanges[0].broadcast(x))
+        return x
 
     def post(self, topic: str, text: str) -> None:
         self._ask(lambda: self._store.set(f"{topic}/{self.rank}", text))
 
     def collect(self, topic: str) -> list[str]:
         keys = [f"{topic}/{rank}" for rank in range(self.size)]
+        return self._ask(lambda: self._awaited(keys), self._timeout)
 
-        def wait() -> list[str]:
-            self._store.wait(keys, self._timeout)
-            return [self._store.get(key).decode() for key in keys]
+    def _collected(self, topic: str, text: str) -> list[str]:
+        self.post(topic, text)
+        return self.collect(topic)
 
-        return self._ask(wait, self._timeout.total_seconds())
+    def _awaited(self, keys: Sequence[str]) -> list[str]:
+        deadline, pause = time.monotonic() + self._timeout, 0.001
+        while not self._store.check(list(keys)):
+            gone = self._exchanges[0].gone() if self._exchanges else []
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            for rank in missing:
+                if rank in gone:
+                    raise ConnectionError(f"rank {rank} has ended or left")
+            if missing and time.monotonic() > deadline:
+                names = " and ".join(f"rank {rank}" for rank in missing)
+                raise TimeoutError(f"{names} did not come in {self._timeout:g} seconds")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return [self._store.get(key).decode() for key in keys]
 
-    def close(self, reason: str = "the group is closed") -> None:
+    def close(self, reason: str = CLOSED) -> None:
+        if not self._lost and reason != CLOSED:
+            with suppress(RuntimeError, TimeoutError):  # without a store they hear no reason
+                answered(lambda: self._store.set(f"left/{self.rank}", reason))
+        self._leave(reason)
+
+    def _leave(self, reason: str) -> None:
         self._lost = self._lost or reason
-        self._groups.clear()
+        while self._exchanges:
+            self._exchanges.pop().close()
 
-    def _run(self, start: Callable[[], Any]) -> None:
+    def _run(self, call: Callable[[], T]) -> T:
         self._require_all()
         try:
-            start().wait()
-        except RuntimeError as error:
+            return call()
+        except ConnectionError as error:
             self._fail(error)
-
-    def _require_all(self) -> None:
-        if self._lost:
-            raise ParallelError(f"rank {self.rank} of {self.size}: {self._lost}")
 
     def _ask(self, call: Callable[[], T], seconds: float = 0.0) -> T:
         """Make a call to the store that waits for other ranks at most ``seconds``."""
         self._require_all()
         try:
             return answered(call, seconds)
-        except (RuntimeError, TimeoutError) as error:
+        except (RuntimeError, ConnectionError, TimeoutError) as error:
             self._fail(error)
 
-    def _fail(self, error: RuntimeError | TimeoutError) -> NoReturn:
+    def _require_all(self) -> None:
+        if self._lost:
+            raise ParallelError(f"rank {self.rank} of {self.size}: {self._lost}")
+
+    def _fail(self, error: RuntimeError | OSError) -> NoReturn:
         reason = str(error).splitlines()[0].partition(". This")[0]
         is_late = "timed out" in reason.lower() or "timeout" in reason.lower()
-        late = f" or did not come in {self._timeout.total_seconds():g} seconds" if is_late else ""
-        self._lost = f"a rank is gone{late} ({reason}); end all ranks and start them again"
-        self._groups.clear()
+        notes = {} if is_late else self._notes()
+        if reason.startswith("rank "):
+            note = notes.get(int(reason.split()[1]), "")
+            reason = f"{reason}: {note}" if note else reason
+        elif notes:  # gloo does not say which one
+            rank, note = next(iter(notes.items()))
+            reason = f"rank {rank} has left: {note}"
+        else:
+            late = f" or did not come in {self._timeout:g} seconds" if is_late else ""
+            reason = f"a rank is gone{late} ({reason})"
+        self._leave(f"{reason}; end all ranks and start them again")
         raise ParallelError(f"rank {self.rank} of {self.size}: {self._lost}") from error
+
+    def _notes(self) -> dict[int, str]:
+        """Why others have left, by rank, as far as they could say."""
+
+        def read() -> dict[int, str]:
+            keys = {rank: f"left/{rank}" for rank in range(self.size) if rank != self.rank}
+            found = {rank: key for rank, key in keys.items() if self._store.check([key])}
+            return {rank: self._store.get(key).decode() for rank, key in found.items()}
+
+        try:
+            return answered(read)
+        except (RuntimeError, TimeoutError):  # its host is gone as well
+            return {}

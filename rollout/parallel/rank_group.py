@@ -1,4 +1,7 @@
-"""The collectives of ranks that run one model."""
+"""The collectives of ranks that run one model.
+
+Legend: T rows of one rank, C columns.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+CLOSED = "the group is closed"
+"""The reason of a rank that leaves because all is done."""
 
 
 class RankGroup(Protocol):
@@ -28,6 +34,13 @@ class RankGroup(Protocol):
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Every rank's tensor, all of the same shape and dtype: [size, *x.shape]."""
+        ...
+
+    def gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
+        """Every rank's columns of the same rows, side by side: [T, all columns].
+
+        ``parts``: the columns of each rank, consecutive.
+        """
         ...
 
     def first(self, numbers: Sequence[float]) -> list[float]:
@@ -54,10 +67,10 @@ class RankGroup(Protocol):
         """Every rank's note on a topic, by rank. Waits until all have posted."""
         ...
 
-    def close(self, reason: str = "the group is closed") -> None:
+    def close(self, reason: str = CLOSED) -> None:
         """Leave the group for good. Calls of other ranks that wait for this one fail.
 
-        ``reason``: the message of later calls of this rank.
+        ``reason``: the message of later calls of this rank, and in the errors of the others.
         """
         ...
 
@@ -71,6 +84,9 @@ class SingleRank:
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return x[None]
+
+    def gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
+        return x_TC
 
     def first(self, numbers: Sequence[float]) -> list[float]:
         return list(numbers)
@@ -90,5 +106,5 @@ class SingleRank:
     def collect(self, topic: str) -> list[str]:
         return [""]
 
-    def close(self, reason: str = "the group is closed") -> None:
+    def close(self, reason: str = CLOSED) -> None:
         pass

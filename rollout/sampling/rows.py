@@ -59,12 +59,16 @@ def sample_rows(batch: Batch, trees: DraftTrees) -> tuple[SampleRows, NDArray[np
     """Lay out the rows of a step. Returns them and int64 offsets [B + 1] by entry."""
     sampling = [entry for entry in batch.entries if entry.samples]
     samples_B = np.array([entry.samples for entry in batch.entries], dtype=bool)
-    rows_B = np.where(samples_B, np.diff(trees.offsets_B1) + 1, 0)
-    offsets_B1 = offsets_of(rows_B)
-    counts_O = rows_B[samples_B]
-    positions_R = np.repeat(np.array([entry.end for entry in sampling], dtype=np.int64), counts_O)
+    positions_R = np.array([entry.end for entry in sampling], dtype=np.int64)
     if trees.num_nodes:
+        rows_B = np.where(samples_B, np.diff(trees.offsets_B1) + 1, 0)
+        offsets_B1 = offsets_of(rows_B)
+        counts_O = rows_B[samples_B]
+        positions_R = np.repeat(positions_R, counts_O)
         positions_R[ranges(offsets_B1[:-1][samples_B] + 1, counts_O - 1)] += trees.depths_N
+    else:  # numpy's functions are slow where a forward has emptied the caches
+        offsets_B1 = offsets_of(samples_B)
+        counts_O = np.ones(len(sampling), dtype=np.int64)
     rows = SampleRows(
         owners=[entry.request for entry in sampling],
         counts_O=counts_O,

@@ -284,7 +284,6 @@ class WeightTransaction:
         update, self._update = self._update, None
         if update is None:
             return
-        self._post("commit", reason)
         if self.state is WeightState.LOADING:
             self.tear(
                 update.parts,
@@ -293,6 +292,7 @@ class WeightTransaction:
             )
         else:
             self.state = update.before
+        self._post("commit", reason)  # raises where ranks are lost
 
     def tear(self, parts: Iterable[str], reason: str) -> None:
         """The values of these parts are lost: only a full update makes them serve again."""

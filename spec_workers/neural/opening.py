@@ -137,7 +137,8 @@ def _opened(
             slots_per_request=sum(k + topk * (num_steps - 1) for k in range(num_runners)),
         ),
     )
-    parts, reader = load(target.model)
+    with target.ranks.all_or_none("while it started"):
+        parts, reader = load(target.model)
     networks = list(parts.values())
     drafter = NeuralDrafter(
         target,

@@ -6,13 +6,17 @@ by name; what is not the same on all ranks is under ``own``.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import resource
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
 import torch
 from torch.distributed.rendezvous import rendezvous
 
@@ -21,6 +25,7 @@ from rollout.errors import RolloutError
 from rollout.weights.disk import CheckpointSource
 from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.group import WeightGroup
+from spec_workers import rank_agreement
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.ports import free_port
 from tests.helpers.tensor_cases import PARAMS, PROMPTS, changed, numbers, stored
@@ -198,15 +203,56 @@ def failed_step(folder: str) -> dict:
     return found | {"seconds": time.monotonic() - started}
 
 
-def lost(folder: str) -> dict:
-    """End rank 1 without a word."""
-    engine = engine_of(folder)
+def started_differently(folder: str, other: str) -> dict[str, str]:
+    """What engines say that were not started alike on both ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_agreement, "version", lambda package: f"{package} 2.{RANK}")
+        versions = error_of(engine_of, folder)
+    return {
+        "version": versions,
+        "configuration": error_of(engine_of, folder, max_running=3 + RANK),
+        "worker": error_of(engine_of, folder, "ngram" if RANK else "none"),
+        "options": error_of(
+            engine_of, folder, "ngram", spec_options={"num_draft_tokens": 3 + RANK}
+        ),
+        "model": error_of(engine_of, other if RANK else folder),
+    }
+
+
+def no_memory(folder: str) -> dict:
+    """Start with more KV than rank 1 can have."""
+    gc.collect()  # what it frees later would be memory to have
+    limits = resource.getrlimit(resource.RLIMIT_AS)
     if RANK:
-        return {}
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**27, limits[1]))
     started = time.monotonic()
-    found = {"lost": error_of(engine.generate, PROMPTS, PARAMS)}
-    found["again"] = error_of(engine.generate, PROMPTS, PARAMS)
-    return found | {"seconds": time.monotonic() - started}
+    try:
+        engine_of(folder, kv_bytes=1 << 33, max_kv_tokens=1 << 21)
+    except (RolloutError, RuntimeError, MemoryError) as error:
+        return {"error": str(error), "seconds": time.monotonic() - started}
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    return {"error": "", "seconds": time.monotonic() - started}
+
+
+def lost(folder: str, end: Callable[[], None]) -> dict:
+    """End rank 1 in the middle of an update, without a word."""
+    engine = engine_of(folder)
+    engine.generate(PROMPTS[:1], PARAMS)
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for index, pair in enumerate(stored(folder).items()):
+            if RANK and index == 5:
+                end()
+            yield pair
+
+    started = time.monotonic()
+    found = {"update": error_of(engine.update_weights_from_tensor, stream())}
+    found["serves"] = engine.can_run
+    found["lost"] = error_of(engine.generate, PROMPTS, PARAMS)
+    found["seconds"] = time.monotonic() - started
+    return found
 
 
 def main(output: Path) -> None:
@@ -223,10 +269,16 @@ def main(output: Path) -> None:
     results["corpora"] = corpora(llama)
     own["different calls"] = different_calls(llama)
     own["failed step"] = failed_step(llama)
-    own["lost"] = lost(llama)
-    output.write_text(json.dumps({**results, "own": own}))
+    own["different"] = started_differently(llama, folders["one kv head"])
+    own["no memory"] = no_memory(llama)
+
+    def end() -> None:
+        output.write_text(json.dumps({**results, "own": own}))
+        os._exit(0)
+
+    own["lost"] = lost(llama, end)
+    end()
     del store
-    os._exit(0)
 
 
 if __name__ == "__main__":

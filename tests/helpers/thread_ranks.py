@@ -34,6 +34,9 @@ class ThreadRank:
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.stack(self._exchange(x))
 
+    def gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
+        return torch.cat(self._exchange(x_TC), 1)
+
     def first(self, numbers: Sequence[float]) -> list[float]:
         return self._exchange(list(numbers))[0]
 

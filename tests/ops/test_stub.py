@@ -1,15 +1,18 @@
-"""The committed stub is that of the compiled module."""
+"""The committed stubs are those of the compiled modules."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 from pathlib import Path
+from types import ModuleType
 
-import rollout.ops
+import pytest
+
 from rollout.ops.extension import cpu
+from rollout.parallel.host_exchange import native
 
-STUB = Path(rollout.ops.__file__).parent / "_cpu.pyi"
+ROOT = Path(__file__).parents[2]
 
 
 def parameters(definition: ast.stmt) -> list[str]:
@@ -17,12 +20,28 @@ def parameters(definition: ast.stmt) -> list[str]:
     return [argument.arg for argument in definition.args.args]
 
 
-def test_stub_has_the_functions_of_the_module() -> None:
-    stub = ast.parse(STUB.read_text())
-    expected = {d.name: parameters(d) for d in stub.body if isinstance(d, ast.FunctionDef)}
-    compiled = {
+def declared(body: list[ast.stmt]) -> dict[str, list[str]]:
+    """The parameters of functions, properties left out."""
+    return {
+        each.name: parameters(each)
+        for each in body
+        if isinstance(each, ast.FunctionDef)
+        and "property" not in map(ast.unparse, each.decorator_list)
+    }
+
+
+def compiled(owner: object) -> dict[str, list[str]]:
+    return {
         name: parameters(ast.parse(f"{member.__nb_signature__[0][0]}: ...").body[0])
-        for name, member in inspect.getmembers(cpu)
+        for name, member in inspect.getmembers(owner)
         if hasattr(member, "__nb_signature__")
     }
-    assert compiled == expected
+
+
+@pytest.mark.parametrize("module", [cpu, native], ids=lambda module: module.__name__)
+def test_stub_has_the_functions_of_the_module(module: ModuleType) -> None:
+    stub = ast.parse((ROOT / module.__name__.replace(".", "/")).with_suffix(".pyi").read_text())
+    assert compiled(module) == declared(stub.body)
+    for each in stub.body:
+        if isinstance(each, ast.ClassDef):
+            assert compiled(getattr(module, each.name)) == declared(each.body)

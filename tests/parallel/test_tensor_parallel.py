@@ -114,12 +114,42 @@ def test_a_step_that_fails_on_one_rank_is_run_again_by_none(ranks):
     assert second["second"] == (
         "ParallelError: rank 1 of 2: it failed in the middle of a step: ZeroDivisionError()"
     )
-    assert (first["first"] or first["second"]).startswith("ParallelError: rank 0 of 2: a rank is")
+    assert (first["first"] or first["second"]) == (
+        "ParallelError: rank 0 of 2: rank 1 has ended or left: it failed in the middle of a step: "
+        "ZeroDivisionError(); end all ranks and start them again"
+    )
     assert max(first["seconds"], second["seconds"]) < 10
 
 
-def test_a_rank_that_is_gone_ends_the_others(ranks):
+@pytest.mark.parametrize(
+    ("case", "named"),
+    [
+        ("version", "specrollout is 'specrollout 2.1' on rank 1 and 'specrollout 2.0' on rank 0"),
+        ("configuration", "scheduler.max_running is 4 on rank 1 and 3 on rank 0"),
+        ("worker", "spec is 'spec_workers.ngram' on rank 1 and 'spec_workers.none' on rank 0"),
+        ("options", "spec.num_draft_tokens is 4 on rank 1 and 3 on rank 0"),
+        ("model", "config.json.num_kv_heads is 1 on rank 1 and 2 on rank 0"),
+    ],
+)
+def test_ranks_that_were_not_started_alike_are_told_in_what(ranks, case, named):
+    for rank in ranks:
+        assert rank["own"]["different"][case] == f"ParallelError: {named}: start all ranks alike"
+
+
+def test_a_rank_without_memory_is_named_on_the_others(ranks):
+    first, second = (rank["own"]["no memory"] for rank in ranks)
+    assert "allocate memory" in second["error"]
+    assert first["error"].startswith(
+        "rank 0 of 2: rank 1 has ended or left: it failed while it started: "
+    )
+    assert "allocate memory" in first["error"]
+    assert first["seconds"] < 15
+
+
+def test_a_rank_that_is_gone_in_the_middle_of_an_update_ends_the_others(ranks):
     lost = ranks[0]["own"]["lost"]
-    assert lost["lost"].startswith("ParallelError: rank 0 of 2: a rank is gone")
-    assert lost["again"] == lost["lost"]
-    assert lost["seconds"] < 25
+    gone = "ParallelError: rank 0 of 2: rank 1 has ended or left; end all ranks and start them"
+    assert lost["update"].startswith(gone)
+    assert not lost["serves"]
+    assert "torn" in lost["lost"]
+    assert lost["seconds"] < 15

@@ -13,7 +13,6 @@ import torch
 from rollout.models.layers.linear import Linear
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.parallel import RankGroup
-from rollout.parallel.partition import gather_columns
 
 Part = range | tuple[range, ...]
 """A rank's indices along one dimension: one range, or several that are adjacent in its tensor."""
@@ -35,9 +34,9 @@ def split_product(
     2025, Deterministic Inference across Tensor Parallel Sizes). oneDNN's products of 16-bit numbers
     are rounded to 16 bits, so such a tree would have rounded leaves on a CPU.
 
-    ``inputs``, ``outputs``: features of each rank, consecutive, none more than the first's.
+    ``inputs``, ``outputs``: features of each rank, consecutive.
     """
-    return gather_columns(group, linear(gather_columns(group, x_MI, inputs)), outputs)
+    return group.gather_columns(linear(group.gather_columns(x_MI, inputs)), outputs)
 
 
 def shard_of(

@@ -1,0 +1,68 @@
+"""How tensors travel between ranks: through a process group of torch.distributed, such as gloo's.
+
+Legend: N ranks, T rows of one rank, C columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.nn.functional import pad
+
+
+class Exchange(Protocol):
+    """Collectives of all ranks. Each raises ConnectionError if a rank does not come in time."""
+
+    def gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
+        """See `RankGroup.gather_columns`."""
+        ...
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        """Overwrite ``x``, which is contiguous, with rank 0's. Every rank's has the same shape and
+        dtype."""
+        ...
+
+    def gone(self) -> list[int]:
+        """Ranks that are known to have ended or left."""
+        ...
+
+    def close(self) -> None:
+        """Leave. Calls of other ranks that wait for this one fail."""
+        ...
+
+
+class GroupExchange:
+    """An `Exchange` over a process group."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
+        rows, width = len(x_TC), max(map(len, parts))
+        x_TC = pad(x_TC, (0, width - x_TC.shape[1])).contiguous()
+        gathered_NTC = x_TC.new_empty(len(parts), rows, width)
+        if x_TC.numel():
+            flat = gathered_NTC.view(-1)
+            self._run(lambda: self._group._allgather_base(flat, x_TC.view(-1)))
+        if rows == 1 and all(len(part) == width for part in parts):
+            return gathered_NTC.view(1, len(parts) * width)
+        pairs = zip(gathered_NTC, parts, strict=True)
+        return torch.cat([each_TC[:, : len(part)] for each_TC, part in pairs], 1)
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        if x.numel():
+            self._run(lambda: self._group.broadcast(x, 0))
+
+    def gone(self) -> list[int]:
+        return []  # shown by the next collective alone
+
+    def close(self) -> None:
+        self._group = None
+
+    def _run(self, start: Callable[[], Any]) -> None:
+        try:
+            start().wait()
+        except RuntimeError as error:
+            raise ConnectionError(str(error)) from error
