@@ -30,10 +30,10 @@ from harness.timing import Call, in_turns
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.weights.bucket import CACHED_BUCKET_BYTES, DEFAULT_BUCKET_BYTES, buckets
-from rollout.weights.disk import CheckpointSource
 from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.group import WeightGroup
 from rollout.weights.manifest import Manifest, TensorSpec
+from rollout.weights.parts import CheckpointSource
 from rollout.weights.shared_memory import SharedMemorySender
 
 MIB = 2**20

@@ -27,10 +27,15 @@ from rollout.weights.bucket import (
     unflattened,
 )
 from rollout.weights.bucket_layout import BucketLayout
-from rollout.weights.checks import manifest_of
 from rollout.weights.groups import WeightGroups
-from rollout.weights.ipc import HandleReceiver
-from rollout.weights.manifest import Manifest, NamedTensors, TensorSpec, UpdateOptions
+from rollout.weights.manifest import (
+    Manifest,
+    NamedTensors,
+    TensorSpec,
+    UpdateOptions,
+    manifest_of,
+)
+from rollout.weights.shared_memory import HandleReceiver
 from rollout.weights.transaction import WeightState
 
 
@@ -315,7 +320,7 @@ class WeightUpdates:
         expired = weights.expired
         try:
             manifest = manifest_of(named_tensors)
-            self.begin_weight_update(manifest, **options)
+            weights.begin(UpdateOptions.of(options), manifest, named_tensors, direct=direct)
             weights.load(named_tensors, manifest=manifest, direct=direct)
             self.end_weight_update()
         except RolloutError as error:

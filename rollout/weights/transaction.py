@@ -25,26 +25,23 @@ import enum
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
-from rollout.models.layers.weight_loader import WeightLoader
 from rollout.parallel import RankGroup, SingleRank
-from rollout.weights import checks
 from rollout.weights.manifest import (
     Manifest,
     NamedTensors,
+    SlicedSource,
     StoredWeights,
-    TensorSpec,
     UpdateOptions,
+    checked_pair,
     closed_iterator,
+    manifest_of,
 )
+from rollout.weights.open_update import TARGET, OpenUpdate
 from rollout.weights.parts import WeightPart, WeightParts
-
-TARGET = "target"
-"""The part whose version tokens carry. Others only propose: their updates leave it alone."""
 
 
 class WeightState(enum.Enum):
@@ -54,32 +51,6 @@ class WeightState(enum.Enum):
     OPEN = "open"
     LOADING = "loading"
     TORN = "torn"
-
-
-@dataclass(slots=True)
-class _Update:
-    """The update that is under way."""
-
-    options: UpdateOptions
-    versions: dict[str, int]  # of its parts, once it is committed
-    parts: frozenset[str]
-    weight_loaders: Mapping[str, WeightLoader]
-    passes_over: Callable[[str], bool]
-    manifest: Manifest | None
-    before: WeightState
-    last_call: float  # seconds, by the transaction's clock
-    checked: dict[str, TensorSpec] = field(default_factory=dict)  # fit, and may come
-    loaded: dict[str, TensorSpec] = field(default_factory=dict)
-
-    @property
-    def version(self) -> int:
-        return self.versions.get(TARGET, max(self.versions.values()))
-
-    def takes(self, name: str) -> bool:
-        return name in self.weight_loaders or not self.passes_over(name)
-
-    def taken(self, manifest: Manifest) -> Manifest:
-        return {name: spec for name, spec in manifest.items() if self.takes(name)}
 
 
 class WeightTransaction:
@@ -106,9 +77,11 @@ class WeightTransaction:
         self.reason = ""  # why it does not serve
         self.is_resident = True  # False while the memory of the parts is given back
         self._clock = clock
-        self._update: _Update | None = None
+        self._update: OpenUpdate | None = None
+        self._before = WeightState.WHOLE  # the state that an open update began in
         self._torn: dict[str, str] = {}  # parts whose values are lost, and how they were
         self.expired = ""  # why the last update ended, if it was for silence
+        self.num_bytes = 0  # that the last committed update wrote on this rank
 
     @property
     def version(self) -> int:
@@ -124,7 +97,7 @@ class WeightTransaction:
     @property
     def serves(self) -> bool:
         """Whether the weights are those of one version, and resident."""
-        state = self._update.before if self._update else self.state
+        state = self._before if self._update else self.state
         whole = state is WeightState.WHOLE and self.state is not WeightState.LOADING
         return whole and self.is_resident
 
@@ -160,25 +133,42 @@ class WeightTransaction:
                 "the weights are released: call resume_memory(['weights']) first"
             )
 
-    def begin(self, options: UpdateOptions, manifest: Manifest | None = None) -> None:
+    def begin(
+        self,
+        options: UpdateOptions,
+        manifest: Manifest | None = None,
+        source: NamedTensors | None = None,
+        *,
+        direct: bool = False,
+    ) -> None:
         """Open an update.
 
-        ``manifest``: all that is going to come; wrong names, shapes and dtypes are then refused
-        here. Raises InvalidInputError, and WeightUpdateError while another update is under way,
-        which goes on, or where this one would build on torn values that it does not replace, and
-        EngineStateError while the weights are released; nothing has changed then.
+        Args:
+            manifest: all that is going to come; wrong names, shapes and dtypes are refused here.
+            source: of an update that one `load` brings, what that will be given: where its tensors
+                are all there, their values are checked here too.
+            direct: as for `load`.
+
+        Raises InvalidInputError, and WeightUpdateError while another update is under way, which
+        goes on, or where this one would build on torn values that it does not replace, and
+        EngineStateError while the weights are released; nothing has changed then, on any rank.
         """
         self._number += 1
         try:
-            update = self._opened(options, manifest)
+            update = self._opened(options)
+            if manifest is not None:
+                update.announce(manifest)
+            if source is not None:
+                _check_source(update, source, manifest, direct)
+                update.source = source
         except BaseException as error:
             self._post("begin", error)
             raise
         self._agree("begin")
-        self._update = update
+        self._update, self._before = update, self.state
         self.state, self.expired = WeightState.OPEN, ""
 
-    def _opened(self, options: UpdateOptions, manifest: Manifest | None) -> _Update:
+    def _opened(self, options: UpdateOptions) -> OpenUpdate:
         self.require_resident()
         self._abandon_if_silent()
         if self._update is not None:
@@ -193,35 +183,33 @@ class WeightTransaction:
                 f"the weights are torn: {self.reason}; partial={options.partial} and "
                 f"selector={options.selector!r} cannot heal them"
             )
-        update = _Update(
+        return OpenUpdate(
             options=options,
             versions=versions,
             parts=parts,
             weight_loaders=self.parts.weight_loaders(parts),
             passes_over=self._passes_over,
-            manifest=None,
-            before=self.state,
             last_call=self._clock(),
         )
-        if manifest is not None:
-            update.manifest = update.taken(manifest)
-            update.checked.update(update.manifest)
-            checks.refuse_mismatches(
-                update.weight_loaders, update.manifest, partial=options.partial
-            )
-        return update
 
     @contextmanager
     def broadcast_failures(self) -> Iterator[None]:
-        """A context for a call that begins an update: a failure before that is broadcast to all
-        ranks."""
-        number = self._number
+        """A context for a call that begins an update or goes on with one: a failure before that is
+        broadcast to all ranks."""
+        update, number = self._update, self._number
+        num_loads = 0 if update is None else update.num_loads
         try:
             yield
         except BaseException as error:
             if self._number == number and self._update is None:
                 self._number += 1
                 self._post("begin", error)
+            elif (
+                self._ranks.size > 1  # the others take the call for a part of the update
+                and self._update is update is not None
+                and update.num_loads == num_loads
+            ):
+                self.abandon(f"it failed: {error}")
             raise
 
     def load(
@@ -233,27 +221,54 @@ class WeightTransaction:
         a collection or of `StoredWeights`, the manifest of any other `WeightSource`; what streams
         is checked as it comes. ``manifest``: that of ``named_tensors``, if the caller has it.
         ``direct``: nothing is converted, the dtype must be the model's. Any failure ends the
-        update. Raises InvalidInputError, and what ``named_tensors`` raises.
+        update, on all ranks. Raises InvalidInputError, and what ``named_tensors`` raises.
         """
         update = self._under_way()
-        streams = not isinstance(named_tensors, Collection | StoredWeights)
-        check_finite = update.options.check_finite and streams
+        check_finite = update.options.check_finite and not _is_stored(named_tensors)
         try:
-            if manifest is None:
-                manifest = checks.manifest_of(named_tensors)
-            if manifest is not None:
-                _check_incoming(update, update.taken(manifest), direct)
-            if not streams:
-                _check_values(update, named_tensors)
-            with closed_iterator(named_tensors) as tensors:
-                for pair in tensors:
-                    name, tensor = checks.checked_pair(pair)
-                    if update.takes(name):
-                        self._write(update, name, tensor, direct, check_finite)
+            if update.source is not named_tensors:
+                if manifest is None:
+                    manifest = manifest_of(named_tensors)
+                _check_source(update, named_tensors, manifest, direct)
+            if manifest is not None and isinstance(named_tensors, SlicedSource):
+                self._load_slices(update, named_tensors, manifest, check_finite)
+            else:
+                self._load_wholes(update, named_tensors, direct, check_finite)
+            update.num_loads += 1
+            if update.source is None:
+                # What one rank has read may be gone for the others once this call returns.
+                self._agree(f"load {update.num_loads}")
         except BaseException as error:
             self.abandon(f"it failed: {error}")
             raise
         update.last_call = self._clock()
+
+    def _load_wholes(
+        self, update: OpenUpdate, named_tensors: NamedTensors, direct: bool, check_finite: bool
+    ) -> None:
+        with closed_iterator(named_tensors) as tensors:
+            for pair in tensors:
+                name, tensor = checked_pair(pair)
+                if update.takes(name):
+                    self._write(
+                        update,
+                        name,
+                        update.own_values(name, tensor, direct=direct, check_finite=check_finite),
+                    )  # not by a name: it would hold the last part beside the next
+
+    def _load_slices(
+        self, update: OpenUpdate, source: SlicedSource, manifest: Manifest, check_finite: bool
+    ) -> None:
+        needed = update.needed(manifest)
+        with closed_iterator(source.sliced(needed)) as slices:
+            for name, values in slices:
+                if name in needed:
+                    own = update.sliced_values(name, values, check_finite=check_finite)
+                    self._write(update, name, own)
+
+    def _write(self, update: OpenUpdate, name: str, own: torch.Tensor) -> None:
+        self.state, self.reason = WeightState.LOADING, "an update is under way"
+        update.write(name, own)
 
     def commit(self) -> None:
         """End the open update: its version is the weights' from now on.
@@ -262,18 +277,14 @@ class WeightTransaction:
         """
         update = self._under_way()
         try:
-            if not update.loaded:
-                raise InvalidInputError("named_tensors", [], "an update must bring a tensor")
-            checks.refuse_mismatches(
-                update.weight_loaders, update.loaded, partial=update.options.partial
-            )
+            update.check_complete()
             for part in sorted(update.parts):
                 self.parts[part].finish_loading()
             self._agree("commit")
         except BaseException as error:
             self.abandon(f"it failed: {error}")
             raise
-        self._update = None
+        self._update, self.num_bytes = None, update.num_bytes
         self._versions |= update.versions
         for part in update.parts:
             self._torn.pop(part, None)
@@ -284,6 +295,8 @@ class WeightTransaction:
         update, self._update = self._update, None
         if update is None:
             return
+        if update.source is None:  # where others may wait for this rank
+            self._post(f"load {update.num_loads + 1}", reason)
         self._post("commit", reason)
         if self.state is WeightState.LOADING:
             self.tear(
@@ -292,7 +305,7 @@ class WeightTransaction:
                 f"({_shown(update.loaded)}): {reason}",
             )
         else:
-            self.state = update.before
+            self.state = self._before
 
     def tear(self, parts: Iterable[str], reason: str) -> None:
         """The values of these parts are lost: only a full update makes them serve again."""
@@ -339,20 +352,7 @@ class WeightTransaction:
             f"send an update that names every tensor of {', '.join(sorted(self._torn))}"
         )
 
-    def _write(
-        self, update: _Update, name: str, tensor: torch.Tensor, direct: bool, check_finite: bool
-    ) -> None:
-        checks.refuse_unreadable(name, tensor)
-        spec = TensorSpec.of(tensor)
-        if direct or update.checked.get(name) != spec or name in update.loaded:
-            _check_incoming(update, {name: spec}, direct)
-        if check_finite:
-            checks.refuse_not_finite(name, tensor)
-        self.state, self.reason = WeightState.LOADING, "an update is under way"
-        update.weight_loaders[name].write(tensor)
-        update.loaded[name] = spec
-
-    def _under_way(self) -> _Update:
+    def _under_way(self) -> OpenUpdate:
         self._abandon_if_silent()
         if self._update is None:
             why = self.reason or self.expired
@@ -367,36 +367,21 @@ class WeightTransaction:
             self.abandon(self.expired)
 
 
-def _check_values(update: _Update, named_tensors: NamedTensors) -> None:
-    """Read tensors through that are all there, for what shapes and dtypes do not say."""
-    weight_loaders = update.weight_loaders
-    tied = {name for name, it in weight_loaders.items() if it.alias_of is not None}
-    tied |= {weight_loaders[name].alias_of or name for name in tied}
-    twins: dict[str, torch.Tensor] = {}
-    with closed_iterator(named_tensors) as tensors:
-        for name, tensor in tensors:
-            if not update.takes(name):
-                continue
-            if update.options.check_finite:
-                checks.refuse_not_finite(name, tensor)
-            if weight_loaders[name].is_borrowed:
-                weight_loaders[name].write(tensor)  # which compares
-            if name in tied:
-                twins[name] = tensor
-    checks.refuse_untied(weight_loaders, twins)
+def _is_stored(named_tensors: NamedTensors) -> bool:
+    """Whether all tensors are there before the first is written."""
+    return isinstance(named_tensors, Collection | StoredWeights)
 
 
-def _check_incoming(update: _Update, incoming: Manifest, direct: bool) -> None:
-    news = {
-        name: spec
-        for name, spec in incoming.items()
-        if update.checked.get(name) != spec or name in update.loaded
-    }
-    if news:
-        checks.refuse_incoming(update.weight_loaders, update.manifest, update.loaded, news)
-    if direct:
-        checks.refuse_conversion(update.weight_loaders, incoming)
-    update.checked.update(incoming)
+def _check_source(
+    update: OpenUpdate, source: NamedTensors, manifest: Manifest | None, direct: bool
+) -> None:
+    """Check what is known of tensors before the first of them is written."""
+    if manifest is not None:
+        update.check(update.taken(manifest), direct)
+    if isinstance(source, StoredWeights):
+        update.check_values(source.unchecked(), for_all=source.checks_for_all)
+    elif _is_stored(source):
+        update.check_values(source)
 
 
 def _shown(names: Collection[str]) -> str:
