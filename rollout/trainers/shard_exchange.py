@@ -63,8 +63,8 @@ class ShardExchange:
     def part(self, name: str, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         """What this rank needs of a weight: a view of the only piece, or a copy."""
         where, (shape, dtype) = self._needed[self._rank][name], self._manifest[name]
-        here = [piece.to(self._device, dtype) for piece in pieces]
-        flat = here[0] if len(here) == 1 else torch.cat(here or [torch.empty(0)])
+        flat = pieces[0] if len(pieces) == 1 else self._joined(pieces, dtype)
+        flat = flat.to(self._device, dtype)
         return flat.view(shape if where is None else where.shape_of(shape))
 
     def _exchanged(
@@ -86,11 +86,7 @@ class ShardExchange:
             for rank in ranks
         ]
         to_receive = [sum(each) for each in lengths]
-        outgoing = torch.empty(sum(to_send), dtype=dtype, device=self._device)
-        start = 0
-        for piece in (piece for pieces in sent for piece in pieces):
-            outgoing[start : start + len(piece)].copy_(piece)
-            start += len(piece)
+        outgoing = self._joined([piece for pieces in sent for piece in pieces], dtype)
         incoming = torch.empty(sum(to_receive), dtype=dtype, device=self._device)
         distributed.all_to_all_single(incoming, outgoing, to_receive, to_send, group=self._group)
         received = [
@@ -106,6 +102,15 @@ class ShardExchange:
                 ]
                 found[name] = [piece for some in of_ranks for piece in some if len(piece)]
         return found
+
+    def _joined(self, pieces: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """A copy of all pieces, converted on the way."""
+        joined = torch.empty(sum(map(len, pieces)), dtype=dtype, device=self._device)
+        start = 0
+        for piece in pieces:
+            joined[start : start + len(piece)].copy_(piece)
+            start += len(piece)
+        return joined
 
     def _cut(self, shard: FlatShard, rank: int, name: str) -> Iterator[torch.Tensor]:
         """What ``rank`` needs of what this rank holds of a weight: views."""

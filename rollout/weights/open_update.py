@@ -140,9 +140,9 @@ class OpenUpdate:
             refuse_not_finite(name, own)
         return own
 
-    def sliced_values(self, name: str, own: torch.Tensor, *, check_finite: bool) -> torch.Tensor:
-        """What this rank needs of a tensor that `check` has let pass. Raises InvalidInputError if
-        it is not that."""
+    def check_slice(self, name: str, own: torch.Tensor, *, check_finite: bool) -> None:
+        """Raise InvalidInputError unless this is what the rank needs of a tensor that `check` has
+        let pass."""
         shard, spec = self.weight_loaders[name].shard, self.checked[name]
         shape = spec.shape if shard is None else shard.where.shape_of(spec.shape)
         if TensorSpec.of(own) != TensorSpec(shape, spec.dtype) or name in self.loaded:
@@ -152,10 +152,9 @@ class OpenUpdate:
             )  # fmt: skip
         if check_finite:
             refuse_not_finite(name, own)
-        return own
 
     def write(self, name: str, own: torch.Tensor) -> None:
-        """Write what one of the two above returned."""
+        """Write what `own_values` returned, or `check_slice` has let pass."""
         self.weight_loaders[name].write_own(own)
         self.loaded[name] = self.checked[name]
         self.num_bytes += own.nbytes

@@ -250,11 +250,9 @@ class WeightTransaction:
             for pair in tensors:
                 name, tensor = checked_pair(pair)
                 if update.takes(name):
-                    self._write(
-                        update,
-                        name,
-                        update.own_values(name, tensor, direct=direct, check_finite=check_finite),
-                    )  # not by a name: it would hold the last part beside the next
+                    own = update.own_values(name, tensor, direct=direct, check_finite=check_finite)
+                    self._write(update, name, own)
+                    del own  # which would lie beside the next
 
     def _load_slices(
         self, update: OpenUpdate, source: SlicedSource, manifest: Manifest, check_finite: bool
@@ -263,8 +261,9 @@ class WeightTransaction:
         with closed_iterator(source.sliced(needed)) as slices:
             for name, values in slices:
                 if name in needed:
-                    own = update.sliced_values(name, values, check_finite=check_finite)
-                    self._write(update, name, own)
+                    update.check_slice(name, values, check_finite=check_finite)
+                    self._write(update, name, values)
+                del values  # which would lie beside the next
 
     def _write(self, update: OpenUpdate, name: str, own: torch.Tensor) -> None:
         self.state, self.reason = WeightState.LOADING, "an update is under way"

@@ -88,7 +88,7 @@ def received(rank_model, port, group, arguments):
     groups.init("127.0.0.1", port, 1 + group.rank, 1 + group.size, "weights", "gloo", HANG_SECONDS)
     with groups.source(**arguments, timeout=HANG_SECONDS) as source, LiveBytes() as live:
         rank_model.update(source)
-    num_bytes = groups._groups["weights"].num_bytes
+    num_bytes = groups.num_bytes("weights")
     groups.close()
     return num_bytes, live.peak
 
