@@ -14,6 +14,7 @@ from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
 from rollout.models.checkpoint import Checkpoint
 from rollout.models.layers.weight_loader import TensorSlice
 from rollout.models.loader import load_model
+from rollout.parallel import ModelRanks
 from rollout.weights.bucket_layout import layouts, sliced_layout
 from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.group import WeightGroup, listen
@@ -32,7 +33,7 @@ from tests.helpers.biased_llama import save_biased_llama
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.tensor_cases import changed
-from tests.helpers.thread_ranks import on_ranks, tensor_ranks
+from tests.helpers.thread_ranks import on_ranks
 from tests.helpers.tiny_hybrid import save_tiny_hybrid
 from tests.helpers.tiny_moe import save_tiny_moe
 from tests.helpers.weight_transports import TensorSource
@@ -52,7 +53,7 @@ class RankModel:
 
     def __init__(self, folder, group):
         self.model = load_model(folder, DType.float32, torch.device("cpu"),
-                                ranks=tensor_ranks(group))  # fmt: skip
+                                ranks=ModelRanks.of_tensor(group))  # fmt: skip
         passes_over = self.model.spec.passes_over
         self.weights = WeightTransaction(
             {"target": self.model}, passes_over=passes_over, ranks=group
