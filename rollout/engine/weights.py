@@ -321,7 +321,7 @@ class WeightUpdates:
         try:
             manifest = manifest_of(named_tensors)
             weights.begin(UpdateOptions.of(options), manifest, named_tensors, direct=direct)
-            weights.load(named_tensors, manifest=manifest, direct=direct)
+            weights.load(named_tensors, direct=direct)
             self.end_weight_update()
         except RolloutError as error:
             if expired and not options:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -12,9 +12,12 @@ from rollout.models.layers.weight_loader import WeightLoader, mismatches, same_v
 from rollout.weights.manifest import (
     Manifest,
     NamedTensors,
+    SlicedSource,
     Slices,
+    StoredWeights,
     TensorSpec,
     UpdateOptions,
+    checked_pair,
     closed_iterator,
     refuse_unreadable,
 )
@@ -24,6 +27,22 @@ TARGET = "target"
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _LISTED = 8
+
+
+def next_versions(
+    in_use: Mapping[str, int], parts: frozenset[str], given: int | None
+) -> dict[str, int]:
+    """The versions of parts after an update of them.
+
+    ``given`` numbers the target where it is among the parts, else all of them. No token carries a
+    draft's, so that one may be given twice.
+    """
+    following = {part: in_use[part] + 1 for part in parts}
+    if given is None:
+        return following
+    if TARGET in parts and given == in_use[TARGET]:
+        raise InvalidInputError("weight_version", given, "must differ from the one in use")
+    return following | dict.fromkeys({TARGET} & parts or parts, given)
 
 
 @dataclass(slots=True)
@@ -44,12 +63,19 @@ class OpenUpdate:
     num_loads: int = 0  # calls that brought tensors
     checked: dict[str, TensorSpec] = field(default_factory=dict)  # fit, and may come
     loaded: dict[str, TensorSpec] = field(default_factory=dict)
+    is_loading: bool = False  # whether a write has begun
     num_bytes: int = 0  # written by this rank, in the dtypes they came in
 
     @property
     def version(self) -> int:
         """The target's, where the update reaches it."""
         return self.versions.get(TARGET, max(self.versions.values()))
+
+    @property
+    def progress(self) -> str:
+        """How far it has come, for an error."""
+        some = ", ".join(list(self.loaded)[:_LISTED]) + ", ..." * (len(self.loaded) > _LISTED)
+        return f"version {self.version} stopped after {len(self.loaded)} tensors ({some})"
 
     def takes(self, name: str) -> bool:
         """Whether what comes under this name is written, or an error; else it goes nowhere."""
@@ -58,11 +84,6 @@ class OpenUpdate:
     def taken(self, manifest: Manifest) -> Manifest:
         """The part of a manifest that this update takes."""
         return {name: spec for name, spec in manifest.items() if self.takes(name)}
-
-    def needed(self, manifest: Manifest) -> Slices:
-        """The slices that this rank needs of what it takes."""
-        shards = {name: self.weight_loaders[name].shard for name in self.taken(manifest)}
-        return {name: shard and shard.where for name, shard in shards.items()}
 
     def announce(self, manifest: Manifest) -> None:
         """All that is going to come. Raises InvalidInputError unless it is what has to."""
@@ -99,6 +120,15 @@ class OpenUpdate:
             raise InvalidInputError("named_tensors", [], "an update must bring a tensor")
         self._refuse_mismatches(self.loaded, partial=self.options.partial)
 
+    def check_source(self, source: NamedTensors, manifest: Manifest | None, direct: bool) -> None:
+        """Check what is known of tensors before the first of them is written."""
+        if manifest is not None:
+            self.check(self.taken(manifest), direct)
+        if isinstance(source, StoredWeights):
+            self.check_values(source.unchecked(), for_all=source.checks_for_all)
+        elif _is_stored(source):
+            self.check_values(source)
+
     def check_values(self, named_tensors: NamedTensors, *, for_all: bool = False) -> None:
         """Read tensors through that are all there, for what shapes and dtypes do not say.
 
@@ -127,22 +157,40 @@ class OpenUpdate:
                     "named_tensors", name, f"differs from {loaders[name].alias_of}, its tied twin"
                 )
 
-    def own_values(
-        self, name: str, tensor: torch.Tensor, *, direct: bool, check_finite: bool
-    ) -> torch.Tensor:
-        """What this rank stores of a whole tensor. Raises InvalidInputError if it may not come."""
+    def load(self, source: NamedTensors, manifest: Manifest | None, direct: bool) -> None:
+        """Write what this rank stores of each tensor, of a `SlicedSource` without ever having more.
+
+        What streams is checked as it comes. Raises InvalidInputError, and what the source raises.
+        """
+        check_finite = self.options.check_finite and not _is_stored(source)
+        if manifest is not None and isinstance(source, SlicedSource):
+            shards = {name: self.weight_loaders[name].shard for name in self.taken(manifest)}
+            slices = {name: shard and shard.where for name, shard in shards.items()}
+            self._load_slices(source, slices, check_finite)
+            return
+        with closed_iterator(source) as tensors:
+            for pair in tensors:
+                name, tensor = checked_pair(pair)
+                if self.takes(name):
+                    self._check_whole(name, tensor, direct)
+                    self._write(name, self.weight_loaders[name].own(tensor), check_finite)
+
+    def _load_slices(self, source: SlicedSource, needed: Slices, check_finite: bool) -> None:
+        with closed_iterator(source.sliced(needed)) as slices:
+            for name, values in slices:
+                if name in needed:
+                    self._check_slice(name, values)
+                    self._write(name, values, check_finite)
+                del values  # which would lie beside the next
+
+    def _check_whole(self, name: str, tensor: torch.Tensor, direct: bool) -> None:
         refuse_unreadable(name, tensor)
         spec = TensorSpec.of(tensor)
         if direct or self.checked.get(name) != spec or name in self.loaded:
             self.check({name: spec}, direct)
-        own = self.weight_loaders[name].own(tensor)
-        if check_finite:
-            refuse_not_finite(name, own)
-        return own
 
-    def check_slice(self, name: str, own: torch.Tensor, *, check_finite: bool) -> None:
-        """Raise InvalidInputError unless this is what the rank needs of a tensor that `check` has
-        let pass."""
+    def _check_slice(self, name: str, own: torch.Tensor) -> None:
+        """Raise unless this is what the rank needs of a tensor that `check` has let pass."""
         shard, spec = self.weight_loaders[name].shard, self.checked[name]
         shape = spec.shape if shard is None else shard.where.shape_of(spec.shape)
         if TensorSpec.of(own) != TensorSpec(shape, spec.dtype) or name in self.loaded:
@@ -150,11 +198,11 @@ class OpenUpdate:
                 f"named_tensors[{name!r}]", TensorSpec.of(own),
                 f"must be the needed {TensorSpec(shape, spec.dtype)}, and come once",
             )  # fmt: skip
+
+    def _write(self, name: str, own: torch.Tensor, check_finite: bool) -> None:
         if check_finite:
             refuse_not_finite(name, own)
-
-    def write(self, name: str, own: torch.Tensor) -> None:
-        """Write what `own_values` returned, or `check_slice` has let pass."""
+        self.is_loading = True
         self.weight_loaders[name].write_own(own)
         self.loaded[name] = self.checked[name]
         self.num_bytes += own.nbytes
@@ -182,6 +230,11 @@ class OpenUpdate:
                 if announced.get(name) != spec
             ]
         _refuse(lines)
+
+
+def _is_stored(source: NamedTensors) -> bool:
+    """Whether all tensors are there before the first is written."""
+    return isinstance(source, Collection | StoredWeights)
 
 
 def refuse_not_finite(name: str, tensor: torch.Tensor) -> None:

@@ -14,33 +14,22 @@ that names every tensor of a torn part heals that part. Nothing is generated unt
 whole, drafts included: with a broken draft the engine would only be slow, and nobody would learn
 why. Every transport ends in begin, load, commit, abandon.
 
-Ranks that run one model each have a transaction, and make the same calls. Both ends of an update
-are agreed on: no rank writes before all have found what is to come right, and none serves before
-all have written everything. What keeps one rank from it is an error on all.
+Ranks that run one model each have a transaction, and make the same calls. They agree on both ends
+of an update, and on each call of several: none writes before all have checked what is known, none
+serves before all have written everything. What keeps one rank from it is an error on all.
 """
 
 from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-import torch
-
-from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
+from rollout.errors import EngineStateError, WeightUpdateError
 from rollout.parallel import RankGroup, SingleRank
-from rollout.weights.manifest import (
-    Manifest,
-    NamedTensors,
-    SlicedSource,
-    StoredWeights,
-    UpdateOptions,
-    checked_pair,
-    closed_iterator,
-    manifest_of,
-)
-from rollout.weights.open_update import TARGET, OpenUpdate
+from rollout.weights.manifest import Manifest, NamedTensors, UpdateOptions, manifest_of
+from rollout.weights.open_update import TARGET, OpenUpdate, next_versions
 from rollout.weights.parts import WeightPart, WeightParts
 
 
@@ -73,15 +62,29 @@ class WeightTransaction:
         self._ranks: RankGroup = ranks or SingleRank()
         self._number = 0  # of the last update that was begun or declined, alike on all ranks
         self._versions: dict[str, int] = {}  # of parts that were ever updated
-        self.state = WeightState.WHOLE
-        self.reason = ""  # why it does not serve
         self.is_resident = True  # False while the memory of the parts is given back
         self._clock = clock
         self._update: OpenUpdate | None = None
-        self._before = WeightState.WHOLE  # the state that an open update began in
         self._torn: dict[str, str] = {}  # parts whose values are lost, and how they were
         self.expired = ""  # why the last update ended, if it was for silence
         self.num_bytes = 0  # that the last committed update wrote on this rank
+
+    @property
+    def state(self) -> WeightState:
+        """The state of the weights."""
+        if self._update is not None:
+            return WeightState.LOADING if self._update.is_loading else WeightState.OPEN
+        return WeightState.TORN if self._torn else WeightState.WHOLE
+
+    @property
+    def reason(self) -> str:
+        """Why they do not serve."""
+        if self.state is WeightState.LOADING:
+            return "an update is under way"
+        if not self._torn:
+            return ""
+        lost = "; ".join(dict.fromkeys(self._torn.values()))
+        return f"{lost}; send an update that names every tensor of {', '.join(sorted(self._torn))}"
 
     @property
     def version(self) -> int:
@@ -97,9 +100,7 @@ class WeightTransaction:
     @property
     def serves(self) -> bool:
         """Whether the weights are those of one version, and resident."""
-        state = self._before if self._update else self.state
-        whole = state is WeightState.WHOLE and self.state is not WeightState.LOADING
-        return whole and self.is_resident
+        return not self._torn and self.state is not WeightState.LOADING and self.is_resident
 
     @property
     def is_under_way(self) -> bool:
@@ -159,14 +160,13 @@ class WeightTransaction:
             if manifest is not None:
                 update.announce(manifest)
             if source is not None:
-                _check_source(update, source, manifest, direct)
+                update.check_source(source, manifest, direct)
                 update.source = source
         except BaseException as error:
             self._post("begin", error)
             raise
         self._agree("begin")
-        self._update, self._before = update, self.state
-        self.state, self.expired = WeightState.OPEN, ""
+        self._update, self.expired = update, ""
 
     def _opened(self, options: UpdateOptions) -> OpenUpdate:
         self.require_resident()
@@ -176,7 +176,6 @@ class WeightTransaction:
                 f"an update to version {self._update.version} is under way; end or abandon it first"
             )
         parts = self.parts.selected(options.selector)
-        versions = self._next_versions(parts, options.weight_version)
         built_on = self.parts.lenders(parts) | (parts if options.partial else frozenset())
         if built_on & self._torn.keys():
             raise WeightUpdateError(
@@ -185,7 +184,7 @@ class WeightTransaction:
             )
         return OpenUpdate(
             options=options,
-            versions=versions,
+            versions=next_versions(self.versions, parts, options.weight_version),
             parts=parts,
             weight_loaders=self.parts.weight_loaders(parts),
             passes_over=self._passes_over,
@@ -212,28 +211,22 @@ class WeightTransaction:
                 self.abandon(f"it failed: {error}")
             raise
 
-    def load(
-        self, named_tensors: NamedTensors, *, manifest: Manifest | None = None, direct: bool = False
-    ) -> None:
+    def load(self, named_tensors: NamedTensors, *, direct: bool = False) -> None:
         """Write tensors of the open update; called as often as they come.
 
         What is known of ``named_tensors`` beforehand is checked before the first is written: all of
         a collection or of `StoredWeights`, the manifest of any other `WeightSource`; what streams
-        is checked as it comes. ``manifest``: that of ``named_tensors``, if the caller has it.
-        ``direct``: nothing is converted, the dtype must be the model's. Any failure ends the
-        update, on all ranks. Raises InvalidInputError, and what ``named_tensors`` raises.
+        is checked as it comes. ``direct``: nothing is converted, the dtype must be the model's. Any
+        failure ends the update, on all ranks. Raises InvalidInputError, and what ``named_tensors``
+        raises.
         """
         update = self._under_way()
-        check_finite = update.options.check_finite and not _is_stored(named_tensors)
         try:
+            manifest = update.manifest
             if update.source is not named_tensors:
-                if manifest is None:
-                    manifest = manifest_of(named_tensors)
-                _check_source(update, named_tensors, manifest, direct)
-            if manifest is not None and isinstance(named_tensors, SlicedSource):
-                self._load_slices(update, named_tensors, manifest, check_finite)
-            else:
-                self._load_wholes(update, named_tensors, direct, check_finite)
+                manifest = manifest_of(named_tensors)
+                update.check_source(named_tensors, manifest, direct)
+            update.load(named_tensors, manifest, direct)
             update.num_loads += 1
             if update.source is None:
                 # What one rank has read may be gone for the others once this call returns.
@@ -242,32 +235,6 @@ class WeightTransaction:
             self.abandon(f"it failed: {error}")
             raise
         update.last_call = self._clock()
-
-    def _load_wholes(
-        self, update: OpenUpdate, named_tensors: NamedTensors, direct: bool, check_finite: bool
-    ) -> None:
-        with closed_iterator(named_tensors) as tensors:
-            for pair in tensors:
-                name, tensor = checked_pair(pair)
-                if update.takes(name):
-                    own = update.own_values(name, tensor, direct=direct, check_finite=check_finite)
-                    self._write(update, name, own)
-                    del own  # which would lie beside the next
-
-    def _load_slices(
-        self, update: OpenUpdate, source: SlicedSource, manifest: Manifest, check_finite: bool
-    ) -> None:
-        needed = update.needed(manifest)
-        with closed_iterator(source.sliced(needed)) as slices:
-            for name, values in slices:
-                if name in needed:
-                    update.check_slice(name, values, check_finite=check_finite)
-                    self._write(update, name, values)
-                del values  # which would lie beside the next
-
-    def _write(self, update: OpenUpdate, name: str, own: torch.Tensor) -> None:
-        self.state, self.reason = WeightState.LOADING, "an update is under way"
-        update.write(name, own)
 
     def commit(self) -> None:
         """End the open update: its version is the weights' from now on.
@@ -285,31 +252,22 @@ class WeightTransaction:
             raise
         self._update, self.num_bytes = None, update.num_bytes
         self._versions |= update.versions
-        for part in update.parts:
-            self._torn.pop(part, None)
-        self._update_state()
+        self._torn = {part: why for part, why in self._torn.items() if part not in update.parts}
 
     def abandon(self, reason: str) -> None:
         """Give the open update up, if there is one: torn if it had written, else as it was."""
         update, self._update = self._update, None
         if update is None:
             return
+        if update.is_loading:
+            self.tear(update.parts, f"an update to {update.progress}: {reason}")
         if update.source is None:  # where others may wait for this rank
             self._post(f"load {update.num_loads + 1}", reason)
         self._post("commit", reason)
-        if self.state is WeightState.LOADING:
-            self.tear(
-                update.parts,
-                f"an update to version {update.version} stopped after {len(update.loaded)} tensors "
-                f"({_shown(update.loaded)}): {reason}",
-            )
-        else:
-            self.state = self._before
 
     def tear(self, parts: Iterable[str], reason: str) -> None:
         """The values of these parts are lost: only a full update makes them serve again."""
         self._torn |= dict.fromkeys(parts, reason)
-        self._update_state()
 
     def digest(self, selector: str = "all") -> str:
         """SHA-256 over the names, dtypes, shapes and bytes of every tensor, in hexadecimal."""
@@ -327,30 +285,6 @@ class WeightTransaction:
             if failure:
                 raise WeightUpdateError(f"rank {rank}: {failure}")
 
-    def _next_versions(self, parts: frozenset[str], given: int | None) -> dict[str, int]:
-        """``given`` numbers the target where it is among the parts, else all of them.
-
-        No token carries a draft's, so that one may be given twice.
-        """
-        in_use = self.versions
-        following = {part: in_use[part] + 1 for part in parts}
-        if given is None:
-            return following
-        if TARGET in parts and given == in_use[TARGET]:
-            raise InvalidInputError("weight_version", given, "must differ from the one in use")
-        return following | dict.fromkeys({TARGET} & parts or parts, given)
-
-    def _update_state(self) -> None:
-        """Set the state to torn while any part is torn, else to whole."""
-        if not self._torn:
-            self.state, self.reason = WeightState.WHOLE, ""
-            return
-        self.state = WeightState.TORN
-        self.reason = (
-            f"{'; '.join(dict.fromkeys(self._torn.values()))}; "
-            f"send an update that names every tensor of {', '.join(sorted(self._torn))}"
-        )
-
     def _under_way(self) -> OpenUpdate:
         self._abandon_if_silent()
         if self._update is None:
@@ -364,24 +298,3 @@ class WeightTransaction:
         if update is not None and self._clock() - update.last_call > update.options.timeout:
             self.expired = f"nothing came for {update.options.timeout:g} seconds"
             self.abandon(self.expired)
-
-
-def _is_stored(named_tensors: NamedTensors) -> bool:
-    """Whether all tensors are there before the first is written."""
-    return isinstance(named_tensors, Collection | StoredWeights)
-
-
-def _check_source(
-    update: OpenUpdate, source: NamedTensors, manifest: Manifest | None, direct: bool
-) -> None:
-    """Check what is known of tensors before the first of them is written."""
-    if manifest is not None:
-        update.check(update.taken(manifest), direct)
-    if isinstance(source, StoredWeights):
-        update.check_values(source.unchecked(), for_all=source.checks_for_all)
-    elif _is_stored(source):
-        update.check_values(source)
-
-
-def _shown(names: Collection[str]) -> str:
-    return ", ".join(list(names)[:8]) + (", ..." if len(names) > 8 else "")

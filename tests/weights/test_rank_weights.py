@@ -60,9 +60,8 @@ class RankModel:
         )
 
     def update(self, source, **options):
-        manifest = manifest_of(source)
-        self.weights.begin(UpdateOptions(**options), manifest, source)
-        self.weights.load(source, manifest=manifest)
+        self.weights.begin(UpdateOptions(**options), manifest_of(source), source)
+        self.weights.load(source)
         self.weights.commit()
 
     def own(self):
