@@ -215,10 +215,13 @@ def free_port() -> int:
 
 
 def parts(options: argparse.Namespace) -> Parts:
-    updates = cache(lambda: Updates(options))
+    updates = cache(lambda: Updates(options))  # two ranks need none of it
+
+    def in_buckets(size: int) -> Iterator[Row]:
+        return updates().in_buckets(size)
+
     of_size: dict[str, Part] = {
-        f"{size // MIB} MiB buckets": lambda size=size: updates().in_buckets(size)
-        for size in BUCKET_BYTES
+        f"{size // MIB} MiB buckets": partial(in_buckets, size) for size in BUCKET_BYTES
     }
     ranks: Part = partial(rank_rows, options)
     return {"in process": lambda: updates().in_process(), **of_size, "two ranks": ranks}

@@ -124,9 +124,8 @@ class RankUpdates:
             yield handle
 
     def _from_rank_0(self) -> None:
+        """As a server's rank 0 brings it to all; alone it reads what it has packed."""
         group = self.engine.worker.ranks.all
-        if group.size == 1:
-            return self.engine.update_weights_from_tensor(self._pairs)
         manifest = {name: TensorSpec.of(tensor) for name, tensor in self._pairs}
         weights = self._pairs if group.rank == 0 else ()
         stream = RankStream.of(group, manifest, stored=True, weights=weights)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import deepspeed
 import torch
@@ -80,9 +81,9 @@ class DeepSpeedSource(ParameterSource):
     def flat_shard(self, ref: ParamRef) -> FlatShard | None:
         """ZeRO-3 gives each rank a range of a parameter's elements, which may end within a row."""
         parameter, size = ref.parameter, self.ranks.groups[0].size()
-        if not _is_sharded(parameter) or parameter.ds_tensor.ds_numel != -(-ref.numel // size):
+        own: Any = getattr(parameter, "ds_tensor", None)
+        if not _is_sharded(parameter) or own.ds_numel != -(-ref.numel // size):
             return None  # whole on each rank, or split among fewer
-        own = parameter.ds_tensor
         if own.status is not PartitionedParamStatus.AVAILABLE or hasattr(own, "ds_quant_scale"):
             return None  # on a disk, or quantized
         if self._wants_master(parameter):

@@ -165,7 +165,7 @@ class OpenUpdate:
         check_finite = self.options.check_finite and not _is_stored(source)
         if manifest is not None and isinstance(source, SlicedSource):
             shards = {name: self.weight_loaders[name].shard for name in self.taken(manifest)}
-            slices = {name: shard and shard.where for name, shard in shards.items()}
+            slices = {name: it.where if it else None for name, it in shards.items()}
             self._load_slices(source, slices, check_finite)
             return
         with closed_iterator(source) as tensors:
