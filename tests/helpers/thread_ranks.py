@@ -21,6 +21,7 @@ class Notes:
     def __init__(self) -> None:
         self._posted: dict[tuple[str, int], str] = {}
         self._changed = threading.Condition()
+        self._is_over = False
 
     def post(self, topic: str, rank: int, text: str) -> None:
         with self._changed:
@@ -30,8 +31,18 @@ class Notes:
     def collect(self, topic: str, size: int) -> list[str]:
         keys = [(topic, rank) for rank in range(size)]
         with self._changed:
-            assert self._changed.wait_for(lambda: self._posted.keys() >= set(keys), HANG_SECONDS)
+            found = self._changed.wait_for(
+                lambda: self._is_over or self._posted.keys() >= set(keys), HANG_SECONDS
+            )
+            assert found, f"a rank posted nothing on {topic!r}"
+            assert not self._is_over, "a rank has failed"
             return [self._posted[key] for key in keys]
+
+    def abort(self) -> None:
+        """Nobody waits any more."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
 
 
 class ThreadRank:
@@ -79,10 +90,22 @@ class ThreadRank:
 
 
 def on_ranks(size: int, call: Callable[[RankGroup], T]) -> list[T]:
-    """The results of ``call`` on ``size`` ranks, which run it at once on threads."""
+    """The results of ``call`` on ``size`` ranks, which run it at once on threads. Where one of them
+    raises, the others do not wait for it."""
     barrier, board, notes = threading.Barrier(size), [None] * size, Notes()
+
+    def run(rank: int) -> T:
+        try:
+            return call(ThreadRank(rank, barrier, board, notes))
+        except BaseException:
+            barrier.abort()
+            notes.abort()
+            raise
+
     with ThreadPoolExecutor(size) as pool:
-        futures = [
-            pool.submit(call, ThreadRank(rank, barrier, board, notes)) for rank in range(size)
-        ]
-        return [future.result(2 * HANG_SECONDS) for future in futures]
+        futures = [pool.submit(run, rank) for rank in range(size)]
+        errors = [future.exception(2 * HANG_SECONDS) for future in futures]
+        first = [each for each in errors if not isinstance(each, threading.BrokenBarrierError)]
+        for error in filter(None, [*first, *errors]):
+            raise error
+        return [future.result() for future in futures]
