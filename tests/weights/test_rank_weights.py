@@ -104,7 +104,8 @@ def stream_of(group, tensors):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_rank_gets_its_part_of_whole_tensors_by_every_transport(case, tmp_path):
+def test_a_rank_gets_its_part_of_whole_tensors_by_every_transport(case, tmp_path, monkeypatch):
+    monkeypatch.setattr("rollout.weights.rank_stream.CACHED_BUCKET_BYTES", BUCKET_BYTES)
     save, size = CASES[case]
     folder = save(tmp_path)
     first = {name: tensor.clone() for name, tensor in Checkpoint(folder)}
@@ -314,6 +315,7 @@ def test_a_stream_that_breaks_off_ends_on_all_ranks(who, tmp_path):
 
 @pytest.mark.parametrize("reason", ["other hosts", "no room"])
 def test_a_stream_without_shared_memory_sends_bytes(reason, tmp_path, monkeypatch):
+    monkeypatch.setattr("rollout.weights.rank_stream.CACHED_BUCKET_BYTES", BUCKET_BYTES)
     folder = save_biased_llama(tmp_path)
     new = changed({name: tensor.clone() for name, tensor in Checkpoint(folder)})
     if reason == "no room":
