@@ -118,7 +118,6 @@ class RankUpdates:
 
     def _handles(self) -> Iterator[dict[str, Any]]:
         """Each is asked for while the one before is read: the sender has two segments."""
-        self._commands.send("next")
         while (handle := self._commands.recv()) is not None:
             self._commands.send("next")
             yield handle
@@ -188,10 +187,13 @@ class Ranks:
         for each in self._connections:
             each.send(way)
         if way == "shared memory":
-            for handle in (*self._shared.handles(self._weights), None):
+            for handle in self._shared.handles(self._weights):
+                for each in self._connections:
+                    each.send(handle)
                 for each in self._connections:
                     each.recv()
-                    each.send(handle)
+            for each in self._connections:
+                each.send(None)
         elif way == "gloo":
             self._sender.send(self._weights)
         return [each.recv() for each in self._connections]
