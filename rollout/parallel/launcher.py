@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from types import FrameType
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from rollout.parallel.opening import host_store, launch_variables
 
 _EXIT_SIGNAL = 128  # plus the signal's number, as shells do
 _POLL_SECONDS = 0.05
@@ -29,11 +28,7 @@ _LAST_SECONDS = 30.0  # that ranks have to end once one has
 def main() -> int:
     """Run the ranks of `sys.argv` to their end and return the exit code."""
     size, *command = sys.argv[1:]
-    listener = socket.create_server(("127.0.0.1", 0))  # a store's own would be open to all
-    store = TCPStore(
-        "127.0.0.1", listener.getsockname()[1], is_master=True, wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )  # fmt: skip
+    store = host_store()
     ranks = [_started(rank, int(size), store.port, command) for rank in range(int(size))]
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -56,14 +51,7 @@ def main() -> int:
 
 def _started(rank: int, size: int, port: int, command: Sequence[str]) -> subprocess.Popen[bytes]:
     rank_process = [sys.executable, "-m", "rollout.parallel.rank_process", str(os.getpid())]
-    variables = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is this process's, also of rank 0
-    }
+    variables = launch_variables(rank, size, port, rank)
     if size > 1:  # they share the processors
         variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     return subprocess.Popen(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from rollout.config import ParallelConfig, ParallelMode
@@ -55,6 +56,31 @@ ONE_RANK = ModelRanks(all=SingleRank())
 
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def host_store() -> TCPStore:
+    """A store for ranks of this machine, at a port that the system chooses. It lives as long as
+    the object."""
+    listener = socket.create_server(("127.0.0.1", 0))  # a store's own would be open to all
+    return TCPStore(
+        "127.0.0.1", listener.getsockname()[1], is_master=True, wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip
+
+
+def launch_variables(rank: int, size: int, port: int, local_rank: int) -> dict[str, str]:
+    """The environment of a rank that is launched on this machine.
+
+    ``port``: of the `host_store` there. ``local_rank``: the index of its GPU, among those it sees.
+    """
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already, also of rank 0
+    }
 
 
 def local_rank(config: ParallelConfig) -> int | None:
