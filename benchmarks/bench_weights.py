@@ -7,6 +7,9 @@ A figure is a whole update, checks and commit included, of an engine that has ru
 of rounds in which all transports take turns. Senders of shared memory and gloo are processes of
 their own. Peak extra memory is sampled in first updates, before any buffer is held. Bars: 0.7 of
 copy_'s speed in process, 0.4 through shared memory; one bucket, or the largest tensor, of memory.
+
+`--only "two ranks"` compares an engine of two ranks with one of one rank, and needs no model: give
+it three cores. Bars: a rank reads no more than its share, two take at most 1.15x the time of one.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -27,13 +30,12 @@ import torch
 from harness.command import POSITIVE, Command, Part, Parts
 from harness.rows import Row, row
 from harness.timing import Call, in_turns
+from weight_ranks import HeldWeights, rank_rows
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.weights.bucket import CACHED_BUCKET_BYTES, DEFAULT_BUCKET_BYTES, buckets
-from rollout.weights.disk import CheckpointSource
 from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.group import WeightGroup
-from rollout.weights.manifest import Manifest, TensorSpec
 from rollout.weights.shared_memory import SharedMemorySender
 
 MIB = 2**20
@@ -43,23 +45,6 @@ BARS = {  # of the speed of copy_
     "in process": 0.7,
     f"shared memory, {CACHED_BUCKET_BYTES // MIB} MiB buckets": 0.4,
 }
-
-
-class HeldWeights:
-    """A checkpoint's tensors, in this process's own memory: a trainer's."""
-
-    def __init__(self, folder: Path) -> None:
-        self.tensors = {name: tensor.clone() for name, tensor in CheckpointSource(folder)}
-
-    def manifest(self) -> Manifest:
-        return {name: TensorSpec.of(tensor) for name, tensor in self.tensors.items()}
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self.tensors.items())
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(spec.num_bytes for spec in self.manifest().values())
 
 
 def share(asked: Connection, options: argparse.Namespace, bucket_bytes: int) -> None:
@@ -230,11 +215,16 @@ def free_port() -> int:
 
 
 def parts(options: argparse.Namespace) -> Parts:
-    updates = Updates(options)
+    updates = cache(lambda: Updates(options))  # two ranks need none of it
+
+    def in_buckets(size: int) -> Iterator[Row]:
+        return updates().in_buckets(size)
+
     of_size: dict[str, Part] = {
-        f"{size // MIB} MiB buckets": partial(updates.in_buckets, size) for size in BUCKET_BYTES
+        f"{size // MIB} MiB buckets": partial(in_buckets, size) for size in BUCKET_BYTES
     }
-    return {"in process": updates.in_process, **of_size}
+    ranks: Part = partial(rank_rows, options)
+    return {"in process": lambda: updates().in_process(), **of_size, "two ranks": ranks}
 
 
 def make_command() -> Command:

@@ -23,7 +23,6 @@ from rollout.weights.bucket import (
     buckets,
     offered_tensors,
 )
-from rollout.weights.checks import manifest_of, refuse_not_finite
 from rollout.weights.distributed import announced_manifest
 from rollout.weights.manifest import (
     Manifest,
@@ -31,7 +30,9 @@ from rollout.weights.manifest import (
     StoredWeights,
     UpdateOptions,
     closed_iterator,
+    manifest_of,
 )
+from rollout.weights.open_update import refuse_not_finite
 
 log = logging.getLogger(__name__)
 

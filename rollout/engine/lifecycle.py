@@ -9,7 +9,7 @@ from rollout.engine.steps import StepRunner
 from rollout.engine.worker import Worker
 from rollout.errors import EngineStateError
 from rollout.types import MemoryTag, PauseMode
-from rollout.weights.ipc import HandleReceiver
+from rollout.weights.shared_memory import HandleReceiver
 
 
 class Lifecycle:

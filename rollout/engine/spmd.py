@@ -33,16 +33,9 @@ from rollout.models.loader import Progress
 from rollout.models.spec import ModelSpec
 from rollout.parallel import RankGroup, is_launched, open_ranks, rank_of
 from rollout.types import SamplingParams
-from rollout.weights.bucket import (
-    CACHED_BUCKET_BYTES,
-    FlattenedBucket,
-    PackedBucket,
-    buckets,
-    offered_tensors,
-    unflattened,
-)
-from rollout.weights.bucket_layout import BucketLayout, layouts
-from rollout.weights.manifest import StoredWeights, TensorSpec, dtype_name, named_dtype
+from rollout.weights.bucket import PackedBucket, offered_tensors
+from rollout.weights.manifest import TensorSpec, dtype_name, named_dtype
+from rollout.weights.rank_stream import RankStream
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +147,8 @@ def _follow(group: RankGroup, open_engine: OpenEngine) -> None:
         arguments = [_decoded(each, group) for each in arguments]
         options = {option: _decoded(each, group) for option, each in options.items()}
         try:
-            getattr(engine, name)(*arguments, **options)
+            with _shared_streams(arguments):
+                getattr(engine, name)(*arguments, **options)
         except ParallelError:
             raise
         except (RolloutError, OSError, TimeoutError) as error:  # rank 0 has it as well
@@ -184,13 +178,10 @@ class Rank0Engine:
     def update_weights_from_tensor(
         self, /, named_tensors: Any, *, load_format: str | None = None, **options: Any
     ) -> None:
-        """Each rank holds all tensors of the call until it has taken its part."""
-        weights = offered_tensors(named_tensors, load_format)
-        if not isinstance(weights, StoredWeights):
-            copies = [PackedBucket.of(each).unpacked() for each in buckets(weights)]
-            weights = unflattened(copies)
+        """Buckets go through memory that all ranks of this host read."""
+        stream = RankStream.from_rank_0(self._group, offered_tensors(named_tensors, load_format))
         told_format = "direct" if load_format == "direct" else None
-        self._call("update_weights_from_tensor", weights, load_format=told_format, **options)
+        self._call("update_weights_from_tensor", stream, load_format=told_format, **options)
 
     def close(self) -> None:
         """Close every rank's engine: this one's also where others are lost."""
@@ -204,7 +195,8 @@ class Rank0Engine:
             self._group.tell(_message(name, *arguments, **options))
             for argument in arguments:
                 self._tell_bytes(argument)
-            return getattr(self._engine, name)(*arguments, **options)
+            with _shared_streams(arguments):
+                return getattr(self._engine, name)(*arguments, **options)
 
     def _tell_bytes(self, argument: object) -> None:
         try:
@@ -213,6 +205,25 @@ class Rank0Engine:
         except BaseException as error:  # the others wait for the rest
             self._group.close(f"it failed in the middle of sending a call: {error!r}")
             raise
+
+
+@contextmanager
+def _shared_streams(arguments: Sequence[Any]) -> Iterator[None]:
+    """A context for a call with these arguments on every rank: weights among them begin and end on
+    all."""
+    streams = [each for each in arguments if isinstance(each, RankStream)]
+    for stream in streams:
+        stream.open()
+    try:
+        yield
+    except ParallelError:
+        raise
+    except BaseException as error:
+        for stream in streams:
+            stream.finish(f"it failed: {error}")
+        raise
+    for stream in streams:
+        stream.finish()
 
 
 def _message(name: str, *arguments: Any, **options: Any) -> bytes:
@@ -234,11 +245,9 @@ def _encoded(value: Any) -> list[Any]:
         fields = asdict(value)
         fields["logit_bias"] = list(value.logit_bias.items())
         return ["params", fields]
-    if isinstance(value, StoredWeights):
-        found = [layout.to_json() for layout in layouts(value.manifest(), CACHED_BUCKET_BYTES)]
-        for layout in found:
-            BucketLayout.from_json(layout, "named_tensors")  # refused before the others read it
-        return ["weights", found]
+    if isinstance(value, RankStream):
+        manifest = value.known_manifest
+        return ["weights", [value.is_stored, None if manifest is None else _encoded(manifest)]]
     if isinstance(value, PackedBucket):
         value.unpacked()  # refused before the others read it
         return ["bucket", value.layout]
@@ -251,10 +260,7 @@ def _encoded(value: Any) -> list[Any]:
 
 def _bytes_of(argument: Any) -> Iterator[bytes]:
     """The bytes of an argument that follow the call."""
-    if isinstance(argument, StoredWeights):
-        for bucket in buckets(argument, CACHED_BUCKET_BYTES):
-            yield bucket.used.cpu().numpy().tobytes()
-    elif isinstance(argument, PackedBucket):
+    if isinstance(argument, PackedBucket):
         yield argument.flat.tobytes()
     elif _are_deltas(argument):
         yield from (delta.to_bytes() for delta in argument)
@@ -286,14 +292,11 @@ def _decoded(encoded: list[Any], group: RankGroup) -> Any:
     if kind == "manifest":
         return {name: TensorSpec(tuple(shape), named_dtype(it, name)) for name, shape, it in value}
     if kind == "weights":
-        return unflattened([_told_bucket(BucketLayout.from_json(it), group) for it in value])
+        stored, manifest = value
+        known = None if manifest is None else _decoded(manifest, group)
+        return RankStream.of(group, known, stored=stored)
     if kind == "bucket":
         return PackedBucket(np.frombuffer(group.tell(b""), dtype=np.uint8), value)
     if kind == "deltas":
         return [CorpusDelta.from_bytes(group.tell(b"")) for _ in range(value)]
     return value
-
-
-def _told_bucket(layout: BucketLayout, group: RankGroup) -> FlattenedBucket:
-    data = bytearray(group.tell(b"") or 1)  # of no bytes no tensor is made
-    return FlattenedBucket(torch.frombuffer(data, dtype=torch.uint8), layout)

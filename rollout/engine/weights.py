@@ -27,10 +27,15 @@ from rollout.weights.bucket import (
     unflattened,
 )
 from rollout.weights.bucket_layout import BucketLayout
-from rollout.weights.checks import manifest_of
 from rollout.weights.groups import WeightGroups
-from rollout.weights.ipc import HandleReceiver
-from rollout.weights.manifest import Manifest, NamedTensors, TensorSpec, UpdateOptions
+from rollout.weights.manifest import (
+    Manifest,
+    NamedTensors,
+    TensorSpec,
+    UpdateOptions,
+    manifest_of,
+)
+from rollout.weights.shared_memory import HandleReceiver
 from rollout.weights.transaction import WeightState
 
 
@@ -46,7 +51,7 @@ class WeightUpdates:
 
     def __init__(self, worker: Worker, steps: StepRunner) -> None:
         self.handles = HandleReceiver()
-        self._groups = WeightGroups()
+        self.groups = WeightGroups()
         self._worker = worker
         self._steps = steps
 
@@ -196,14 +201,14 @@ class WeightUpdates:
         no timeout of its own waits as long.
         """
         rank_offset = checked_int(rank_offset, "rank_offset")
-        self._groups.init(
+        self.groups.init(
             master_address, master_port, rank_offset + self._worker.ranks.all.rank, world_size,
             group_name, backend, timeout, self._worker.model_device, sender,
         )  # fmt: skip
 
     def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:
         """Leave a group. Raises InvalidInputError for one this engine is not in."""
-        self._groups.destroy(group_name)
+        self.groups.destroy(group_name)
 
     def update_weights_from_distributed(
         self,
@@ -230,7 +235,7 @@ class WeightUpdates:
         timeout = options.get("timeout", weights.options.timeout if weights.is_under_way else None)
         with (
             weights.broadcast_failures(),
-            self._groups.source(
+            self.groups.source(
                 names, dtypes, shapes, group_name, load_format=load_format, timeout=timeout
             ) as source,
         ):
@@ -249,7 +254,7 @@ class WeightUpdates:
         """Tell the group's sender that nothing of what it announced will be taken."""
         with (
             contextlib.suppress(WeightUpdateError),
-            self._groups.source(
+            self.groups.source(
                 names, dtypes, shapes, group_name, load_format=load_format, timeout=None
             ),
         ):
@@ -298,7 +303,7 @@ class WeightUpdates:
 
     def close(self) -> None:
         """Leave the weight groups and let go of senders' memory; updates can go on as before."""
-        self._groups.close()
+        self.groups.close()
         self.handles.release()
 
     def _load(
@@ -316,8 +321,8 @@ class WeightUpdates:
         expired = weights.expired
         try:
             manifest = manifest_of(named_tensors)
-            self.begin_weight_update(manifest, **options)
-            weights.load(named_tensors, manifest=manifest, direct=direct)
+            weights.begin(UpdateOptions.of(options), manifest, named_tensors, direct=direct)
+            weights.load(named_tensors, direct=direct)
             self.end_weight_update()
         except RolloutError as error:
             if expired and not options:

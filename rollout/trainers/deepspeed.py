@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import deepspeed
 import torch
@@ -12,14 +13,16 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero import GatheredParameters
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.utils import safe_get_full_fp32_param
-from torch import nn
+from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_fp32_param
+from torch import distributed, nn
 
 from rollout.errors import InvalidInputError
+from rollout.parallel.partition import even_parts
 from rollout.trainers.param_ref import ParamRef
 from rollout.trainers.parameter_source import BUCKET_BYTES, ParameterSource
 from rollout.trainers.ranks import Ranks
+from rollout.trainers.shard_exchange import FlatShard
 
 _Masters = dict[int, Callable[[], torch.Tensor]]  # by id of the parameter
 
@@ -74,6 +77,20 @@ class DeepSpeedSource(ParameterSource):
                 parameter.detach() if master is None else master
                 for parameter, master in zip(parameters, masters, strict=True)
             ]
+
+    def flat_shard(self, ref: ParamRef) -> FlatShard | None:
+        """ZeRO-3 gives each rank a range of a parameter's elements, which may end within a row."""
+        parameter, size = ref.parameter, self.ranks.groups[0].size()
+        own: Any = getattr(parameter, "ds_tensor", None)
+        if not _is_sharded(parameter) or own.ds_numel != -(-ref.numel // size):
+            return None  # whole on each rank, or split among fewer
+        if own.status is not PartitionedParamStatus.AVAILABLE or hasattr(own, "ds_quant_scale"):
+            return None  # on a disk, or quantized
+        if self._wants_master(parameter):
+            own = safe_get_local_fp32_param(parameter)
+        held = even_parts(ref.numel, size)
+        length = len(held[distributed.get_rank(self.ranks.groups[0])])
+        return FlatShard(own.detach().reshape(-1)[:length], held)
 
     def gather_unit(self, ref: ParamRef) -> tuple[Hashable, int]:
         unit, size = super().gather_unit(ref)

@@ -8,15 +8,20 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
+from rollout.parallel.partition import even_parts, scaled
 from rollout.trainers.param_ref import ParamRef, Weight, param_refs
 from rollout.trainers.parameter_source import BUCKET_BYTES, ParameterSource
 from rollout.trainers.ranks import Ranks
+from rollout.trainers.shard_exchange import FlatShard
 
 
 class FSDP2Source(ParameterSource):
     """Gathers each DTensor of a bucket, however its mesh shards it; every rank takes part.
+
+    Of DTensors that one mesh of one dimension shards by their first dimension, as ``fully_shard``
+    does by default, parts can be sent in place of that.
 
     Parameters come in the dtype in which they are sharded: the master copy where FSDP computes in
     a lower one.
@@ -31,14 +36,25 @@ class FSDP2Source(ParameterSource):
     ) -> None:
         super().__init__(model, bucket_bytes=bucket_bytes, dtype=dtype)
         meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
-        mesh = max(meshes, key=lambda mesh: mesh.ndim)
-        self.ranks = Ranks(mesh.get_all_groups())
+        self._mesh = max(meshes, key=lambda mesh: mesh.ndim)
+        self.ranks = Ranks(self._mesh.get_all_groups())
 
     def refs(self) -> list[ParamRef]:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # a forward without a backward leaves parameters unsharded
         return param_refs(self.model)
+
+    def flat_shard(self, ref: ParamRef) -> FlatShard | None:
+        parameter = ref.parameter.detach()
+        if not isinstance(parameter, DTensor) or len(self.ranks.groups) != 1:
+            return None
+        placement = parameter.placements[0]
+        if parameter.device_mesh != self._mesh or type(placement) is not Shard or placement.dim:
+            return None
+        width = ref.numel // ref.shape[0] if ref.shape[0] else 0
+        held = scaled(even_parts(ref.shape[0], self._mesh.size()), width)
+        return FlatShard(parameter.to_local().reshape(-1), held)
 
     def gathered(self, refs: Sequence[ParamRef]) -> AbstractContextManager[list[torch.Tensor]]:
         return nullcontext([_whole(ref.parameter.detach()) for ref in refs])

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from rollout.errors import InvalidInputError, WeightUpdateError
-from rollout.trainers.parameter_source import BUCKET_BYTES, WeightStream
+from rollout.trainers.parameter_source import BUCKET_BYTES
 from rollout.trainers.source import weight_source
+from rollout.trainers.weight_stream import WeightStream
 from rollout.weights.manifest import UpdateOptions
 
 
@@ -41,7 +42,7 @@ class WeightSync:
 
     version: int  # of the weights the engines have now
     num_tensors: int
-    num_bytes: int  # of the tensors as they were streamed
+    num_bytes: int  # of the tensors as they were streamed on this rank
     seconds: float
 
 
@@ -129,7 +130,7 @@ class RolloutHook:
     def _take(self, stream: WeightStream, version: int) -> None:
         if self.engine is not None:
             self.engine.update_weights_from_tensor(stream, weight_version=version, **self.options)
-        for name, _ in stream:
+        for name, _ in stream.sliced({}) if self.engine is None else stream:
             if self.engine is not None:
                 raise WeightUpdateError(f"the engine returned before it had taken {name}")
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Self
 
 import torch
 from torch import nn
@@ -14,6 +13,8 @@ from torch import nn
 from rollout.errors import InvalidInputError
 from rollout.trainers.param_ref import ParamRef, Weight, checkpoint_name, param_refs
 from rollout.trainers.ranks import Ranks
+from rollout.trainers.shard_exchange import FlatShard
+from rollout.trainers.weight_stream import WeightStream
 from rollout.weights.manifest import Manifest, TensorSpec
 
 
@@ -109,6 +110,11 @@ class ParameterSource(ABC):
         """
         ...
 
+    def flat_shard(self, ref: ParamRef) -> FlatShard | None:
+        """This rank's elements of a parameter of which each rank holds one range, so that parts of
+        it can be sent from rank to rank. None for any other: it has to be gathered."""
+        return None
+
     def refs(self) -> list[ParamRef]:
         """The parameters of the model as it is now."""
         return param_refs(self.model)
@@ -172,72 +178,3 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if known not in _DTYPES.values():
         raise InvalidInputError("dtype", dtype, f"must be None, model, {', '.join(_DTYPES)}")
     return known
-
-
-class WeightStream:
-    """A `WeightSource` for one use. Close it, or use it in ``with``, on every rank.
-
-    In one pass over a model's weights all ranks go on together or stop together. Before each
-    bucket's collectives, and once after the last tensor, they agree that none has failed. A rank
-    that fails between two of these says so at the next one and the others raise WeightUpdateError
-    there: nobody waits in a collective for a rank that has left, or takes the end of the stream
-    for the end of a good update. A closed stream that was not read to its end is such a failure.
-    """
-
-    def __init__(self, source: ParameterSource) -> None:
-        self._source = source
-        self._weights = source.weights()
-        self._tensors = self._run()
-        self._awaited = True  # the other ranks wait for this one's word, or will
-        self.finished = False  # every rank has read all of it
-        self.num_tensors = 0
-        self.num_bytes = 0
-
-    def manifest(self) -> Manifest:
-        """The manifest of this pass."""
-        return self._source.manifest_of(self._weights)
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self
-
-    def __next__(self) -> tuple[str, torch.Tensor]:
-        # A consumer's inference mode would make inference tensors of the trainer's parameters.
-        with torch.inference_mode(False), torch.no_grad():
-            name, tensor = next(self._tensors)
-        self.num_tensors += 1
-        self.num_bytes += tensor.nbytes
-        return name, tensor
-
-    def _run(self) -> Generator[tuple[str, torch.Tensor], None, None]:
-        source = self._source
-        for bucket in source.buckets(self._weights):
-            self._agree()
-            # A rank that fails inside the gather's own collectives cannot tell the others.
-            self._awaited = False
-            with source.gathered([ref for weight in bucket for ref in weight.inputs]) as tensors:
-                self._awaited = True
-                given = iter(tensors)
-                for weight in bucket:
-                    yield weight.name, source.value(weight, [next(given) for _ in weight.inputs])
-        self._agree()
-        self._awaited = False
-        self.finished = True
-
-    def _agree(self) -> None:
-        self._awaited = False
-        self._source.ranks.go_on()
-        self._awaited = True
-
-    def close(self) -> None:
-        """Let go of what is gathered; tell the other ranks where they still count on this one."""
-        with torch.inference_mode(False), torch.no_grad():
-            self._tensors.close()
-        if self._awaited:
-            self._awaited = False
-            self._source.ranks.stop()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()

@@ -21,14 +21,29 @@ class Ranks:
     def __init__(self, groups: Sequence[ProcessGroup] = ()) -> None:
         self.groups = tuple(groups)
 
+    @property
+    def device(self) -> torch.device:
+        """One whose tensors the first group can send."""
+        return _device(self.groups[0])
+
     def maximum(self, *values: int) -> list[int]:
         """The largest of each value over all ranks. A collective."""
         if not self.groups:
             return list(values)
-        agreed = torch.tensor(values, dtype=torch.int64, device=_device(self.groups[0]))
+        agreed = torch.tensor(values, dtype=torch.int64, device=self.device)
         for group in self.groups:
             distributed.all_reduce(agreed, distributed.ReduceOp.MAX, group=group)
         return agreed.tolist()
+
+    def exchange(self, text: str) -> list[str]:
+        """Every rank's text, in the order of ranks of the only group. A collective."""
+        (group,) = self.groups
+        data = text.encode()
+        (width,) = self.maximum(len(data))
+        own = torch.frombuffer(bytearray(data.ljust(width)), dtype=torch.uint8)
+        rows = [torch.empty_like(own, device=self.device) for _ in range(group.size())]
+        distributed.all_gather(rows, own.to(self.device), group=group)
+        return [bytes(row.tolist()).decode().rstrip() for row in rows]
 
     def go_on(self) -> None:
         """Go on together. Raises WeightUpdateError where another rank called `stop` instead."""

@@ -20,13 +20,14 @@ from rollout.weights.bucket_layout import (
     BucketPacker,
     manifest_of_layouts,
 )
-from rollout.weights.checks import manifest_of, pairs_of
 from rollout.weights.manifest import (
     Manifest,
     NamedTensors,
     StoredWeights,
     TensorSpec,
     closed_iterator,
+    manifest_of,
+    pairs_of,
 )
 
 

@@ -4,7 +4,7 @@ An update of `DistributedSender`, with the notes it leaves in the group's store:
 
     sender, rank 0                         receivers
     announcement (digest)  ------------->  begin: names, shapes, dtypes checked
-              <---------------------- answer/<rank>: ready, or refused
+              <---------------------- answer/<rank>: what it needs of each tensor, or refused
     go, or withdrawn           --------->
     bucket, bucket, ...        =========>  load
               <---------------------- result/<rank>: loaded, or the error
@@ -14,6 +14,9 @@ Each note carries the number of its update, so those of another are told apart. 
 unless every receiver takes it, and the sender knows who has loaded it. A receiver that fails in the
 middle takes the rest off the wire before it says so: the group stays usable. Where the connection
 itself fails the group closes, which ends everybody's waiting.
+
+Buckets are broadcast whole where every receiver needs all of every tensor. Where one needs less,
+each bucket is sent to each receiver by itself, with what that one needs of the bucket's tensors.
 
 Callers that broadcast by themselves and without notes are received with ``load_format=None``, one
 tensor after another, or with ``packed``. They cannot be told of a refusal, so what they send is
@@ -33,9 +36,9 @@ import torch
 from rollout.checked import checked_int, checked_list, checked_name
 from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.weights.bucket import FlattenedBucket
-from rollout.weights.bucket_layout import BucketEntry, BucketLayout, layouts
+from rollout.weights.bucket_layout import BucketEntry, BucketLayout, layouts, sliced_layout
 from rollout.weights.group import BroadcastGroup, WeightGroup
-from rollout.weights.manifest import Manifest, TensorSpec, named_dtype
+from rollout.weights.manifest import Manifest, Slices, TensorSpec, named_dtype, slices_to_json
 
 _REFUSAL_SECONDS = 10.0  # at most, of each wait for the sender of an update that has failed
 
@@ -73,6 +76,8 @@ class DistributedSource:
         self._under_way = not self._has_notes  # whether buckets come
         self._layouts: list[BucketLayout] = []
         self._num_received = 0  # buckets
+        self._needed: Slices = {}
+        self._is_sliced = False  # whether each receiver is sent what it needs
 
     def expect(self, manifest: Manifest) -> None:
         """Say what is going to come. Inside the context, so that the sender hears of a failure."""
@@ -89,6 +94,13 @@ class DistributedSource:
             self._agree()
         for bucket in self._received(self._timeout):
             yield from bucket.unflatten()
+
+    def sliced(self, needed: Slices) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is needed of the tensors: sent alone, or cut out of broadcast ones."""
+        self._needed = needed
+        for name, tensor in self:
+            where = None if self._is_sliced else needed.get(name)
+            yield name, tensor if where is None else where.of(tensor)
 
     def __enter__(self) -> Self:
         return self
@@ -121,13 +133,16 @@ class DistributedSource:
                 "DistributedSender.arguments gives them",
             )  # fmt: skip
         self._layouts = layouts(self._manifest, announced["bucket_bytes"])
-        self._tell("answer", None)
+        self._tell("answer", None, needed=slices_to_json(self._needed))
         go = self._group.notes.collect(["go"], self._timeout, self._is_of_this)
         if not go:
             raise WeightUpdateError(f"the sender was silent for {self._timeout:g} seconds")
         (note,) = go.values()
         if note["error"]:
             raise WeightUpdateError(f"the sender gave the update up: {note['error']}")
+        self._is_sliced = note["sliced"]
+        if self._is_sliced:
+            self._layouts = [sliced_layout(layout, self._needed) for layout in self._layouts]
         self._under_way = True
 
     def _read_announcement(self, seconds: float) -> dict[str, Any]:
@@ -155,7 +170,7 @@ class DistributedSource:
             bucket = FlattenedBucket(flat, self._layouts[self._num_received])
             self._num_received += 1
             try:
-                self._group.broadcast(self._wire(bucket), seconds)
+                self._receive(bucket, seconds)
             except WeightUpdateError as error:
                 withdrawn = self._group.notes.get("withdrawn")
                 if withdrawn is None or not self._is_of_this(withdrawn):
@@ -165,17 +180,20 @@ class DistributedSource:
                 ) from error
             yield bucket
 
-    def _wire(self, bucket: FlattenedBucket) -> torch.Tensor:
-        """The tensor to broadcast for this bucket: its bytes, or its one tensor as its owner has
-        it."""
-        if self._has_notes or self._is_packed:
-            return bucket.used
-        ((_, tensor),) = bucket.unflatten()
-        return tensor
+    def _receive(self, bucket: FlattenedBucket, seconds: float) -> None:
+        """Fill the bucket: its bytes at once, or its one tensor as its owner broadcasts it."""
+        if self._is_sliced:
+            self._group.receive(bucket.used, seconds)
+        elif self._has_notes or self._is_packed:
+            self._group.broadcast(bucket.used, seconds)
+        else:
+            ((_, tensor),) = bucket.unflatten()
+            self._group.broadcast(tensor, seconds)
 
-    def _tell(self, kind: str, error: BaseException | None) -> None:
+    def _tell(self, kind: str, error: BaseException | None, **fields: Any) -> None:
         if self._has_notes:
-            self._group.notes.put(f"{kind}/{self._group.rank}", outcome(self._number, error))
+            note = outcome(self._number, error) | fields
+            self._group.notes.put(f"{kind}/{self._group.rank}", note)
 
     def _is_of_this(self, note: dict[str, Any]) -> bool:
         return bool(note["number"] == self._number)

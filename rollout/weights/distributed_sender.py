@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+
 from rollout.checked import checked_seconds
-from rollout.errors import InvalidInputError, WeightUpdateError
-from rollout.weights.bucket import CACHED_BUCKET_BYTES, buckets
-from rollout.weights.bucket_layout import checked_bucket_bytes, layouts
+from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
+from rollout.weights.bucket import CACHED_BUCKET_BYTES, FlattenedBucket, buckets
+from rollout.weights.bucket_layout import (
+    BucketEntry,
+    checked_bucket_bytes,
+    layouts,
+    sliced_layout,
+)
 from rollout.weights.distributed import manifest_digest, outcome
 from rollout.weights.group import WeightGroup
-from rollout.weights.manifest import Manifest, WeightSource, closed_iterator, dtype_name
+from rollout.weights.manifest import (
+    Manifest,
+    Slices,
+    TensorSpec,
+    WeightSource,
+    closed_iterator,
+    dtype_name,
+    slices_from_json,
+)
 
 
 class DistributedSender:
@@ -56,13 +72,21 @@ class DistributedSender:
         self, number: int, source: WeightSource, manifest: Manifest, seconds: float
     ) -> None:
         try:
-            self._require(number, "answer", seconds, "takes this update")
-        except WeightUpdateError as error:
+            answers = self._require(number, "answer", seconds, "takes this update")
+            needed = {
+                rank: slices_from_json(note["needed"], manifest, f"answer/{rank}.needed")
+                for rank, note in answers.items()
+            }
+        except RolloutError as error:
             self._group.notes.put("go", outcome(number, error))
             raise
-        self._group.notes.put("go", outcome(number, None))
+        is_sliced = any(any(slices.values()) for slices in needed.values())
+        self._group.notes.put("go", outcome(number, None) | {"sliced": is_sliced})
         try:
-            self._stream(source, manifest, seconds)
+            if is_sliced:
+                self._stream_slices(source, manifest, needed, seconds)
+            else:
+                self._stream(source, manifest, seconds)
         except BaseException as error:
             self._group.notes.put("withdrawn", outcome(number, error))
             self._group.close(f"the sender failed: {error}")
@@ -80,8 +104,10 @@ class DistributedSender:
         self._group.notes.put("announcement", note)
         return self._group.last_update
 
-    def _require(self, number: int, kind: str, seconds: float, what: str) -> None:
-        """Every receiver's note, without an error in it."""
+    def _require(
+        self, number: int, kind: str, seconds: float, what: str
+    ) -> dict[int, dict[str, Any]]:
+        """Every receiver's note, without an error in it, by rank."""
         keys = {f"{kind}/{rank}": rank for rank in self._receivers}
         notes = self._group.notes.collect(keys, seconds, lambda note: note["number"] == number)
         errors = [
@@ -96,6 +122,7 @@ class DistributedSender:
             raise WeightUpdateError(
                 f"group {self._group.name!r}: not every receiver {what}: {'; '.join(errors)}"
             )
+        return {rank: notes[key] for key, rank in keys.items()}
 
     def _stream(self, source: WeightSource, manifest: Manifest, seconds: float) -> None:
         expected = iter(layouts(manifest, self._bucket_bytes))
@@ -110,3 +137,52 @@ class DistributedSender:
                 self._group.broadcast(bucket.used, seconds)
         if next(expected, None) is not None:
             raise WeightUpdateError("the source ended before its manifest was through")
+
+    def _stream_slices(
+        self, source: WeightSource, manifest: Manifest, needed: Mapping[int, Slices], seconds: float
+    ) -> None:
+        """Send each rank what it needs of each bucket. Ranks of equal needs share a buffer; all
+        buffers together hold little more than a bucket, or the largest tensor."""
+        kinds: list[tuple[Slices, list[int]]] = []
+        for rank, slices in needed.items():
+            same = next((ranks for other, ranks in kinds if other == slices), None)
+            if same is None:
+                kinds.append((slices, [rank]))
+            else:
+                same.append(rank)
+        whole = layouts(manifest, self._bucket_bytes)
+        parts = [[sliced_layout(layout, slices) for layout in whole] for slices, _ in kinds]
+        sizes = [max((layout.num_bytes for layout in each), default=0) for each in parts]
+        flats = [torch.empty(n, dtype=torch.uint8, device=self._group.device) for n in sizes]
+        with closed_iterator(source) as stream:
+            for layout, *of_kinds in zip(whole, *parts, strict=True):
+                packed = [
+                    FlattenedBucket(flat, each) for flat, each in zip(flats, of_kinds, strict=True)
+                ]
+                views = zip(*(bucket.unflatten() for bucket in packed), strict=True)
+                for entry, of_entry in zip(layout.entries, views, strict=True):
+                    tensor = _next_tensor(stream, entry)
+                    for (slices, _), (name, view) in zip(kinds, of_entry, strict=True):
+                        where = slices.get(name)
+                        view.copy_(tensor if where is None else where.of(tensor))
+                tensors = {
+                    rank: bucket.used
+                    for bucket, (_, ranks) in zip(packed, kinds, strict=True)
+                    for rank in ranks
+                }
+                self._group.send(tensors, seconds)
+            if next(stream, None) is not None:
+                raise WeightUpdateError("the source goes on where its manifest ends")
+
+
+def _next_tensor(stream: Iterator[tuple[str, torch.Tensor]], entry: BucketEntry) -> torch.Tensor:
+    """The source's next tensor. Raises WeightUpdateError unless it is the entry's."""
+    name, tensor = next(stream, ("", None))
+    if tensor is None:
+        raise WeightUpdateError("the source ended before its manifest was through")
+    if (name, *TensorSpec.of(tensor)) != (entry.name, entry.shape, entry.dtype):
+        raise WeightUpdateError(
+            f"the source yields {name!r} and what follows in another order or shape than its "
+            "manifest says"
+        )
+    return tensor.detach()

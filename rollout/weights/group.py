@@ -13,6 +13,7 @@ import logging
 import os
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -80,6 +81,7 @@ class BroadcastGroup(ABC):
         self._address = master_address
         self._port = checked_int(master_port, "master_port", minimum=1, maximum=65535)
         self.last_update = 0  # number of the last update sent or received
+        self.num_bytes = 0  # received so far
         self.closed_because = ""
         self._group: Any = None  # of torch's, None when closed
         self._meet(store)
@@ -94,16 +96,37 @@ class BroadcastGroup(ABC):
         Raises WeightUpdateError where that fails or takes longer than ``timeout`` seconds; the
         group is closed then, which ends the others' waiting too.
         """
-        if self._group is None:
-            raise WeightUpdateError(f"group {self.name!r} is closed: {self.closed_because}")
         seconds = self.timeout if timeout is None else timeout
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=seconds)
+        self._run("broadcast", lambda group: [group.broadcast([tensor.detach()], options)], seconds)
+        self.num_bytes += tensor.nbytes if self.rank else 0
+
+    def send(self, tensors: Mapping[int, torch.Tensor], timeout: float) -> None:
+        """Rank 0's contiguous tensors to these ranks, each of which is to `receive` its own.
+
+        Returns and raises as `broadcast` does.
+        """
+        self._run(
+            "send",
+            lambda group: [group.send([each], rank, 0) for rank, each in tensors.items()],
+            timeout,
+        )
+
+    def receive(self, tensor: torch.Tensor, timeout: float) -> None:
+        """What rank 0 sends to this rank, into a contiguous tensor. Raises as `broadcast` does."""
+        self._run("receive", lambda group: [group.recv([tensor], 0, 0)], timeout)
+        self.num_bytes += tensor.nbytes
+
+    def _run(self, what: str, start: Callable[[Any], list[Any]], seconds: float) -> None:
+        """Start works of torch's group and wait for them."""
+        if self._group is None:
+            raise WeightUpdateError(f"group {self.name!r} is closed: {self.closed_because}")
         try:
-            _wait(self._group.broadcast([tensor.detach()], options), self.backend, seconds)
+            _wait(start(self._group), self.backend, seconds, own_timeout=what == "broadcast")
         except RuntimeError as error:
-            reason = f"a broadcast failed: {str(error).splitlines()[0]}"
+            reason = f"a {what} failed: {str(error).splitlines()[0]}"
             self.close(reason)
             # A traceback would keep the work, and the work the connections that others wait on.
             cause = error.with_traceback(None)
@@ -241,11 +264,13 @@ def _warn_of_error_handling(group_name: str) -> None:
         )  # fmt: skip
 
 
-def _wait(work: Any, backend: str, seconds: float) -> None:
-    """NCCL's own wait would end the process at its timeout, so a CUDA broadcast is polled."""
+def _wait(works: list[Any], backend: str, seconds: float, *, own_timeout: bool) -> None:
+    """NCCL's own wait would end the process at its timeout, so CUDA works are polled."""
     deadline = time.monotonic() + seconds
-    while backend == "nccl" and not work.is_completed():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"nothing came for {seconds:g} seconds")
-        time.sleep(_POLL_SECONDS)
-    work.wait()
+    for work in works:
+        while backend == "nccl" and not work.is_completed():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"nothing came for {seconds:g} seconds")
+            time.sleep(_POLL_SECONDS)
+        # A broadcast's own timeout says more than this one.
+        work.wait(timedelta(seconds=0 if own_timeout else seconds))

@@ -104,6 +104,10 @@ class WeightGroups:
             source.expect(announced_manifest(names, dtypes, shapes))
             yield source
 
+    def num_bytes(self, group_name: str) -> int:
+        """Bytes that have come through a group. Raises InvalidInputError for an unknown one."""
+        return self._named(group_name).num_bytes
+
     def destroy(self, group_name: str) -> None:
         """Leave a group. Raises InvalidInputError for one this engine is not in."""
         self._named(group_name).close()

@@ -1,10 +1,10 @@
-"""The manifest of an update: the names, shapes and dtypes to come, and the options it was called
-with."""
+"""The manifest of an update: the names, shapes and dtypes to come, the tensors as they are handed
+over, and the options."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from math import prod
@@ -12,8 +12,11 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 
-from rollout.checked import checked_flag, checked_seconds
+from rollout.checked import checked_flag, checked_int, checked_list, checked_seconds
 from rollout.errors import InvalidInputError
+from rollout.models.layers.weight_loader import TensorSlice
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -70,6 +73,53 @@ class WeightSource(Protocol):
         ...
 
 
+Slices = Mapping[str, TensorSlice | None]
+"""What a rank needs of tensors by name: a slice, or None for all of it."""
+
+
+def slices_to_json(needed: Slices) -> dict[str, Any]:
+    """A JSON object of slices, which `slices_from_json` reads."""
+    return {
+        name: where and [where.dim, [[each.start, each.stop] for each in where.ranges]]
+        for name, where in needed.items()
+    }
+
+
+def slices_from_json(value: object, manifest: Manifest, field: str) -> Slices:
+    """Slices of the manifest's tensors. Raises InvalidInputError, naming the field, for anything
+    `slices_to_json` would not write."""
+    if not isinstance(value, Mapping) or not value.keys() <= manifest.keys():
+        raise InvalidInputError(field, value, "must be an object of slices by tensors' names")
+    return {
+        name: where and _slice(where, manifest[name].shape, f"{field}[{name!r}]")
+        for name, where in value.items()
+    }
+
+
+def _slice(value: object, shape: Sequence[int], field: str) -> TensorSlice:
+    items = checked_list(value, field)
+    if len(items) != 2:
+        raise InvalidInputError(field, value, "must be a dimension and ranges")
+    dim = checked_int(items[0], f"{field}.dim", maximum=len(shape) - 1)
+    ranges: list[range] = []
+    for each in checked_list(items[1], f"{field}.ranges"):
+        ends = [checked_int(end, field, maximum=shape[dim]) for end in checked_list(each, field)]
+        if len(ends) != 2 or not (ranges[-1].stop if ranges else 0) <= ends[0] <= ends[1]:
+            raise InvalidInputError(f"{field}.ranges", value, "must be ascending ranges")
+        ranges.append(range(*ends))
+    return TensorSlice(dim, tuple(ranges))
+
+
+@runtime_checkable
+class SlicedSource(WeightSource, Protocol):
+    """A WeightSource that brings a rank what it needs in place of whole tensors."""
+
+    def sliced(self, needed: Slices) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is needed of these tensors, valid until the next is asked for. Others may be left
+        out."""
+        ...
+
+
 class StoredWeights(ABC):
     """A WeightSource whose tensors all lie in memory or in files before an update begins.
 
@@ -77,11 +127,70 @@ class StoredWeights(ABC):
     before the first is written.
     """
 
+    checks_for_all = False
+    """Whether this rank checks what other ranks need of the tensors too."""
+
     @abstractmethod
     def manifest(self) -> Manifest: ...
 
     @abstractmethod
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+    def unchecked(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """The tensors whose values this rank has to check."""
+        return self
+
+
+def pairs_of(named_tensors: object) -> NamedTensors:
+    """Names and tensors as a caller handed them over: a mapping's items, or the iterable itself."""
+    if isinstance(named_tensors, Mapping):
+        return named_tensors.items()
+    wrong = str | bytes | torch.Tensor
+    if isinstance(named_tensors, wrong) or not isinstance(named_tensors, Iterable):
+        raise InvalidInputError(
+            "named_tensors", named_tensors, "must be pairs of name and tensor, or a mapping"
+        )
+    if isinstance(named_tensors, Collection):
+        for pair in named_tensors:
+            checked_pair(pair)
+    return named_tensors
+
+
+def checked_pair(pair: object) -> tuple[str, torch.Tensor]:
+    """A name and what should be its tensor."""
+    if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
+        raise InvalidInputError("named_tensors", pair, "must be a pair of name and tensor")
+    return pair[0], pair[1]
+
+
+def manifest_of(named_tensors: NamedTensors) -> Manifest | None:
+    """The manifest of tensors as known now: all of a source or a collection, nothing of a
+    generator."""
+    if isinstance(named_tensors, WeightSource):
+        return named_tensors.manifest()
+    if not isinstance(named_tensors, Collection):
+        return None
+    for name, tensor in named_tensors:
+        refuse_unreadable(name, tensor)
+    manifest = {name: TensorSpec.of(tensor) for name, tensor in named_tensors}
+    if len(manifest) < len(named_tensors):
+        raise InvalidInputError("named_tensors", len(named_tensors), "holds a name twice")
+    return manifest
+
+
+def refuse_unreadable(name: str, tensor: object) -> None:
+    """A tensor whose values cannot simply be copied."""
+    remedy = ""
+    if type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta:  # type: ignore[attr-defined]
+        return
+    if not isinstance(tensor, torch.Tensor):
+        remedy = "must be a torch.Tensor"
+    elif hasattr(tensor, "full_tensor"):
+        remedy = "is a shard: send full_tensor(), or rollout.trainers.weight_source(model)"
+    elif tensor.is_meta or tensor.layout is not torch.strided:
+        remedy = "must be a dense tensor with values of its own"
+    if remedy:
+        raise InvalidInputError(f"named_tensors[{name!r}]", type(tensor).__name__, remedy)
 
 
 T = TypeVar("T")

@@ -7,14 +7,45 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 
 from rollout.errors import InvalidInputError
+from rollout.models.checkpoint import Checkpoint
 from rollout.models.layers.weight_loader import WeightLoader, same_values
-from rollout.weights.disk import CheckpointSource
-from rollout.weights.manifest import Manifest, TensorSpec, WeightSource
+from rollout.weights.manifest import Manifest, StoredWeights, TensorSpec, WeightSource
+
+
+class CheckpointSource(StoredWeights):
+    """A folder with model.safetensors, or with shards and their index.
+
+    Opening reads every header: a missing or truncated shard raises CheckpointError here, and wrong
+    names and shapes are in the manifest. Tensors are views of the mapped files.
+    """
+
+    def __init__(self, model_path: str | Path) -> None:
+        self._checkpoint = Checkpoint(Path(model_path))
+        self._names: Mapping[str, str] = {name: name for name in self._checkpoint.tensors}
+
+    @classmethod
+    def named(cls, checkpoint: Checkpoint, names: Mapping[str, str]) -> Self:
+        """Some tensors of a folder: their names there, and those they come under."""
+        source = cls.__new__(cls)
+        source._checkpoint, source._names = checkpoint, names
+        return source
+
+    def manifest(self) -> Manifest:
+        stored = self._checkpoint.tensors
+        return {
+            ours: TensorSpec(stored[name].shape, stored[name].dtype)
+            for name, ours in self._names.items()
+        }
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._checkpoint:
+            if name in self._names:
+                yield self._names[name], tensor
 
 
 class WeightPart(Protocol):
@@ -191,11 +222,11 @@ class WeightParts(Mapping[str, WeightPart]):
 
 
 def _borrowed(name: str, owner: str, loader: WeightLoader) -> WeightLoader:
-    def compare(values: torch.Tensor) -> None:
-        if not same_values(values, loader.read()):
+    def compare(stored: WeightLoader, values: torch.Tensor) -> None:
+        if not same_values(values, stored.read()):
             raise InvalidInputError(
                 f"named_tensors[{name!r}]", "other values",
                 f"is the {owner}'s, which this selector leaves alone: leave it out",
             )  # fmt: skip
 
-    return replace(loader, write=compare, is_borrowed=True)
+    return replace(loader.with_write(compare), is_borrowed=True)

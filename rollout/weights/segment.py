@@ -18,6 +18,7 @@ import os
 import re
 import secrets
 import stat
+import warnings
 import weakref
 from pathlib import Path
 
@@ -26,11 +27,21 @@ import torch
 from rollout.checked import checked_hex
 from rollout.errors import InvalidInputError, WeightUpdateError
 
+_FOLDER = Path("/dev/shm")
+
 NONCE_BYTES = 16
 HEADER_BYTES = 64
 """The nonce, and room so that what follows is aligned as entries are."""
 
 NO_BUCKET = bytes(NONCE_BYTES)
+
+
+def host_memory() -> str:
+    """Equal in processes that can map each other's segments."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    if not _FOLDER.is_dir() or not boot.exists():
+        return secrets.token_hex(16)
+    return f"{boot.read_text().strip()} {_FOLDER.stat().st_dev} {os.geteuid()}"
 
 
 def new_nonce() -> bytes:
@@ -65,19 +76,20 @@ def refuse_refilled(expected: bytes, found: bytes, buffer: str) -> None:
         )
 
 
-_FOLDER = Path("/dev/shm")
 _NAME = re.compile(r"specrollout-[0-9a-f]{32}")
 
 
 class _Mapped:
     """A mapped file: its nonce and its payload ``flat``, uint8 [bytes]."""
 
-    def __init__(self, name: str, descriptor: int, num_bytes: int) -> None:
+    def __init__(self, name: str, descriptor: int, num_bytes: int, access: int) -> None:
         self.name = name
         self._descriptor = descriptor
-        self._map = mmap.mmap(descriptor, HEADER_BYTES + num_bytes)
-        # The tensor holds on to the map: it is unmapped with the last view.
-        self.flat = torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
+        self._map = mmap.mmap(descriptor, HEADER_BYTES + num_bytes, access=access)
+        with warnings.catch_warnings():  # of memory that cannot be written
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            # The tensor holds on to the map: it is unmapped with the last view.
+            self.flat = torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
 
     @property
     def nonce(self) -> bytes:
@@ -96,7 +108,7 @@ class OwnedSegment(_Mapped):
         try:
             # Reserved now: a write to a page there is no room for would kill the process.
             os.posix_fallocate(descriptor, 0, HEADER_BYTES + num_bytes)
-            super().__init__(name, descriptor, num_bytes)
+            super().__init__(name, descriptor, num_bytes, mmap.ACCESS_WRITE)
         except OSError as error:
             _remove(name, descriptor, os.getpid())
             if error.errno != errno.ENOSPC:
@@ -122,17 +134,18 @@ class OwnedSegment(_Mapped):
 
 
 class MappedSegment(_Mapped):
-    """Another process's segment.
+    """Another process's segment, to be read alone unless ``writable``.
 
     Raises InvalidInputError, naming ``field``, unless ``name`` is that of a segment of this user
     that holds ``num_bytes``.
     """
 
-    def __init__(self, name: str, num_bytes: int, field: str) -> None:
+    def __init__(self, name: str, num_bytes: int, field: str, *, writable: bool = False) -> None:
         if not _NAME.fullmatch(name):
             raise InvalidInputError(field, name, f"must be a segment's name: {_NAME.pattern}")
+        mode = os.O_RDWR if writable else os.O_RDONLY
         try:
-            descriptor = os.open(_FOLDER / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            descriptor = os.open(_FOLDER / name, mode | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
             raise InvalidInputError(
                 field, name,
@@ -147,7 +160,8 @@ class MappedSegment(_Mapped):
             raise InvalidInputError(
                 field, name, f"holds {found.st_size} bytes, too few for a bucket of {num_bytes}"
             )
-        super().__init__(name, descriptor, found.st_size - HEADER_BYTES)
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        super().__init__(name, descriptor, found.st_size - HEADER_BYTES, access)
 
     @property
     def is_removed(self) -> bool:

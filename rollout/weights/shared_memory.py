@@ -1,4 +1,4 @@
-"""Weights through shared memory, between processes of one host.
+"""Weights through shared memory, between processes of one host, and the receiver of all handles.
 
 The sender packs buckets into a few segments it owns and hands out handles, which are plain JSON and
 travel however the caller likes. The receiver maps a segment and loads from views of it. A segment
@@ -8,21 +8,27 @@ of a bucket that has been replaced is refused, before and after its tensors are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 
-from rollout.checked import checked_int, checked_name, checked_object
+from rollout.checked import checked_int, checked_iterable, checked_name, checked_object
 from rollout.errors import EngineStateError, InvalidInputError
+from rollout.weights import cuda_ipc
 from rollout.weights.bucket import (
     CACHED_BUCKET_BYTES,
     FlattenedBucket,
     buckets,
 )
-from rollout.weights.bucket_layout import BucketLayout, checked_bucket_bytes
-from rollout.weights.manifest import NamedTensors, closed_iterator
+from rollout.weights.bucket_layout import (
+    BucketLayout,
+    checked_bucket_bytes,
+    manifest_of_layouts,
+)
+from rollout.weights.cuda_ipc import CudaIpcHandle, cuda_tensors
+from rollout.weights.manifest import Manifest, NamedTensors, StoredWeights, closed_iterator
 from rollout.weights.segment import (
     MappedSegment,
     OwnedSegment,
@@ -93,17 +99,22 @@ class SharedMemorySender:
         Ask for it only when every receiver has loaded the one whose place it takes. Raises
         WeightUpdateError where shared memory is full, EngineStateError after `close`.
         """
-        stream = buckets(named_tensors, self._segment_bytes, buffer=self._next_flat)
+        stream = buckets(named_tensors, self._segment_bytes, buffer=self.next_flat)
         with closed_iterator(stream) as packed:
             for bucket in packed:
-                self._require_open()
-                segment = self._segments[self._filled]
-                assert segment is not None
-                nonce = new_nonce()
-                segment.stamp(nonce)
-                yield SharedMemoryHandle(segment.name, nonce, bucket.layout).to_json()
+                yield self.handle(bucket.layout)
 
-    def _next_flat(self, num_bytes: int, _device: torch.device) -> torch.Tensor:
+    def handle(self, layout: BucketLayout) -> dict[str, Any]:
+        """The handle of the bucket that has been packed into the last `next_flat`."""
+        self._require_open()
+        segment = self._segments[self._filled]
+        assert segment is not None
+        nonce = new_nonce()
+        segment.stamp(nonce)
+        return SharedMemoryHandle(segment.name, nonce, layout).to_json()
+
+    def next_flat(self, num_bytes: int, _device: torch.device) -> torch.Tensor:
+        """The next segment, to pack a bucket into. Raises what `handles` does."""
         self._require_open()
         self._filled = (self._filled + 1) % len(self._segments)
         segment = self._segments[self._filled]
@@ -173,3 +184,82 @@ class SharedMemoryReceiver:
             )  # fmt: skip
         refuse_replaced(handle.nonce, segment.nonce, field)
         return segment
+
+
+Handle = SharedMemoryHandle | CudaIpcHandle
+
+
+class HandleReceiver:
+    """The engine's end of `SharedMemorySender` and `CudaIpcSender`."""
+
+    def __init__(self) -> None:
+        self._segments = SharedMemoryReceiver()
+
+    def tensors(self, handles: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> NamedTensors:
+        """The names and tensors that the handles stand for.
+
+        A handle or a collection of them is a WeightSource, of which everything is checked now. Of
+        a generator each handle is taken when the one before has been loaded. Raises
+        InvalidInputError, naming the field, for handles that are malformed or no longer valid.
+        """
+        self._segments.release_removed()
+        if isinstance(handles, Mapping):
+            handles = [handles]
+        checked_iterable(handles, "handles", "handles")
+        if not isinstance(handles, Collection):
+            return self._streamed(handles)
+        parsed = {
+            f"handles[{index}]": _handle(handle, f"handles[{index}]")
+            for index, handle in enumerate(handles)
+        }
+        for field, handle in parsed.items():
+            if isinstance(handle, SharedMemoryHandle):
+                self._segments.check(handle, field)
+        cuda_ipc.check_handles(
+            {field: it for field, it in parsed.items() if isinstance(it, CudaIpcHandle)}
+        )
+        return _HandleSource(parsed, self)
+
+    def tensors_of(self, handle: Handle, field: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """The names and tensors of one handle's bucket."""
+        if isinstance(handle, SharedMemoryHandle):
+            return self._segments.tensors(handle, field)
+        return cuda_tensors(handle, field)
+
+    def release_removed(self) -> None:
+        """Let go of the memory of senders that have removed it."""
+        self._segments.release_removed()
+
+    def release(self) -> None:
+        """Let go of every sender's memory. The next handle maps it again."""
+        self._segments.release()
+
+    def _streamed(self, handles: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+        with closed_iterator(handles) as stream:
+            for index, handle in enumerate(stream):
+                field = f"handles[{index}]"
+                yield from self.tensors_of(_handle(handle, field), field)
+
+
+class _HandleSource(StoredWeights):
+    """A weight source of handles that are all valid at once."""
+
+    def __init__(self, handles: Mapping[str, Handle], receiver: HandleReceiver) -> None:
+        self._handles = handles
+        self._receiver = receiver
+
+    def manifest(self) -> Manifest:
+        return manifest_of_layouts([handle.layout for handle in self._handles.values()])
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for field, handle in self._handles.items():
+            yield from self._receiver.tensors_of(handle, field)
+
+
+def _handle(value: Mapping[str, Any], field: str) -> Handle:
+    kind = value.get("kind") if isinstance(value, Mapping) else None
+    if kind == KIND:
+        return SharedMemoryHandle.from_json(value, field)
+    if kind == cuda_ipc.KIND:
+        return CudaIpcHandle.from_json(value, field)
+    raise InvalidInputError(f"{field}.kind", kind, f"must be {KIND} or {cuda_ipc.KIND}")

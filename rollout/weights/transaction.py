@@ -14,37 +14,23 @@ that names every tensor of a torn part heals that part. Nothing is generated unt
 whole, drafts included: with a broken draft the engine would only be slow, and nobody would learn
 why. Every transport ends in begin, load, commit, abandon.
 
-Ranks that run one model each have a transaction, and make the same calls. Both ends of an update
-are agreed on: no rank writes before all have found what is to come right, and none serves before
-all have written everything. What keeps one rank from it is an error on all.
+Ranks that run one model each have a transaction, and make the same calls. They agree on both ends
+of an update, and on each call of several: none writes before all have checked what is known, none
+serves before all have written everything. What keeps one rank from it is an error on all.
 """
 
 from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
-import torch
-
-from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
-from rollout.models.layers.weight_loader import WeightLoader
+from rollout.errors import EngineStateError, WeightUpdateError
 from rollout.parallel import RankGroup, SingleRank
-from rollout.weights import checks
-from rollout.weights.manifest import (
-    Manifest,
-    NamedTensors,
-    StoredWeights,
-    TensorSpec,
-    UpdateOptions,
-    closed_iterator,
-)
+from rollout.weights.manifest import Manifest, NamedTensors, UpdateOptions, manifest_of
+from rollout.weights.open_update import TARGET, OpenUpdate, next_versions
 from rollout.weights.parts import WeightPart, WeightParts
-
-TARGET = "target"
-"""The part whose version tokens carry. Others only propose: their updates leave it alone."""
 
 
 class WeightState(enum.Enum):
@@ -54,32 +40,6 @@ class WeightState(enum.Enum):
     OPEN = "open"
     LOADING = "loading"
     TORN = "torn"
-
-
-@dataclass(slots=True)
-class _Update:
-    """The update that is under way."""
-
-    options: UpdateOptions
-    versions: dict[str, int]  # of its parts, once it is committed
-    parts: frozenset[str]
-    weight_loaders: Mapping[str, WeightLoader]
-    passes_over: Callable[[str], bool]
-    manifest: Manifest | None
-    before: WeightState
-    last_call: float  # seconds, by the transaction's clock
-    checked: dict[str, TensorSpec] = field(default_factory=dict)  # fit, and may come
-    loaded: dict[str, TensorSpec] = field(default_factory=dict)
-
-    @property
-    def version(self) -> int:
-        return self.versions.get(TARGET, max(self.versions.values()))
-
-    def takes(self, name: str) -> bool:
-        return name in self.weight_loaders or not self.passes_over(name)
-
-    def taken(self, manifest: Manifest) -> Manifest:
-        return {name: spec for name, spec in manifest.items() if self.takes(name)}
 
 
 class WeightTransaction:
@@ -102,13 +62,29 @@ class WeightTransaction:
         self._ranks: RankGroup = ranks or SingleRank()
         self._number = 0  # of the last update that was begun or declined, alike on all ranks
         self._versions: dict[str, int] = {}  # of parts that were ever updated
-        self.state = WeightState.WHOLE
-        self.reason = ""  # why it does not serve
         self.is_resident = True  # False while the memory of the parts is given back
         self._clock = clock
-        self._update: _Update | None = None
+        self._update: OpenUpdate | None = None
         self._torn: dict[str, str] = {}  # parts whose values are lost, and how they were
         self.expired = ""  # why the last update ended, if it was for silence
+        self.num_bytes = 0  # that the last committed update wrote on this rank
+
+    @property
+    def state(self) -> WeightState:
+        """The state of the weights."""
+        if self._update is not None:
+            return WeightState.LOADING if self._update.is_loading else WeightState.OPEN
+        return WeightState.TORN if self._torn else WeightState.WHOLE
+
+    @property
+    def reason(self) -> str:
+        """Why they do not serve."""
+        if self.state is WeightState.LOADING:
+            return "an update is under way"
+        if not self._torn:
+            return ""
+        lost = "; ".join(dict.fromkeys(self._torn.values()))
+        return f"{lost}; send an update that names every tensor of {', '.join(sorted(self._torn))}"
 
     @property
     def version(self) -> int:
@@ -124,9 +100,7 @@ class WeightTransaction:
     @property
     def serves(self) -> bool:
         """Whether the weights are those of one version, and resident."""
-        state = self._update.before if self._update else self.state
-        whole = state is WeightState.WHOLE and self.state is not WeightState.LOADING
-        return whole and self.is_resident
+        return not self._torn and self.state is not WeightState.LOADING and self.is_resident
 
     @property
     def is_under_way(self) -> bool:
@@ -160,25 +134,41 @@ class WeightTransaction:
                 "the weights are released: call resume_memory(['weights']) first"
             )
 
-    def begin(self, options: UpdateOptions, manifest: Manifest | None = None) -> None:
+    def begin(
+        self,
+        options: UpdateOptions,
+        manifest: Manifest | None = None,
+        source: NamedTensors | None = None,
+        *,
+        direct: bool = False,
+    ) -> None:
         """Open an update.
 
-        ``manifest``: all that is going to come; wrong names, shapes and dtypes are then refused
-        here. Raises InvalidInputError, and WeightUpdateError while another update is under way,
-        which goes on, or where this one would build on torn values that it does not replace, and
-        EngineStateError while the weights are released; nothing has changed then.
+        Args:
+            manifest: all that is going to come; wrong names, shapes and dtypes are refused here.
+            source: of an update that one `load` brings, what that will be given: where its tensors
+                are all there, their values are checked here too.
+            direct: as for `load`.
+
+        Raises InvalidInputError, and WeightUpdateError while another update is under way, which
+        goes on, or where this one would build on torn values that it does not replace, and
+        EngineStateError while the weights are released; nothing has changed then, on any rank.
         """
         self._number += 1
         try:
-            update = self._opened(options, manifest)
+            update = self._opened(options)
+            if manifest is not None:
+                update.announce(manifest)
+            if source is not None:
+                update.check_source(source, manifest, direct)
+                update.source = source
         except BaseException as error:
             self._post("begin", error)
             raise
         self._agree("begin")
-        self._update = update
-        self.state, self.expired = WeightState.OPEN, ""
+        self._update, self.expired = update, ""
 
-    def _opened(self, options: UpdateOptions, manifest: Manifest | None) -> _Update:
+    def _opened(self, options: UpdateOptions) -> OpenUpdate:
         self.require_resident()
         self._abandon_if_silent()
         if self._update is not None:
@@ -186,70 +176,61 @@ class WeightTransaction:
                 f"an update to version {self._update.version} is under way; end or abandon it first"
             )
         parts = self.parts.selected(options.selector)
-        versions = self._next_versions(parts, options.weight_version)
         built_on = self.parts.lenders(parts) | (parts if options.partial else frozenset())
         if built_on & self._torn.keys():
             raise WeightUpdateError(
                 f"the weights are torn: {self.reason}; partial={options.partial} and "
                 f"selector={options.selector!r} cannot heal them"
             )
-        update = _Update(
+        return OpenUpdate(
             options=options,
-            versions=versions,
+            versions=next_versions(self.versions, parts, options.weight_version),
             parts=parts,
             weight_loaders=self.parts.weight_loaders(parts),
             passes_over=self._passes_over,
-            manifest=None,
-            before=self.state,
             last_call=self._clock(),
         )
-        if manifest is not None:
-            update.manifest = update.taken(manifest)
-            update.checked.update(update.manifest)
-            checks.refuse_mismatches(
-                update.weight_loaders, update.manifest, partial=options.partial
-            )
-        return update
 
     @contextmanager
     def broadcast_failures(self) -> Iterator[None]:
-        """A context for a call that begins an update: a failure before that is broadcast to all
-        ranks."""
-        number = self._number
+        """A context for a call that begins an update or goes on with one: a failure before that is
+        broadcast to all ranks."""
+        update, number = self._update, self._number
+        num_loads = 0 if update is None else update.num_loads
         try:
             yield
         except BaseException as error:
             if self._number == number and self._update is None:
                 self._number += 1
                 self._post("begin", error)
+            elif (
+                self._ranks.size > 1  # the others take the call for a part of the update
+                and self._update is update is not None
+                and update.num_loads == num_loads
+            ):
+                self.abandon(f"it failed: {error}")
             raise
 
-    def load(
-        self, named_tensors: NamedTensors, *, manifest: Manifest | None = None, direct: bool = False
-    ) -> None:
+    def load(self, named_tensors: NamedTensors, *, direct: bool = False) -> None:
         """Write tensors of the open update; called as often as they come.
 
         What is known of ``named_tensors`` beforehand is checked before the first is written: all of
         a collection or of `StoredWeights`, the manifest of any other `WeightSource`; what streams
-        is checked as it comes. ``manifest``: that of ``named_tensors``, if the caller has it.
-        ``direct``: nothing is converted, the dtype must be the model's. Any failure ends the
-        update. Raises InvalidInputError, and what ``named_tensors`` raises.
+        is checked as it comes. ``direct``: nothing is converted, the dtype must be the model's. Any
+        failure ends the update, on all ranks. Raises InvalidInputError, and what ``named_tensors``
+        raises.
         """
         update = self._under_way()
-        streams = not isinstance(named_tensors, Collection | StoredWeights)
-        check_finite = update.options.check_finite and streams
         try:
-            if manifest is None:
-                manifest = checks.manifest_of(named_tensors)
-            if manifest is not None:
-                _check_incoming(update, update.taken(manifest), direct)
-            if not streams:
-                _check_values(update, named_tensors)
-            with closed_iterator(named_tensors) as tensors:
-                for pair in tensors:
-                    name, tensor = checks.checked_pair(pair)
-                    if update.takes(name):
-                        self._write(update, name, tensor, direct, check_finite)
+            manifest = update.manifest
+            if update.source is not named_tensors:
+                manifest = manifest_of(named_tensors)
+                update.check_source(named_tensors, manifest, direct)
+            update.load(named_tensors, manifest, direct)
+            update.num_loads += 1
+            if update.source is None:
+                # What one rank has read may be gone for the others once this call returns.
+                self._agree(f"load {update.num_loads}")
         except BaseException as error:
             self.abandon(f"it failed: {error}")
             raise
@@ -262,42 +243,32 @@ class WeightTransaction:
         """
         update = self._under_way()
         try:
-            if not update.loaded:
-                raise InvalidInputError("named_tensors", [], "an update must bring a tensor")
-            checks.refuse_mismatches(
-                update.weight_loaders, update.loaded, partial=update.options.partial
-            )
+            update.check_complete()
             for part in sorted(update.parts):
                 self.parts[part].finish_loading()
             self._agree("commit")
         except BaseException as error:
             self.abandon(f"it failed: {error}")
             raise
-        self._update = None
+        self._update, self.num_bytes = None, update.num_bytes
         self._versions |= update.versions
-        for part in update.parts:
-            self._torn.pop(part, None)
-        self._update_state()
+        self._torn = {part: why for part, why in self._torn.items() if part not in update.parts}
 
     def abandon(self, reason: str) -> None:
         """Give the open update up, if there is one: torn if it had written, else as it was."""
         update, self._update = self._update, None
         if update is None:
             return
-        if self.state is WeightState.LOADING:
-            self.tear(
-                update.parts,
-                f"an update to version {update.version} stopped after {len(update.loaded)} tensors "
-                f"({_shown(update.loaded)}): {reason}",
-            )
-        else:
-            self.state = update.before
-        self._post("commit", reason)  # raises where ranks are lost
+        if update.is_loading:
+            self.tear(update.parts, f"an update to {update.progress}: {reason}")
+        # These raise where ranks are lost.
+        if update.source is None:  # where others may wait for this rank
+            self._post(f"load {update.num_loads + 1}", reason)
+        self._post("commit", reason)
 
     def tear(self, parts: Iterable[str], reason: str) -> None:
         """The values of these parts are lost: only a full update makes them serve again."""
         self._torn |= dict.fromkeys(parts, reason)
-        self._update_state()
 
     def digest(self, selector: str = "all") -> str:
         """SHA-256 over the names, dtypes, shapes and bytes of every tensor, in hexadecimal."""
@@ -315,44 +286,7 @@ class WeightTransaction:
             if failure:
                 raise WeightUpdateError(f"rank {rank}: {failure}")
 
-    def _next_versions(self, parts: frozenset[str], given: int | None) -> dict[str, int]:
-        """``given`` numbers the target where it is among the parts, else all of them.
-
-        No token carries a draft's, so that one may be given twice.
-        """
-        in_use = self.versions
-        following = {part: in_use[part] + 1 for part in parts}
-        if given is None:
-            return following
-        if TARGET in parts and given == in_use[TARGET]:
-            raise InvalidInputError("weight_version", given, "must differ from the one in use")
-        return following | dict.fromkeys({TARGET} & parts or parts, given)
-
-    def _update_state(self) -> None:
-        """Set the state to torn while any part is torn, else to whole."""
-        if not self._torn:
-            self.state, self.reason = WeightState.WHOLE, ""
-            return
-        self.state = WeightState.TORN
-        self.reason = (
-            f"{'; '.join(dict.fromkeys(self._torn.values()))}; "
-            f"send an update that names every tensor of {', '.join(sorted(self._torn))}"
-        )
-
-    def _write(
-        self, update: _Update, name: str, tensor: torch.Tensor, direct: bool, check_finite: bool
-    ) -> None:
-        checks.refuse_unreadable(name, tensor)
-        spec = TensorSpec.of(tensor)
-        if direct or update.checked.get(name) != spec or name in update.loaded:
-            _check_incoming(update, {name: spec}, direct)
-        if check_finite:
-            checks.refuse_not_finite(name, tensor)
-        self.state, self.reason = WeightState.LOADING, "an update is under way"
-        update.weight_loaders[name].write(tensor)
-        update.loaded[name] = spec
-
-    def _under_way(self) -> _Update:
+    def _under_way(self) -> OpenUpdate:
         self._abandon_if_silent()
         if self._update is None:
             why = self.reason or self.expired
@@ -365,39 +299,3 @@ class WeightTransaction:
         if update is not None and self._clock() - update.last_call > update.options.timeout:
             self.expired = f"nothing came for {update.options.timeout:g} seconds"
             self.abandon(self.expired)
-
-
-def _check_values(update: _Update, named_tensors: NamedTensors) -> None:
-    """Read tensors through that are all there, for what shapes and dtypes do not say."""
-    weight_loaders = update.weight_loaders
-    tied = {name for name, it in weight_loaders.items() if it.alias_of is not None}
-    tied |= {weight_loaders[name].alias_of or name for name in tied}
-    twins: dict[str, torch.Tensor] = {}
-    with closed_iterator(named_tensors) as tensors:
-        for name, tensor in tensors:
-            if not update.takes(name):
-                continue
-            if update.options.check_finite:
-                checks.refuse_not_finite(name, tensor)
-            if weight_loaders[name].is_borrowed:
-                weight_loaders[name].write(tensor)  # which compares
-            if name in tied:
-                twins[name] = tensor
-    checks.refuse_untied(weight_loaders, twins)
-
-
-def _check_incoming(update: _Update, incoming: Manifest, direct: bool) -> None:
-    news = {
-        name: spec
-        for name, spec in incoming.items()
-        if update.checked.get(name) != spec or name in update.loaded
-    }
-    if news:
-        checks.refuse_incoming(update.weight_loaders, update.manifest, update.loaded, news)
-    if direct:
-        checks.refuse_conversion(update.weight_loaders, incoming)
-    update.checked.update(incoming)
-
-
-def _shown(names: Collection[str]) -> str:
-    return ", ".join(list(names)[:8]) + (", ..." if len(names) > 8 else "")

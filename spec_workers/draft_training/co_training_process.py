@@ -19,9 +19,9 @@ import torch
 from rollout.engine.engine import RolloutEngine
 from rollout.errors import RolloutError
 from rollout.trainers.hook import WeightSync
-from rollout.weights.ipc import HandleReceiver
 from rollout.weights.manifest import dtype_name
 from rollout.weights.segment import remove_orphans
+from rollout.weights.shared_memory import HandleReceiver
 from spec_workers.draft_training import trainer_process
 from spec_workers.draft_training.candidate import Judgement, Verdict
 from spec_workers.draft_training.co_training import CoTrainingRound, Tally

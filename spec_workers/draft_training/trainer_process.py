@@ -25,9 +25,8 @@ from typing import Any, TextIO
 import torch
 from torch.nn.functional import embedding
 
-from rollout.weights.ipc import HandleReceiver
 from rollout.weights.manifest import NamedTensors, named_dtype
-from rollout.weights.shared_memory import SharedMemorySender
+from rollout.weights.shared_memory import HandleReceiver, SharedMemorySender
 from spec_workers.draft_training.building import load_draft
 from spec_workers.draft_training.candidate import Candidate, Verdict
 from spec_workers.draft_training.config import CoTrainingConfig, TrainingConfig

@@ -263,7 +263,7 @@ class FeatureReader:
     def open(cls, name: str) -> Self:
         """A reader of another process's ring. Raises InvalidInputError if there is none of that
         name."""
-        return cls(MappedSegment(name, _HEADER_BYTES, "ring"))
+        return cls(MappedSegment(name, _HEADER_BYTES, "ring", writable=True))
 
     def take(self, max_sequences: int | None = None) -> list[FeatureSequence]:
         """Copies of the sequences that came since the last call, at most ``max_sequences``."""

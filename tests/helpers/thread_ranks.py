@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process: enough for a layer, which only gathers."""
+"""Ranks that are threads of one process: enough for layers, and for updates of their weights."""
 
 from __future__ import annotations
 
@@ -15,14 +15,47 @@ from tests.helpers.hang import HANG_SECONDS
 T = TypeVar("T")
 
 
+class Notes:
+    """The notes that ranks post."""
+
+    def __init__(self) -> None:
+        self._posted: dict[tuple[str, int], str] = {}
+        self._changed = threading.Condition()
+        self._is_over = False
+
+    def post(self, topic: str, rank: int, text: str) -> None:
+        with self._changed:
+            self._posted[topic, rank] = text
+            self._changed.notify_all()
+
+    def collect(self, topic: str, size: int) -> list[str]:
+        keys = [(topic, rank) for rank in range(size)]
+        with self._changed:
+            found = self._changed.wait_for(
+                lambda: self._is_over or self._posted.keys() >= set(keys), HANG_SECONDS
+            )
+            assert found, f"a rank posted nothing on {topic!r}"
+            assert not self._is_over, "a rank has failed"
+            return [self._posted[key] for key in keys]
+
+    def abort(self) -> None:
+        """Nobody waits any more."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+
 class ThreadRank:
     """See RankGroup."""
 
-    def __init__(self, rank: int, barrier: threading.Barrier, board: list[object]) -> None:
+    def __init__(
+        self, rank: int, barrier: threading.Barrier, board: list[object], notes: Notes
+    ) -> None:
         self.rank = rank
         self.size = barrier.parties
         self._barrier = barrier
         self._board = board
+        self._notes = notes
 
     def _exchange(self, value: T) -> list[T]:
         self._board[self.rank] = value
@@ -50,18 +83,32 @@ class ThreadRank:
         return self._exchange(data)[0]
 
     def post(self, topic: str, text: str) -> None:
-        raise AssertionError("no layer leaves notes")
+        self._notes.post(topic, self.rank, text)
 
     def collect(self, topic: str) -> list[str]:
-        raise AssertionError("no layer leaves notes")
+        return self._notes.collect(topic, self.size)
 
     def close(self, reason: str = "") -> None:
         pass
 
 
 def on_ranks(size: int, call: Callable[[RankGroup], T]) -> list[T]:
-    """The results of ``call`` on ``size`` ranks, which run it at once on threads."""
-    barrier, board = threading.Barrier(size), [None] * size
+    """The results of ``call`` on ``size`` ranks, which run it at once on threads. Where one of them
+    raises, the others do not wait for it."""
+    barrier, board, notes = threading.Barrier(size), [None] * size, Notes()
+
+    def run(rank: int) -> T:
+        try:
+            return call(ThreadRank(rank, barrier, board, notes))
+        except BaseException:
+            barrier.abort()
+            notes.abort()
+            raise
+
     with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(call, ThreadRank(rank, barrier, board)) for rank in range(size)]
-        return [future.result(2 * HANG_SECONDS) for future in futures]
+        futures = [pool.submit(run, rank) for rank in range(size)]
+        errors = [future.exception(2 * HANG_SECONDS) for future in futures]
+        first = [each for each in errors if not isinstance(each, threading.BrokenBarrierError)]
+        for error in filter(None, [*first, *errors]):
+            raise error
+        return [future.result() for future in futures]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from torch import nn
 
 from rollout import RolloutEngine
 from rollout.errors import WeightUpdateError
+from rollout.trainers import RolloutHook
+from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.live_bytes import LiveBytes
 
 PROMPT, OUTPUT = [5, 6, 7, 8], [9, 3, 4, 60, 12, 33, 8, 8]
 
@@ -68,6 +72,38 @@ def hash_of(tensors: Mapping[str, torch.Tensor]) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(values.view(torch.uint8).numpy().data if values.numel() else b"")
     return digest.hexdigest()
+
+
+def tensor_parallel_engine(folder: Path, dtype: str) -> RolloutEngine:
+    """One engine on all ranks of the launcher."""
+    parallel = {"mode": "tensor", "size": int(os.environ["WORLD_SIZE"]), "timeout": HANG_SECONDS}
+    return RolloutEngine.from_pretrained(
+        str(folder), spec="none", dtype=dtype, device="cpu", max_context_len=64,
+        parallel=parallel,
+    )  # fmt: skip
+
+
+def slices_of(folder: Path, model: nn.Module, dtype: str, **options: Any) -> dict[str, Any]:
+    """A sync of an engine on all ranks, beside an update with whole tensors.
+
+    ``peak``, ``largest``: bytes that the sync allocated at once and in one piece.
+    """
+    engine = tensor_parallel_engine(folder, dtype)
+    hook = RolloutHook(engine, model, dtype=dtype, **options)
+    with LiveBytes() as live:
+        sync = hook.sync()
+    found = engine.weights_digest()
+    with hook.source.stream() as stream:
+        engine.update_weights_from_tensor((name, tensor) for name, tensor in stream)
+    manifest = hook.source.manifest()
+    return {
+        "same": found == engine.weights_digest(),
+        "num_bytes": sync.num_bytes,
+        "whole_bytes": sum(spec.num_bytes for spec in manifest.values()),
+        "largest_tensor": max(spec.num_bytes for spec in manifest.values()),
+        "peak": live.peak,
+        "largest": live.largest,
+    }
 
 
 def assert_follows(result: Mapping[str, Any], rank: int) -> None:

@@ -12,7 +12,7 @@ from rollout.config import DType
 from rollout.models.aux_hidden_states import AuxHiddenStateCollector
 from rollout.models.eagle.loader import load_eagle, read_eagle_spec
 from rollout.models.loader import load_model
-from rollout.weights.backup import WeightBackup
+from rollout.runner.memory_saver import WeightBackup
 from rollout.weights.parts import WeightParts
 from tests.helpers.dense_attention import DenseAttention, GrowingAttention
 from tests.helpers.plain_eagle import PlainEagle1, PlainEagle3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from rollout.config import DType
 from rollout.errors import InvalidInputError
@@ -12,27 +11,14 @@ from rollout.models.checkpoint import Checkpoint
 from rollout.models.loader import load_model
 from rollout.parallel import ModelRanks
 from rollout.parallel.partition import even_parts
+from tests.helpers.biased_llama import save_biased_llama
 from tests.helpers.dense_attention import logits_of
 from tests.helpers.thread_ranks import on_ranks
-from tests.helpers.tiny_hybrid import randomise, save_tiny_hybrid
+from tests.helpers.tiny_hybrid import save_tiny_hybrid
 from tests.helpers.tiny_moe import save_tiny_moe
 
 CPU = torch.device("cpu")
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [53, 58, 9], [7]]
-
-
-def save_biased_llama(folder, tied=False):
-    """Eight query heads on two kv heads, and a bias wherever a Llama can have one."""
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=97, hidden_size=64, intermediate_size=90, num_hidden_layers=2,
-            num_attention_heads=8, num_key_value_heads=2, attention_bias=True, mlp_bias=True,
-            max_position_embeddings=64, tie_word_embeddings=tied,
-        )
-    )  # fmt: skip
-    randomise(model)
-    model.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -354,7 +354,7 @@ def test_a_copy_that_is_damaged_leaves_the_engine_torn_until_a_full_update(engin
 
 
 def test_large_weights_are_copied_in_files_of_bounded_size(engine, folder, monkeypatch):
-    monkeypatch.setattr("rollout.weights.backup._FILE_BYTES", 40_000)
+    monkeypatch.setattr("rollout.runner.memory_saver._FILE_BYTES", 40_000)
     digest = engine.weights_digest()
     engine.release_memory()
     files = list(folder.glob("*/*.safetensors"))

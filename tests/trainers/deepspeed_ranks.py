@@ -32,6 +32,7 @@ from tests.helpers.trainer_checks import (
     hash_of,
     logprobs_of,
     loss_of,
+    slices_of,
     with_lora,
 )
 
@@ -178,6 +179,16 @@ def master_or_model(folder: Path, stage: int) -> dict[str, Any]:
     return result
 
 
+def tensor_parallel(folder: Path, stage: int) -> dict[str, Any]:
+    """One engine on all ranks, which are the trainer's: of the model's weights, and of masters."""
+    engine = trainer(folder, stage, torch.bfloat16)
+    train_step(engine)
+    return {
+        dtype: slices_of(folder, engine, dtype, bucket_bytes=BUCKET_BYTES)
+        for dtype in ("bfloat16", "float32")
+    }
+
+
 def failures(folder: Path, stage: int) -> dict[str, Any]:
     """A rank's engine fails at several points: all raise, none hangs, the next sync is whole."""
     engine = trainer(folder, stage)
@@ -260,6 +271,8 @@ def main(output: str) -> None:
         else:
             cases["failures-3"] = (failures, untied, 3)
             cases["lora-3"] = (follows_with_lora, untied, 3)
+            cases["tensor-3"] = (tensor_parallel, untied, 3)
+            cases["tensor-3-experts"] = (tensor_parallel, experts, 3)
         for name, (case, folder, stage) in cases.items():
             started = time.perf_counter()
             results[name] = case(folder, stage)

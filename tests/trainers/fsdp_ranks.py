@@ -6,8 +6,10 @@ Writes what was measured, by the name of the case; the tests say what it must be
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
+import random
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -31,8 +33,11 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
-from rollout.errors import WeightUpdateError
+from rollout.errors import RolloutError, WeightUpdateError
+from rollout.models.layers.weight_loader import TensorSlice
 from rollout.trainers import RolloutHook, weight_source
+from rollout.trainers.shard_exchange import FlatShard, ShardExchange
+from rollout.weights.manifest import Manifest, Slices, TensorSpec
 from tests.helpers.tiny_model import save_tiny_llama
 from tests.helpers.tiny_moe import save_tiny_moe
 from tests.helpers.trainer_checks import (
@@ -43,6 +48,8 @@ from tests.helpers.trainer_checks import (
     hash_of,
     logprobs_of,
     loss_of,
+    slices_of,
+    tensor_parallel_engine,
     with_lora,
 )
 
@@ -158,6 +165,77 @@ def failures(folder: Path, wrap: Wrap) -> dict[str, Any]:
     return {"raised": raised, "gap": 0.0 if generator is None else gap(generator, expected)}
 
 
+def tensor_parallel(folder: Path, wrap: Wrap, *, lora: bool = False) -> dict[str, Any]:
+    """One engine on all ranks, which are the trainer's: what it has after a sync, and what that
+    took, beside whole tensors."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if lora:
+        model = with_lora(model)
+    model = wrap(model)
+    return slices_of(folder, model, "bfloat16", bucket_bytes=BUCKET_BYTES)
+
+
+def exchanges() -> bool:
+    """Whether every rank gets what it needs, of tensors held and needed at random."""
+    same = True
+    group = distributed.new_group(list(range(RANKS)))
+    for seed in range(30):
+        rng = random.Random(seed)
+        shapes = [tuple(rng.randint(1, 7) for _ in range(rng.randint(1, 3))) for _ in range(4)]
+        dtypes = [rng.choice([torch.float32, torch.bfloat16]) for _ in shapes]
+        manifest = {
+            str(i): TensorSpec(*each) for i, each in enumerate(zip(shapes, dtypes, strict=True))
+        }
+        whole = {
+            name: torch.arange(spec.num_bytes // spec.dtype.itemsize, dtype=spec.dtype) + int(name)
+            for name, spec in manifest.items()
+        }
+        needed = [random_slices(rng, manifest) for _ in range(RANKS)]
+        shards = {}
+        for name, flat in whole.items():
+            ends = sorted(rng.randint(0, len(flat)) for _ in range(RANKS - 1))
+            held = [range(a, b) for a, b in itertools.pairwise([0, *ends, len(flat)])]
+            own = held[RANK]
+            shards[name] = FlatShard(flat[own.start : own.stop].float(), held)
+        exchange = ShardExchange(group, torch.device("cpu"), manifest, needed)
+        pieces = exchange.run(shards)
+        same &= pieces.keys() == needed[RANK].keys()
+        for name, where in needed[RANK].items():
+            value = whole[name].view(manifest[name].shape)
+            wanted = value if where is None else where.of(value)
+            same &= torch.equal(exchange.part(name, pieces[name]), wanted)
+    return same
+
+
+def random_slices(rng: random.Random, manifest: Manifest) -> Slices:
+    """Of some of the tensors, what a rank may need."""
+    found: dict[str, TensorSlice | None] = {}
+    for name, spec in manifest.items():
+        kind = rng.random()
+        if kind < 0.2:
+            continue
+        found[name] = None
+        if kind > 0.4:
+            dim = rng.randrange(len(spec.shape))
+            ends = sorted(rng.randint(0, spec.shape[dim]) for _ in range(4))
+            found[name] = TensorSlice(dim, (range(*ends[:2]), range(*ends[2:])))
+    return found
+
+
+def fails_on_one_rank(folder: Path, wrap: Wrap) -> dict[str, Any]:
+    """The engine's last rank refuses what comes: no rank has written anything, none waits."""
+    model = wrap(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    engine = tensor_parallel_engine(folder, "float32")
+    before = engine.weights_digest()
+    options = {"selector": "nobody"} if RANK == RANKS - 1 else {}
+    raised = ""
+    try:
+        RolloutHook(engine, model, **options).sync()
+    except RolloutError as error:
+        raised = str(error)
+    return {"raised": raised, "serves": engine.can_run, "same": engine.weights_digest() == before}
+
+
 def mixed_precision(folder: Path) -> dict[str, Any]:
     """Computing in bfloat16, the masters are streamed; after a forward alone as well."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -193,6 +271,14 @@ def main(output: str) -> None:
         experts = save_tiny_moe(Path(temporary) / "experts", sharpness=1.0)
         results["fsdp2-experts"] = follows_the_trainer(experts, fsdp2)
         results["mixed"] = mixed_precision(untied)
+        one_kv_head = save_tiny_llama(Path(temporary) / "one", num_kv_heads=1)
+        for name, folder in {"": untied, "-tied": tied, "-one": one_kv_head}.items():
+            results[f"tensor-fsdp2{name}"] = tensor_parallel(folder, fsdp2)
+        results["tensor-fsdp2-experts"] = tensor_parallel(experts, fsdp2)
+        results["tensor-fsdp2-lora"] = tensor_parallel(untied, fsdp2, lora=True)
+        results["tensor-fsdp1"] = tensor_parallel(untied, wraps["fsdp1"])
+        results["tensor-fails"] = fails_on_one_rank(untied, fsdp2)
+        results["exchanges"] = exchanges()
     Path(output).write_text(json.dumps(results))
     distributed.barrier()
     sys.stdout.flush()

@@ -42,6 +42,20 @@ def test_no_more_than_a_bucket_is_gathered(by_rank):
         assert results["follows-3"]["whole_after"] == 0
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("case", ["tensor-3", "tensor-3-experts"])
+def test_shards_go_to_tensor_parallel_ranks_without_a_whole_tensor(by_rank, case, dtype):
+    """float32 is the optimizer's copy."""
+    if len(by_rank) == 1:
+        pytest.skip("run on two ranks")
+    for results in by_rank:
+        result = results[case][dtype]
+        assert result["same"]
+        assert result["num_bytes"] < 0.6 * result["whole_bytes"]
+        assert result["largest"] < result["largest_tensor"]
+        assert result["peak"] <= max(BUCKET_BYTES, result["largest_tensor"]) + 1024
+
+
 @pytest.mark.parametrize("stage", range(4))
 def test_the_master_copy_comes_on_request(by_rank, stage):
     for rank, results in enumerate(by_rank):

@@ -57,3 +57,32 @@ def test_a_failure_is_raised_on_every_rank(by_rank, wrapper):
 def test_mixed_precision_streams_the_masters(by_rank):
     for results in by_rank:
         assert results["mixed"] == {"masters": True, "halves": True}
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp2-tied", "fsdp2-one", "fsdp2-experts"])
+def test_shards_go_to_tensor_parallel_ranks_without_a_whole_tensor(by_rank, kind):
+    for results in by_rank:
+        result = results[f"tensor-{kind}"]
+        assert result["same"]
+        assert result["num_bytes"] < 0.6 * result["whole_bytes"]
+        assert result["largest"] < result["largest_tensor"]
+        assert result["peak"] <= max(BUCKET_BYTES, result["largest_tensor"]) + 1024
+
+
+@pytest.mark.parametrize("kind", ["fsdp2-lora", "fsdp1"])
+def test_what_has_to_be_gathered_is_cut_after_that(by_rank, kind):
+    for results in by_rank:
+        result = results[f"tensor-{kind}"]
+        assert result["same"]
+        assert result["num_bytes"] < 0.6 * result["whole_bytes"]
+
+
+def test_what_one_rank_of_the_engine_refuses_reaches_none(by_rank):
+    first, last = (results["tensor-fails"] for results in by_rank)
+    assert "this worker has" in last["raised"]
+    assert first["raised"].startswith("rank 1: ")
+    assert all(each["same"] and each["serves"] for each in (first, last))
+
+
+def test_any_part_of_any_shard_can_be_sent(by_rank):
+    assert all(results["exchanges"] for results in by_rank)

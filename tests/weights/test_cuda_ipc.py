@@ -12,7 +12,7 @@ import torch
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
 from rollout.weights import cuda_ipc
 from rollout.weights.cuda_ipc import CudaIpcHandle, CudaIpcSender, ExportedBuffer
-from rollout.weights.ipc import HandleReceiver
+from rollout.weights.shared_memory import HandleReceiver
 from tests.helpers.hang import HANG_SECONDS
 
 TENSORS = {f"t{i}": torch.full((16,), float(i)) for i in range(6)}
@@ -137,7 +137,7 @@ def test_a_gpu_that_is_not_here():
 def test_cuda_ipc_between_processes():
     """A process that knows nothing but the handles reads what this one has on the GPU."""
     script = (
-        "import sys, json; from rollout.weights.ipc import HandleReceiver\n"
+        "import sys, json; from rollout.weights.shared_memory import HandleReceiver\n"
         "receiver = HandleReceiver()\n"
         "for line in sys.stdin:\n"
         "    tensors = receiver.tensors(json.loads(line))\n"

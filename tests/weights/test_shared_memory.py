@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
-from rollout.weights.ipc import HandleReceiver
 from rollout.weights.segment import OwnedSegment, remove_orphans
-from rollout.weights.shared_memory import SharedMemoryHandle, SharedMemorySender
+from rollout.weights.shared_memory import HandleReceiver, SharedMemoryHandle, SharedMemorySender
 from tests.helpers.forked import forked
 from tests.helpers.in_fork import in_fork
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from rollout.models.layers.linear import Linear
-from rollout.models.layers.weight_loader import WeightLoader
+from rollout.models.layers.weight_loader import Shard, TensorSlice, WeightLoader
 from rollout.parallel import RankGroup
 
 Part = range | tuple[range, ...]
@@ -45,7 +45,8 @@ def shard_of(
     """A loader of the whole tensor of which ``own`` is this rank's part.
 
     Writing takes the whole tensor and reads only this rank's part of it, so that little of a mapped
-    file is read. Reading is a collective that assembles the parts in a new tensor.
+    file is read. Reading is a collective that assembles the parts in a new tensor. ``shard`` writes
+    the part alone.
 
     ``parts``: of each rank, along ``dim``; parts may overlap.
     """
@@ -55,10 +56,10 @@ def shard_of(
     lengths = [sum(len(each) for each in part) for part in ranges]
     shape = list(own.shape)
     shape[dim] = max(each.stop for part in ranges for each in part)
+    where = TensorSlice(dim, ranges[group.rank])
 
     def write(whole: torch.Tensor) -> None:
-        views = [whole.narrow(dim, each.start, len(each)) for each in ranges[group.rank]]
-        own.write(views[0] if len(views) == 1 else torch.cat(views, dim))
+        own.write(where.of(whole))
 
     def read() -> torch.Tensor:
         own_part = own.read()
@@ -75,7 +76,8 @@ def shard_of(
                 start += len(each)
         return whole
 
-    return replace(own, shape=tuple(shape), write=write, read=read)
+    shard = Shard(where, own)
+    return replace(own, shape=tuple(shape), write=write, read=read, shard=shard)
 
 
 def shards_of(

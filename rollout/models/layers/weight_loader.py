@@ -4,10 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 
 from rollout.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """Indices of a tensor along one dimension: ascending ranges, which are adjacent in the part
+    that they make up."""
+
+    dim: int
+    ranges: tuple[range, ...]
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The part: a view where it is one range, else a copy."""
+        views = [whole.narrow(self.dim, each.start, len(each)) for each in self.ranges]
+        return views[0] if len(views) == 1 else torch.cat(views, self.dim)
+
+    def shape_of(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """The part's shape, of a tensor of this shape."""
+        shape = list(whole)
+        shape[self.dim] = sum(map(len, self.ranges))
+        return tuple(shape)
+
+    def flat_ranges(self, whole: Sequence[int]) -> list[range]:
+        """The part's elements in order, as ranges of a contiguous tensor of this shape."""
+        inner, length = prod(whole[self.dim + 1 :]), whole[self.dim]
+        return [
+            range((outer * length + each.start) * inner, (outer * length + each.stop) * inner)
+            for outer in range(prod(whole[: self.dim]))
+            for each in self.ranges
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """This rank's part of a tensor that is split over ranks. ``loader``: of the part alone."""
+
+    where: TensorSlice
+    loader: WeightLoader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +64,27 @@ class WeightLoader:
     alias_of: str | None = None  # the tensor of which this is a second name
     is_borrowed: bool = False  # owned by another model: writing checks that the values are equal
     parts: tuple[str, ...] = ()  # tensors that this one fuses, such as experts
+    shard: Shard | None = None  # where the tensor is split over ranks: no more of it is needed
 
     @property
     def required(self) -> bool:
         """Whether a full load must name it. Aliases and fused tensors have other names to load."""
         return self.alias_of is None and not self.is_borrowed and not self.parts
+
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        """What of a whole tensor this rank stores."""
+        return whole if self.shard is None else self.shard.where.of(whole)
+
+    def write_own(self, values: torch.Tensor) -> None:
+        """Write what `own` returns."""
+        (self if self.shard is None else self.shard.loader).write(values)
+
+    def with_write(self, write: Callable[[WeightLoader, torch.Tensor], None]) -> WeightLoader:
+        """A loader that writes, wholes and parts alike, by ``write(self, values)``."""
+        shard = self.shard
+        if shard is not None:
+            shard = replace(shard, loader=shard.loader.with_write(write))
+        return replace(self, write=lambda values: write(self, values), shard=shard)
 
     @staticmethod
     def of(tensor: torch.Tensor, location: tuple[int, int] | None = None) -> WeightLoader:
@@ -53,6 +107,7 @@ class WeightLoader:
             self,
             write=lambda values: self.write(values[order_O.to(values.device)]),
             read=lambda: (stored := self.read())[inverse_O.to(stored.device)],
+            shard=None,  # its rows may lie anywhere
         )
 
 
@@ -79,18 +134,18 @@ def with_alias(
     """
     written_as: list[str] = []
 
-    def write(name_written: str, values: torch.Tensor) -> None:
-        if name_written in written_as or not written_as:
-            written_as.append(name_written)
-            loader.write(values)
-            return
-        if not same_values(values, loader.read()):
-            raise CheckpointError(
-                f"{name} and {alias} are one tensor but differ in value; {remedy}"
-            )
-
     def named(which: str, alias_of: str | None) -> WeightLoader:
-        return replace(loader, write=lambda values: write(which, values), alias_of=alias_of)
+        def write(stored: WeightLoader, values: torch.Tensor) -> None:
+            if which in written_as or not written_as:
+                written_as.append(which)
+                stored.write(values)
+                return
+            if not same_values(values, stored.read()):
+                raise CheckpointError(
+                    f"{name} and {alias} are one tensor but differ in value; {remedy}"
+                )
+
+        return replace(loader.with_write(write), alias_of=alias_of)
 
     return {name: named(name, None), alias: named(alias, name)}
 

@@ -1,0 +1,254 @@
+"""The update that is under way: what has to come, what has been checked, what has been written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from rollout.errors import InvalidInputError
+from rollout.models.layers.weight_loader import WeightLoader, mismatches, same_values
+from rollout.weights.manifest import (
+    Manifest,
+    NamedTensors,
+    SlicedSource,
+    Slices,
+    StoredWeights,
+    TensorSpec,
+    UpdateOptions,
+    checked_pair,
+    closed_iterator,
+    refuse_unreadable,
+)
+
+TARGET = "target"
+"""The part whose version tokens carry. Others only propose: their updates leave it alone."""
+
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_LISTED = 8
+
+
+def next_versions(
+    in_use: Mapping[str, int], parts: frozenset[str], given: int | None
+) -> dict[str, int]:
+    """The versions of parts after an update of them.
+
+    ``given`` numbers the target where it is among the parts, else all of them. No token carries a
+    draft's, so that one may be given twice.
+    """
+    following = {part: in_use[part] + 1 for part in parts}
+    if given is None:
+        return following
+    if TARGET in parts and given == in_use[TARGET]:
+        raise InvalidInputError("weight_version", given, "must differ from the one in use")
+    return following | dict.fromkeys({TARGET} & parts or parts, given)
+
+
+@dataclass(slots=True)
+class OpenUpdate:
+    """One update, and the loaders that it writes to.
+
+    Each of several ranks checks, counts and writes what it stores of a tensor, and no more.
+    """
+
+    options: UpdateOptions
+    versions: dict[str, int]  # of its parts, once it is committed
+    parts: frozenset[str]
+    weight_loaders: Mapping[str, WeightLoader]
+    passes_over: Callable[[str], bool]
+    last_call: float  # seconds, by the transaction's clock
+    manifest: Manifest | None = None
+    source: NamedTensors | None = None  # of an update in one call: what `begin` has checked
+    num_loads: int = 0  # calls that brought tensors
+    checked: dict[str, TensorSpec] = field(default_factory=dict)  # fit, and may come
+    loaded: dict[str, TensorSpec] = field(default_factory=dict)
+    is_loading: bool = False  # whether a write has begun
+    num_bytes: int = 0  # written by this rank, in the dtypes they came in
+
+    @property
+    def version(self) -> int:
+        """The target's, where the update reaches it."""
+        return self.versions.get(TARGET, max(self.versions.values()))
+
+    @property
+    def progress(self) -> str:
+        """How far it has come, for an error."""
+        some = ", ".join(list(self.loaded)[:_LISTED]) + ", ..." * (len(self.loaded) > _LISTED)
+        return f"version {self.version} stopped after {len(self.loaded)} tensors ({some})"
+
+    def takes(self, name: str) -> bool:
+        """Whether what comes under this name is written, or an error; else it goes nowhere."""
+        return name in self.weight_loaders or not self.passes_over(name)
+
+    def taken(self, manifest: Manifest) -> Manifest:
+        """The part of a manifest that this update takes."""
+        return {name: spec for name, spec in manifest.items() if self.takes(name)}
+
+    def announce(self, manifest: Manifest) -> None:
+        """All that is going to come. Raises InvalidInputError unless it is what has to."""
+        self.manifest = self.taken(manifest)
+        self.checked.update(self.manifest)
+        self._refuse_mismatches(self.manifest, partial=self.options.partial)
+
+    def check(self, incoming: Manifest, direct: bool) -> None:
+        """Raise unless tensors fit the model, were announced (if any were), and come once.
+
+        ``direct``: they are written unconverted, so they must have the model's dtype.
+        """
+        news = {
+            name: spec
+            for name, spec in incoming.items()
+            if self.checked.get(name) != spec or name in self.loaded
+        }
+        if news:
+            self._refuse_news(news)
+        if direct:
+            _refuse(
+                [
+                    f"wrong dtype: {name} is {spec.dtype}, the model has {loader.dtype} and "
+                    "load_format='direct' converts nothing"
+                    for name, spec in incoming.items()
+                    if spec.dtype is not (loader := self.weight_loaders[name]).dtype
+                ]
+            )
+        self.checked.update(incoming)
+
+    def check_complete(self) -> None:
+        """Raise unless all has come that has to."""
+        if not self.loaded:
+            raise InvalidInputError("named_tensors", [], "an update must bring a tensor")
+        self._refuse_mismatches(self.loaded, partial=self.options.partial)
+
+    def check_source(self, source: NamedTensors, manifest: Manifest | None, direct: bool) -> None:
+        """Check what is known of tensors before the first of them is written."""
+        if manifest is not None:
+            self.check(self.taken(manifest), direct)
+        if isinstance(source, StoredWeights):
+            self.check_values(source.unchecked(), for_all=source.checks_for_all)
+        elif _is_stored(source):
+            self.check_values(source)
+
+    def check_values(self, named_tensors: NamedTensors, *, for_all: bool = False) -> None:
+        """Read tensors through that are all there, for what shapes and dtypes do not say.
+
+        ``for_all``: what other ranks need of them too.
+        """
+        loaders = self.weight_loaders
+        tied = {name for name, it in loaders.items() if it.alias_of is not None}
+        tied |= {loaders[name].alias_of or name for name in tied}
+        twins: dict[str, torch.Tensor] = {}
+        with closed_iterator(named_tensors) as tensors:
+            for name, tensor in tensors:
+                if not self.takes(name):
+                    continue
+                own = loaders[name].own(tensor)
+                if loaders[name].is_borrowed:
+                    loaders[name].write_own(own)  # which compares
+                checked = tensor if for_all else own
+                if self.options.check_finite:
+                    refuse_not_finite(name, checked)
+                if name in tied:
+                    twins[name] = checked
+        for name, values in twins.items():
+            other = twins.get(loaders[name].alias_of or name)
+            if other is not None and other is not values and not same_values(values, other):
+                raise InvalidInputError(
+                    "named_tensors", name, f"differs from {loaders[name].alias_of}, its tied twin"
+                )
+
+    def load(self, source: NamedTensors, manifest: Manifest | None, direct: bool) -> None:
+        """Write what this rank stores of each tensor, of a `SlicedSource` without ever having more.
+
+        What streams is checked as it comes. Raises InvalidInputError, and what the source raises.
+        """
+        check_finite = self.options.check_finite and not _is_stored(source)
+        if manifest is not None and isinstance(source, SlicedSource):
+            shards = {name: self.weight_loaders[name].shard for name in self.taken(manifest)}
+            slices = {name: it.where if it else None for name, it in shards.items()}
+            self._load_slices(source, slices, check_finite)
+            return
+        with closed_iterator(source) as tensors:
+            for pair in tensors:
+                name, tensor = checked_pair(pair)
+                if self.takes(name):
+                    self._check_whole(name, tensor, direct)
+                    self._write(name, self.weight_loaders[name].own(tensor), check_finite)
+
+    def _load_slices(self, source: SlicedSource, needed: Slices, check_finite: bool) -> None:
+        with closed_iterator(source.sliced(needed)) as slices:
+            for name, values in slices:
+                if name in needed:
+                    self._check_slice(name, values)
+                    self._write(name, values, check_finite)
+                del values  # which would lie beside the next
+
+    def _check_whole(self, name: str, tensor: torch.Tensor, direct: bool) -> None:
+        refuse_unreadable(name, tensor)
+        spec = TensorSpec.of(tensor)
+        if direct or self.checked.get(name) != spec or name in self.loaded:
+            self.check({name: spec}, direct)
+
+    def _check_slice(self, name: str, own: torch.Tensor) -> None:
+        """Raise unless this is what the rank needs of a tensor that `check` has let pass."""
+        shard, spec = self.weight_loaders[name].shard, self.checked[name]
+        shape = spec.shape if shard is None else shard.where.shape_of(spec.shape)
+        if TensorSpec.of(own) != TensorSpec(shape, spec.dtype) or name in self.loaded:
+            raise InvalidInputError(
+                f"named_tensors[{name!r}]", TensorSpec.of(own),
+                f"must be the needed {TensorSpec(shape, spec.dtype)}, and come once",
+            )  # fmt: skip
+
+    def _write(self, name: str, own: torch.Tensor, check_finite: bool) -> None:
+        if check_finite:
+            refuse_not_finite(name, own)
+        self.is_loading = True
+        self.weight_loaders[name].write_own(own)
+        self.loaded[name] = self.checked[name]
+        self.num_bytes += own.nbytes
+
+    def _refuse_mismatches(self, offered: Manifest, *, partial: bool) -> None:
+        """Unknown names, wrong shapes, odd dtypes and, unless partial, missing names."""
+        shapes = {name: spec.shape for name, spec in offered.items()}
+        lines = mismatches(self.weight_loaders, shapes, partial=partial)
+        lines += [
+            f"wrong dtype: {name} is {spec.dtype}, must be one of float64, float32, float16, "
+            "bfloat16"
+            for name, spec in offered.items()
+            if spec.dtype not in _DTYPES
+        ]
+        _refuse(lines)
+
+    def _refuse_news(self, incoming: Manifest) -> None:
+        self._refuse_mismatches(incoming, partial=True)
+        announced = self.manifest
+        lines = [f"came twice: {name}" for name in incoming if name in self.loaded]
+        if announced is not None:
+            lines += [
+                f"not as announced: {name} is {spec}, announced was {announced.get(name)}"
+                for name, spec in incoming.items()
+                if announced.get(name) != spec
+            ]
+        _refuse(lines)
+
+
+def _is_stored(source: NamedTensors) -> bool:
+    """Whether all tensors are there before the first is written."""
+    return isinstance(source, Collection | StoredWeights)
+
+
+def refuse_not_finite(name: str, tensor: torch.Tensor) -> None:
+    """Raise InvalidInputError if the tensor holds NaN or infinities."""
+    if not bool(torch.isfinite(tensor).all()):
+        count = int((~torch.isfinite(tensor)).sum())
+        raise InvalidInputError(
+            f"named_tensors[{name!r}]", f"{count} values of {tensor.numel()}",
+            "are NaN or infinite; the trainer has diverged, or check_finite=False takes them",
+        )  # fmt: skip
+
+
+def _refuse(lines: list[str]) -> None:
+    if lines:
+        more = f"; and {len(lines) - _LISTED} more" if len(lines) > _LISTED else ""
+        remedy = f"must match the model's own: {'; '.join(lines[:_LISTED])}{more}"
+        raise InvalidInputError("named_tensors", f"{len(lines)} mismatches", remedy)

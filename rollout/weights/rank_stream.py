@@ -1,0 +1,158 @@
+"""Weights that rank 0 was given, as a stream of tensors on every rank that runs one model.
+
+Rank 0 packs a bucket into shared memory and tells the others where; each reads what it needs there.
+While they read, rank 0 packs the next. Where ranks cannot map its segments (other hosts) or shared
+memory is full, it sends the bytes instead. ::
+
+    every rank                   rank 0                        the others
+    open: are we on one host?
+    step: all are done with   -> where the next bucket is, or  -> read it
+          the last bucket        its bytes, or the end
+
+Every stream is opened by all ranks and ends for all: rank 0 tells the end however its call ends,
+and a rank that does not read to the end takes the rest off the wire in `finish`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from rollout.errors import WeightUpdateError
+from rollout.parallel import RankGroup
+from rollout.weights.bucket import CACHED_BUCKET_BYTES, FlattenedBucket, buckets
+from rollout.weights.bucket_layout import BucketLayout
+from rollout.weights.manifest import (
+    Manifest,
+    NamedTensors,
+    StoredWeights,
+    closed_iterator,
+    manifest_of,
+)
+from rollout.weights.segment import host_memory
+from rollout.weights.shared_memory import (
+    SharedMemoryHandle,
+    SharedMemoryReceiver,
+    SharedMemorySender,
+)
+
+log = logging.getLogger(__name__)
+
+
+class RankStream:
+    """The tensors of one update call, to be read once.
+
+    ``weights``: what rank 0 was given; nothing on other ranks.
+    """
+
+    def __init__(
+        self, group: RankGroup, manifest: Manifest | None, weights: NamedTensors = ()
+    ) -> None:
+        self.known_manifest = manifest
+        self.weights = weights
+        self._group = group
+        self._on_one_host = False
+        self._is_over = False
+        self._flat = torch.empty(0, dtype=torch.uint8)  # of rank 0, where segments cannot be had
+
+    @staticmethod
+    def of(
+        group: RankGroup, manifest: Manifest | None, *, stored: bool, weights: NamedTensors = ()
+    ) -> RankStream:
+        """``stored``: whether rank 0 has all tensors now."""
+        if manifest is None:
+            return RankStream(group, None, weights)
+        kind = _StoredStream if stored else _AnnouncedStream
+        return kind(group, manifest, weights)
+
+    @staticmethod
+    def from_rank_0(group: RankGroup, weights: NamedTensors) -> RankStream:
+        """The stream of what rank 0 was given. Raises what `manifest_of` does."""
+        stored = isinstance(weights, Collection | StoredWeights)
+        return RankStream.of(group, manifest_of(weights), stored=stored, weights=weights)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether rank 0 has all tensors before the update begins."""
+        return isinstance(self, StoredWeights)
+
+    def open(self) -> None:
+        """A collective, the first: find out whether segments can be shared."""
+        self._on_one_host = len(set(self._group.exchange(host_memory()))) == 1
+
+    def finish(self, reason: str = "it was not read to its end") -> None:
+        """End the stream for all ranks, whoever has read how much of it. A collective where it has
+        not ended."""
+        while not self._is_over:
+            self._step({"error": reason})
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._sent() if self._group.rank == 0 else self._received()
+
+    def _step(self, fields: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+        """What rank 0 says next, when all are done with what it said before."""
+        self._group.numbers(0)
+        told = json.loads(self._group.tell(json.dumps(fields).encode()))
+        self._is_over = "error" in told
+        return told, self._group.tell(b"") if told.get("has_bytes") and self._group.rank else b""
+
+    def _sent(self) -> Iterator[tuple[str, torch.Tensor]]:
+        with ExitStack() as stack:
+            sender = stack.enter_context(SharedMemorySender(CACHED_BUCKET_BYTES))
+            segments = [sender] if self._on_one_host else []
+
+            def buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
+                try:
+                    if segments:
+                        return segments[0].next_flat(num_bytes, device)
+                except WeightUpdateError as error:
+                    log.warning("weights are sent to the other ranks byte by byte: %s", error)
+                    segments.clear()
+                if self._flat.numel() < num_bytes:
+                    self._flat = torch.empty(num_bytes, dtype=torch.uint8)
+                return self._flat
+
+            stream = buckets(self.weights, CACHED_BUCKET_BYTES // 2, buffer=buffer)
+            for bucket in stack.enter_context(closed_iterator(stream)):
+                if segments:
+                    self._step({"handle": segments[0].handle(bucket.layout)})
+                else:
+                    self._step({"layout": bucket.layout.to_json(), "has_bytes": True})
+                    self._group.tell(bucket.used.numpy().tobytes())
+                yield from bucket.unflatten()
+            self._step({"error": ""})
+
+    def _received(self) -> Iterator[tuple[str, torch.Tensor]]:
+        receiver = SharedMemoryReceiver()
+        while not self._is_over:
+            told, data = self._step({})
+            if "handle" in told:
+                handle = SharedMemoryHandle.from_json(told["handle"])
+                yield from receiver.tensors(handle, "handle")
+            elif "layout" in told:
+                flat = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
+                yield from FlattenedBucket(flat, BucketLayout.from_json(told["layout"])).unflatten()
+        if told["error"]:
+            raise WeightUpdateError(f"rank 0: {told['error']}")
+
+
+class _AnnouncedStream(RankStream):
+    """A stream of which names, shapes and dtypes are known."""
+
+    def manifest(self) -> Manifest:
+        assert self.known_manifest is not None
+        return self.known_manifest
+
+
+class _StoredStream(_AnnouncedStream, StoredWeights):
+    """A stream of tensors that rank 0 has, and alone can check before the first is written."""
+
+    checks_for_all = True
+
+    def unchecked(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return self.weights
