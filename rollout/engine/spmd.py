@@ -74,20 +74,45 @@ def run_spmd(
     ``lead`` is handed the function that opens the engine, on all ranks then. Raises what both
     raise, and ParallelError where a rank is lost.
     """
+    if config.size > 1 and is_launched():
+        num_processes = int(os.environ["WORLD_SIZE"])
+        if num_processes != config.size:
+            remedy = f"must be the {num_processes} processes that were launched: they are one's"
+            raise InvalidInputError("parallel.size", config.size, remedy)
+    if rank_of(config):
+        follow(config, open_engine)
+        return None
+    with leading(config, open_engine) as opened:
+        return lead(opened)
+
+
+@contextmanager
+def leading(config: ParallelConfig, open_engine: OpenEngine) -> Iterator[OpenEngine]:
+    """Rank 0's function that opens the engine, on all ranks then. They end with the context.
+
+    Raises ParallelError where ranks do not come.
+    """
     if config.size == 1:
-        return lead(open_engine)
-    patience = _PATIENCE if rank_of(config) else None
-    group = open_ranks(config, torch.device("cpu"), patience=patience).all
+        yield open_engine
+        return
+    group = open_ranks(config, torch.device("cpu")).all
     try:
-        if group.rank:
-            with _signals_ignored():
-                _follow(group, open_engine)
-            return None
-        try:
-            return lead(partial(_opened, group, open_engine))
-        finally:
-            with suppress(ParallelError):  # they have heard of that already
-                group.tell(b"")
+        yield partial(_opened, group, open_engine)
+    finally:
+        with suppress(ParallelError):  # they have heard of that already
+            group.tell(b"")
+        group.close()
+
+
+def follow(config: ParallelConfig, open_engine: OpenEngine) -> None:
+    """Repeat rank 0's engine calls until it ends.
+
+    Raises what ``open_engine`` does, and ParallelError where a rank is lost.
+    """
+    group = open_ranks(config, torch.device("cpu"), patience=_PATIENCE).all
+    try:
+        with _signals_ignored():
+            _follow(group, open_engine)
     finally:
         group.close()
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from rollout.config import ParallelConfig, ParallelMode
@@ -50,6 +51,31 @@ ONE_RANK = ModelRanks(tensor=SingleRank(), rows=SingleRank())
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+def host_store() -> TCPStore:
+    """A store for ranks of this machine, at a port that the system chooses. It lives as long as
+    the object."""
+    listener = socket.create_server(("127.0.0.1", 0))  # a store's own would be open to all
+    return TCPStore(
+        "127.0.0.1", listener.getsockname()[1], is_master=True, wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip
+
+
+def launch_variables(rank: int, size: int, port: int, local_rank: int) -> dict[str, str]:
+    """The environment of a rank that is launched on this machine.
+
+    ``port``: of the `host_store` there. ``local_rank``: the index of its GPU, among those it sees.
+    """
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already, also of rank 0
+    }
+
+
 def local_rank(config: ParallelConfig) -> int | None:
     """This process's rank on its host, by torchrun's LOCAL_RANK; None: it is the only rank."""
     return None if config.size == 1 else int(os.environ.get("LOCAL_RANK", "0"))
@@ -70,37 +96,39 @@ def open_ranks(
 ) -> ModelRanks:
     """Connect to the other ranks, if any, by torchrun's variables.
 
-    These are RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    These are RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Where more processes were launched than
+    ``config.size``, each so many that follow one another are the ranks of one model.
 
     Args:
         patience: seconds that ranks wait for each other once connected; default: config.timeout.
 
-    Raises InvalidInputError if the environment has another size, ParallelError if ranks do not come
-    in time.
+    Raises InvalidInputError if the launched processes do not make whole groups, ParallelError if
+    ranks do not come in time.
     """
     if config.size == 1:
         return ONE_RANK
     missing = [name for name in _VARIABLES if not os.environ.get(name)]
-    if missing or int(os.environ["WORLD_SIZE"]) != config.size:
+    if missing or int(os.environ["WORLD_SIZE"]) % config.size:
         found = f"{', '.join(missing)} not set" if missing else os.environ["WORLD_SIZE"]
         raise InvalidInputError(
             "parallel.size", config.size,
-            f"needs as many processes, but the environment has WORLD_SIZE: {found}; "
+            f"needs as many processes, or a multiple, but the environment has WORLD_SIZE: {found}; "
             f"start it with torchrun --nproc-per-node {config.size}",
         )  # fmt: skip
-    rank = int(os.environ["RANK"])
+    process, num_processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    model, rank = divmod(process, config.size)
     timeout = timedelta(seconds=config.timeout)
     try:
-        store, _, _ = next(iter(rendezvous("env://", rank, config.size, timeout=timeout)))
-        # A rank counts its groups, so that each has its own keys in the store.
-        number = store.add(f"specrollout/opened/{rank}", 1)
+        store, _, _ = next(iter(rendezvous("env://", process, num_processes, timeout=timeout)))
+        # A process counts its groups, so that each has its own keys in the store.
+        number = store.add(f"specrollout/opened/{process}", 1)
     except RuntimeError as error:
         raise ParallelError(
             f"rank {rank} of {config.size}: the store at {os.environ['MASTER_ADDR']}:"
             f"{os.environ['MASTER_PORT']} cannot be reached ({str(error).splitlines()[0]})"
         ) from error
     group = ProcessRanks(
-        PrefixStore(f"specrollout/{number}", store),
+        PrefixStore(f"specrollout/{model}/{number}", store),
         rank,
         config.size,
         device=device,
