@@ -46,8 +46,8 @@ from rollout.sampling.sampler import PendingSamples
 from rollout.types import Batch, EntryResult, StepTimes
 from spec_workers import step_learning
 from spec_workers.budget import FixedBudget, LearnedBudget, Verified
+from spec_workers.corpus.ngram_corpus import NgramCorpus
 from spec_workers.ngram import SOURCES, NgramWorker
-from spec_workers.ngram_corpus import NgramCorpus
 from spec_workers.none import PlainWorker
 from spec_workers.target import TargetWorker
 from spec_workers.worker import SpecWorker

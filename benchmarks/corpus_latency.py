@@ -15,7 +15,7 @@ from harness.rows import Row, row
 from harness.timing import clock_cost, cpu_clock, in_fresh_process
 
 from ngram_native import Corpus
-from spec_workers.external_loads import ExternalLoads
+from spec_workers.corpus.external_loads import ExternalLoads
 
 LONGEST = 5.0  # times the median, at most
 SMALL = 8 << 20

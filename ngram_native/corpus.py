@@ -120,12 +120,15 @@ class Corpus:
         sequence's last proposal. A sequence without new tokens is left as it is, and its proposal
         is judged later.
 
-        Args: sequence_ids: int64 ``(B,)``, open, each named once. tokens: int32 ``(N,)``, each >=
-            0, flat. offsets: int64 ``(B + 1,)``: sequence b gets ``tokens[offsets[b]:offsets[b +
-            1]]``. verified: int32 ``(B,)``: the number of first nodes of each sequence's last
-            proposal that were verified; 0 if nothing was proposed since its last tokens. Default:
-            all proposed nodes. Nodes below an unverified one say nothing about the estimates, so a
-            number that is too high makes estimates drift low. age: As for `open`.
+        Args:
+            sequence_ids: int64 ``(B,)``, open, each named once.
+            tokens: int32 ``(N,)``, each >= 0, flat.
+            offsets: int64 ``(B + 1,)``: sequence b gets ``tokens[offsets[b]:offsets[b + 1]]``.
+            verified: int32 ``(B,)``: the number of first nodes of each sequence's last proposal
+                that were verified; 0 if nothing was proposed since its last tokens. Default: all
+                proposed nodes. Nodes below an unverified one say nothing about the estimates, so a
+                number that is too high makes estimates drift low.
+            age: as for `open`.
         """
         self._ext.extend(
             _array("sequence_ids", sequence_ids, np.int64),

@@ -142,13 +142,15 @@ class ParallelConfig:
     """Ranks that run one model. Each makes the same calls to its own engine."""
 
     mode: ParallelMode = ParallelMode.none
-    size: int = 1  # processes: as many as the launcher started
+    size: int = 1  # processes: as many as the launcher started, or a divisor of them
+    tensor_size: int = 1  # with lockstep: consecutive ranks that run the same requests
     timeout: float = 300.0  # seconds that a rank waits for the others before it gives up
     check: bool = False  # compare, in each step, what ranks drafted and sampled
 
     def __post_init__(self) -> None:
         self.mode = checked_member(self.mode, "parallel.mode", ParallelMode)
         self.size = checked_int(self.size, "parallel.size", minimum=1)
+        self.tensor_size = checked_int(self.tensor_size, "parallel.tensor_size", minimum=1)
         self.check = checked_flag(self.check, "parallel.check")
         self.timeout = checked_seconds(self.timeout, "parallel.timeout")
         if (self.size > 1) != (self.mode is not ParallelMode.none):
@@ -156,6 +158,13 @@ class ParallelConfig:
                 "parallel.size", self.size,
                 f"must be {'1' if self.mode is ParallelMode.none else '2 or more'} "
                 f"with parallel.mode={self.mode}",
+            )  # fmt: skip
+        if self.tensor_size > 1 and (
+            self.mode is not ParallelMode.lockstep or self.size % self.tensor_size
+        ):
+            raise InvalidInputError(
+                "parallel.tensor_size", self.tensor_size,
+                f"must divide parallel.size={self.size} and be 1 unless parallel.mode=lockstep",
             )  # fmt: skip
 
 

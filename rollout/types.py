@@ -20,7 +20,6 @@ from rollout.errors import InvalidInputError
 MAX_TREE_NODES = 64
 """Nodes of one draft tree, root included: an ancestor mask is one 64-bit word."""
 
-TokenIds = list[int]
 ChatMessages = list[dict[str, str]]
 Prompt = str | Sequence[int] | ChatMessages
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rollout.config import EngineConfig
 from rollout.models.loader import Progress
 from rollout.types import Batch, DraftTrees, Request
@@ -71,6 +73,10 @@ class EagleWorker(SpecWorker):
     def release(self, request: Request) -> None:
         super().release(request)
         self.drafter.release(request)
+
+    def check_integrity(self, running: Iterable[Request]) -> None:
+        super().check_integrity(running)
+        self.drafter.check_integrity(running)
 
     def weights_changed(self) -> None:
         super().weights_changed()

@@ -5,6 +5,7 @@ Legend: B entries of a batch, N draft nodes, G nodes of the n-gram trees.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +16,13 @@ from rollout.models.draft_model import is_separate_chain
 from rollout.models.loader import Progress
 from rollout.types import Batch, DraftTrees, Request
 from spec_workers.budget import DraftBudget
+from spec_workers.corpus.ngram_corpus import NgramCorpus
 from spec_workers.draft_tree import indices_within, only_roots
 from spec_workers.features.feature_recorder import FeatureRingOptions
 from spec_workers.neural.drafter import NeuralDrafter
 from spec_workers.neural.opening import open_chain, open_eagle
 from spec_workers.neural_gate import NeuralGate
 from spec_workers.ngram import SOURCES, NgramWorker, open_corpus
-from spec_workers.ngram_corpus import NgramCorpus
 from spec_workers.observation import Observation
 from spec_workers.options import HybridOptions, takes
 from spec_workers.target import TargetWorker
@@ -126,6 +127,10 @@ class HybridWorker(NgramWorker):
     def release(self, request: Request) -> None:
         super().release(request)
         self.drafter.release(request)
+
+    def check_integrity(self, running: Iterable[Request]) -> None:
+        super().check_integrity(running)
+        self.drafter.check_integrity(running)
 
     def weights_changed(self) -> None:
         super().weights_changed()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +13,8 @@ from rollout.models.loader import Progress
 from rollout.models.spec import ModelSpec
 from rollout.types import Batch, DraftTrees, Request, Scheduled
 from spec_workers.budget import DraftBudget
+from spec_workers.corpus.ngram_corpus import NgramCorpus
 from spec_workers.draft_tree import only_roots, spread
-from spec_workers.ngram_corpus import NgramCorpus
 from spec_workers.observation import Observation
 from spec_workers.options import CorpusOptions, takes
 from spec_workers.target import TargetWorker
@@ -116,6 +116,10 @@ class NgramWorker(SpecWorker):
         self._feed.leave(request)
         if self._draft_corpus.outbox is not None:
             self._draft_corpus.outbox.leave(request)
+
+    def check_integrity(self, running: Iterable[Request]) -> None:
+        super().check_integrity(running)
+        self._draft_corpus.check_integrity()
 
     def counters(self) -> dict[str, float]:
         own = {f"corpus/{name}": value for name, value in self._draft_corpus.counters().items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -287,6 +287,10 @@ class SpecWorker:
         """Called when an update has been committed, before the next step."""
         self._learning.catch_up()
         self.budget.change_policy()
+
+    def check_integrity(self, running: Iterable[Request]) -> None:
+        """Raises IntegrityError; see `Worker.check_integrity`."""
+        self.memory.check_integrity()
 
     def begin(self, learned: Mapping[str, Any]) -> None:
         """Continue from what an earlier engine learned. Raises ValueError for a malformed

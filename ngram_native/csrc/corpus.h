@@ -43,7 +43,7 @@ class Corpus {
   explicit Corpus(const Options& options);
 
   void insert(std::span<const Token> tokens, std::optional<std::uint64_t> group);
-  // age, here and below: by so many changes of the weight version the tokens are older than now.
+  // age, here and below: how many weight versions ago the tokens were sampled.
   void open(std::int64_t sequence_id, std::uint64_t group, std::span<const Token> tokens,
             std::uint32_t age = 0);
   // verified[b]: so many first nodes of what was last proposed for entry b were verified, at most

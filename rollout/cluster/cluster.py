@@ -22,7 +22,7 @@ from rollout.engine.protocol import Engine, Replicas, methods_on, part_call
 from rollout.engine.requests import RequestFactory
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.errors import EngineStateError, WeightUpdateError
-from rollout.scheduler.fitting import check_length
+from rollout.scheduler.step_limits import check_length
 from rollout.types import (
     FinishReason,
     MemoryTag,

@@ -34,8 +34,8 @@ class CallGuard:
     def __init__(self, *, holds_interrupts: bool) -> None:
         """``holds_interrupts``: Ctrl-C in a step takes effect when the step has ended.
 
-        Python's handler is replaced by a call's first step and put back when the call ends, for
-        each time costs some microseconds; between the steps of a call both do the same.
+        Python's handler is replaced at a call's first step and restored when the call ends, since
+        replacing it costs microseconds. Between the steps of a call both handlers do the same.
         """
         self.driver: int | None = None  # the thread that waits instead of being refused
         self._may_hold_interrupts = holds_interrupts

@@ -215,8 +215,8 @@ class RolloutEngine:
 
         Which of them end first depends on drafts and on what else runs. Those of a `stream` go to
         that stream, which has an order of its own. A step that raises can be run again. While
-        generation is paused nothing runs. Where halves of the requests take turns
-        (``scheduler.overlap``), a step of one of them is under way when this returns.
+        generation is paused nothing runs. With two-batch overlap (``scheduler.overlap``), a step of
+        one half of the requests is in flight when this returns.
 
         With nothing unfinished only a worker in lockstep runs: other ranks wait in its forwards.
         Whoever drives the ranks steps each of them as often, while `any_rank_has_unfinished`, and
@@ -334,8 +334,8 @@ class RolloutEngine:
 
     @exclusive
     def check_integrity(self) -> None:
-        """Raises IntegrityError when a pool's books do not balance."""
-        self.worker.memory.check_integrity()
+        """Raises IntegrityError where KV slots, drafts' KV or the corpus contradict themselves."""
+        self.worker.check_integrity(self.scheduler.running)
 
     @exclusive
     def close(self) -> None:

@@ -51,7 +51,7 @@ class _Command:
     """A function to run between two steps."""
 
     run: Callable[[], None]
-    future: Future[Any] | None = None  # of a `call`: told where the loop breaks before it ran
+    future: Future[Any] | None = None  # of a `call`; fails if the loop breaks first
 
 
 class _Listener:

@@ -26,7 +26,7 @@ class _UnderWay:
     batch: Batch
     finish: FinishStep
     running: int  # requests when it was scheduled
-    halved: bool  # it is of a half of those
+    halved: bool  # two-batch overlap: it has half of them
     schedule_ms: float
 
 
@@ -238,7 +238,7 @@ class StepRunner:
             cached_tokens=hits - self._cache_hits,
         )
         self._cache_hits = hits
-        self.metrics.record(step.batch, result, metrics, ended, took_turns=step.halved)
+        self.metrics.record(step.batch, result, metrics, ended, overlapped=step.halved)
 
 
 def _note_first_tokens(batch: Batch) -> None:

@@ -47,6 +47,12 @@ class PromptEncoder:
         return cls(AutoTokenizer.from_pretrained(folder), vocab_size)
 
     @cached_property
+    def _adds_bos(self) -> bool:
+        assert self.tokenizer is not None
+        bos = self.tokenizer.bos_token_id
+        return bos is not None and self.tokenizer("")["input_ids"][:1] == [bos]
+
+    @cached_property
     def _text_bound(self) -> MinTokenCount | None:
         return MinTokenCount.of(self.tokenizer)
 
@@ -79,6 +85,8 @@ class PromptEncoder:
         numpy's integers, an array or a tensor of one dimension. Raises InvalidInputError naming
         ``field``.
 
+        The tokenizer's special tokens are added to text, but no BOS to text that begins with it.
+
         Args:
             max_tokens: a text that is sure to have more is refused before the work of encoding it,
                 naming ``len(prompt)``; a shorter one may have more all the same.
@@ -95,6 +103,8 @@ class PromptEncoder:
             tokenizer = self._need_tokenizer(field, prompt)
             self._check_text(prompt, field, max_tokens)
             ids = tokenizer(prompt)["input_ids"]
+            if self._adds_bos and prompt.startswith(tokenizer.bos_token):
+                del ids[0]  # text of a chat template begins with its own
         elif isinstance(prompt[0], dict):
             return self.encode_chat(prompt, field, max_tokens=max_tokens)
         else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from importlib.resources import files
@@ -142,6 +142,13 @@ class Worker(Protocol):
 
     def weights_changed(self) -> None:
         """Called when an update has been committed, before the next step."""
+        ...
+
+    def check_integrity(self, running: Iterable[Request]) -> None:
+        """Raise IntegrityError if memory, drafts' KV or the corpus contradict themselves.
+
+        Called between two steps. ``running``: the requests that have slots.
+        """
         ...
 
     def counters(self) -> dict[str, float]:

@@ -110,7 +110,7 @@ class Llama(OwnWeights):
         ranks: ModelRanks = ONE_RANK,
     ) -> None:
         """``spec``: of the whole model; the attribute ``spec`` is of this rank's part."""
-        self.spec = spec = spec_of_rank(spec, ranks.tensor)
+        self.spec = spec = spec_of_rank(spec, ranks)
         self.ranks = ranks
         self.dtype = dtype
         self.device = device

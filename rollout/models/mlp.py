@@ -99,7 +99,7 @@ class Mlp:
             )
 
         hidden, ffn = spec.hidden_size, spec.ffn_size
-        self._group, self._has_own_rows = ranks.all, ranks.rows.size > 1
+        self._group, self._rows = ranks.all, ranks.rows
         rank, size = self._group.rank, self._group.size
         self._features = even_parts(ffn, size)
         self._outputs = even_parts(hidden, size)
@@ -115,8 +115,8 @@ class Mlp:
     ) -> torch.Tensor:
         """[T, E]. T may be zero if other ranks have rows."""
         own = slice(None)
-        if self._has_own_rows:
-            hidden_TE, own = gather_rows(self._group, hidden_TE)
+        if self._rows.size > 1:
+            hidden_TE, own = gather_rows(self._rows, hidden_TE)
         inner_SF = silu_mul(self.gate_up(hidden_TE))
         return split_product(self.down, inner_SF, self._group, self._features, self._outputs)[own]
 

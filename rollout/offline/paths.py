@@ -3,7 +3,8 @@
 <output>                 JSONL: the rollouts so far. Parquet: there only when complete
 <output>.partial.jsonl   Parquet only: the rollouts so far, until they are compacted
 <output>.run.json        what decides the content, and whether it is complete
-<output>.corpus          what the next drafts are made from; decides nothing, see job_corpus.py
+<output>.corpus          the draft corpus; decides nothing, see job_corpus.py
+<output>.corpus.learned.json   learned costs of steps and lengths of rollouts
 <output>.lock            who writes them
 """
 

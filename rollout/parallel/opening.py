@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -19,33 +19,40 @@ from rollout.parallel.rank_group import RankGroup, SingleRank
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRanks:
-    """The rank groups of a model. At most one of the two has more than one rank.
+    """The rank groups of a model, as one rank sees them.
 
-    ``tensor``: every rank runs the same rows; heads, MLP features and the vocabulary are split.
-    ``rows``: every rank runs its own rows in lockstep; MLPs are split by output features and
-    compute the rows of all ranks, and each rank has everything else whole.
+    ``tensor``: ranks that run the same rows; heads and the vocabulary are split among them.
+    ``rows``: ranks that have the same heads and each run rows of their own, in lockstep.
+    ``all``: both together, T tensor ranks times R ranks of rows. MLPs and experts are split among
+    them by output features and compute the rows of all. Global rank r is tensor rank r % T.
     """
 
-    tensor: RankGroup
-    rows: RankGroup
+    tensor: RankGroup = field(default_factory=SingleRank)
+    rows: RankGroup = field(default_factory=SingleRank)
+    all: RankGroup
+
+    @staticmethod
+    def of_tensor(group: RankGroup) -> ModelRanks:
+        """All ranks run the same rows."""
+        return ModelRanks(tensor=group, all=group)
+
+    @staticmethod
+    def of_rows(group: RankGroup) -> ModelRanks:
+        """Each rank runs rows of its own."""
+        return ModelRanks(rows=group, all=group)
 
     @property
     def of_drafts(self) -> ModelRanks:
         """The ranks of a draft: it is small, so tensor-parallel ranks each have all of it."""
-        return ModelRanks(tensor=SingleRank(), rows=self.rows)
-
-    @property
-    def all(self) -> RankGroup:
-        """The group of more than one rank, if there is one: the ranks that make the same calls."""
-        return self.rows if self.rows.size > 1 else self.tensor
+        return ModelRanks.of_rows(self.rows)
 
     def close(self, reason: str = "the group is closed") -> None:
-        """Leave both groups; see `RankGroup.close`."""
-        self.tensor.close(reason)
-        self.rows.close(reason)
+        """Leave all groups; see `RankGroup.close`."""
+        for group in (self.tensor, self.rows, self.all):
+            group.close(reason)
 
 
-ONE_RANK = ModelRanks(tensor=SingleRank(), rows=SingleRank())
+ONE_RANK = ModelRanks(all=SingleRank())
 
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -127,13 +134,28 @@ def open_ranks(
             f"rank {rank} of {config.size}: the store at {os.environ['MASTER_ADDR']}:"
             f"{os.environ['MASTER_PORT']} cannot be reached ({str(error).splitlines()[0]})"
         ) from error
-    group = ProcessRanks(
-        PrefixStore(f"specrollout/{model}/{number}", store),
-        rank,
-        config.size,
-        device=device,
-        timeout=config.timeout if patience is None else patience,
+
+    def group_of(name: str, members: range) -> RankGroup:
+        if len(members) == 1:
+            return SingleRank()
+        return ProcessRanks(
+            PrefixStore(f"specrollout/{model}/{number}/{name}", store),
+            members.index(rank),
+            len(members),
+            device=device,
+            timeout=config.timeout if patience is None else patience,
+        )
+
+    everyone = group_of("all", range(config.size))
+    if config.mode is ParallelMode.tensor:
+        return ModelRanks.of_tensor(everyone)
+    if config.tensor_size == 1:
+        return ModelRanks.of_rows(everyone)
+    first = rank - rank % config.tensor_size
+    same_rows = range(first, first + config.tensor_size)
+    same_heads = range(rank % config.tensor_size, config.size, config.tensor_size)
+    return ModelRanks(
+        tensor=group_of(f"tensor/{same_rows[0]}", same_rows),
+        rows=group_of(f"rows/{same_heads[0]}", same_heads),
+        all=everyone,
     )
-    if config.mode is ParallelMode.lockstep:
-        return ModelRanks(tensor=SingleRank(), rows=group)
-    return ModelRanks(tensor=group, rows=SingleRank())

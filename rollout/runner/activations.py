@@ -89,8 +89,8 @@ def run_largest(steps: DummyRun, *, rows: int, sampled: int) -> None:
 
 @contextmanager
 def _fitting(steps: DummyRun, rows: int, sampled: int) -> Iterator[None]:
-    """Run a dummy step to its end on the device. Raises OutOfMemoryError, with the remedy, if it
-    does not fit."""
+    """Raise OutOfMemoryError, with the remedy, if the steps that run inside do not fit; wait for
+    the device at the end."""
     device = steps.model.device
     try:
         with gpu.on(device):

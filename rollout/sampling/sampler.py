@@ -47,24 +47,17 @@ class TreeSamples:
     paths: list[list[int]]  # of each entry: accepted nodes, tree numbering, in order
 
 
-def sample(logits_RV: torch.Tensor, rows: SampleRows) -> Sampled:
-    """Sample every row.
-
-    Args: logits [R, V] as the model gave them, any float dtype. A row that is no distribution (NaN,
-    +inf, nothing above -inf) gives token -1.
-    """
-    return Sampler(logits_RV, rows).read()
-
-
 def score(logits_RV: torch.Tensor, rows: SampleRows, token_ids: list[int]) -> Sampled:
-    """Report what `sample` would have, had it drawn ``token_ids``; bit for bit."""
+    """Report what `sample_trees` would have, had it drawn ``token_ids``; bit for bit."""
     return Sampler(logits_RV, rows, chosen=token_ids).read()
 
 
 def sample_trees(batch: Batch, trees: DraftTrees, logits_RV: torch.Tensor) -> PendingSamples:
-    """Sample at every root and node, as `sample` does, and walk each tree.
+    """Sample at every root and node, and walk each tree.
 
-    On a GPU that is launched, and the copy back of what was sampled and accepted behind it.
+    ``logits_RV``: as the model gave them, any float dtype. A row that is no distribution (NaN,
+    +inf, nothing above -inf) gives token -1. On a GPU the work and the copy back are launched, and
+    nothing waits.
     """
     rows, offsets_B1 = sample_rows(batch, trees)
     if not rows.owners:

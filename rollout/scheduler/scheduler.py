@@ -12,9 +12,8 @@ import numpy as np
 
 from rollout.memory.cache import CacheMemory
 from rollout.memory.state_slots import StateRun
-from rollout.scheduler.fitting import check_length
 from rollout.scheduler.length_forecast import LengthForecast
-from rollout.scheduler.step_limits import StepLimits
+from rollout.scheduler.step_limits import StepLimits, check_length
 from rollout.scheduler.waiting import QueuedRequest, WaitingQueue
 from rollout.types import (
     MAX_TREE_NODES,

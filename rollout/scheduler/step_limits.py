@@ -1,4 +1,4 @@
-"""Limits of one step: the configured ones, else the device's defaults."""
+"""Limits of a step, the configured ones or the device's defaults, and of a prompt's length."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from rollout.config import SchedulerConfig
+from rollout.errors import InvalidInputError, OutOfMemoryError
 
 _LARGE_GPU = 64 << 30
-_RECURRENT = 32
+_RECURRENT = 32  # requests: a state is as large as thousands of cached tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,3 +51,23 @@ class StepLimits:
             tokens = max(usual.max_step_tokens, running)
         chunk_len = config.chunk_len or min(usual.chunk_len, tokens)
         return StepLimits(max_running=running, max_step_tokens=tokens, chunk_len=chunk_len)
+
+
+def check_length(length: int, max_context_len: int, max_sequence_len: int, field: str) -> None:
+    """Raise unless a prompt leaves room for at least one token when it runs alone.
+
+    Args:
+        length: the prompt's length in tokens.
+        max_sequence_len: largest number of tokens, prompt and output, that the KV slots hold.
+        field: the prompt's name in the error.
+
+    Raises InvalidInputError if the context is too short, OutOfMemoryError if KV slots are too few.
+    """
+    if not 0 < length < max_context_len:
+        remedy = f"must have 1 to {max_context_len - 1} tokens: the context is {max_context_len}"
+        raise InvalidInputError(f"len({field})", length, remedy)
+    if length >= max_sequence_len:
+        raise OutOfMemoryError(
+            f"{field} of {length} tokens needs {length + 1} KV slots and there are "
+            f"{max_sequence_len}: raise memory.kv_bytes or memory.max_kv_tokens"
+        )

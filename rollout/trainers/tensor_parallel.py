@@ -24,8 +24,5 @@ def tensor_parallel(
         raise InvalidInputError(field, size, "must be a positive integer")
     if size == 1:
         return {}
-    try:
-        check_shares(ModelSpec.read(Path(model_path)), size)
-    except InvalidInputError as error:
-        raise InvalidInputError(field, size, error.remedy) from None
+    check_shares(ModelSpec.read(Path(model_path)), size, field)
     return {"parallel": {"mode": "tensor", "size": size}}

@@ -19,8 +19,8 @@ _POLL_SECONDS = (0.0005, 0.02)  # the first pause, and the longest
 
 
 class GroupStore:
-    """JSON objects by key. A wait is as long as it is told, and where the store does not answer
-    at all `time_limit.ANSWER_SECONDS` longer.
+    """JSON objects by key. A wait lasts at most the given seconds, and
+    `time_limit.ANSWER_SECONDS` more where the store does not answer.
 
     A note is written over, never removed: a store's get waits for a key that is not there, so one
     that went between the look for it and the get would block its reader.

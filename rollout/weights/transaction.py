@@ -10,9 +10,9 @@ States::
 
 WHOLE and, where nothing was torn before, OPEN serve: in OPEN no byte has moved yet. What is known
 beforehand is checked in `begin`. Only parts that an update names are torn by it, and only an update
-that names every tensor of a torn part heals that part; nothing serves before all are whole, the
-target no more than a draft: a draft that silently proposed nothing would be missed by nobody but
-the clock. Every transport ends in begin, load, commit, abandon.
+that names every tensor of a torn part heals that part. Nothing is generated until every part is
+whole, drafts included: with a broken draft the engine would only be slow, and nobody would learn
+why. Every transport ends in begin, load, commit, abandon.
 
 Ranks that run one model each have a transaction, and make the same calls. Both ends of an update
 are agreed on: no rank writes before all have found what is to come right, and none serves before

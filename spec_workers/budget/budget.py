@@ -75,7 +75,7 @@ class DraftBudget(Protocol):
 class FixedBudget:
     """Verifies whatever is proposed.
 
-    Learns nothing; what it is restored from it gives back, for a later run that does.
+    Learns nothing. Keeps what it restores and returns it, for a learned budget of a later run.
     """
 
     is_open = True

@@ -32,7 +32,7 @@ def calibrate(target: TargetWorker, budget: DraftBudget, seconds: float) -> None
 
 
 def time_forwards(target: TargetWorker, curve: CostCurve, seconds: float) -> None:
-    """Show the curve forwards of 1 to 64 rows: of each size the quickest until the time is up.
+    """Let the curve observe forwards of 1 to 64 rows: the fastest of each size within the time.
 
     The sizes take turns, so that a busy moment spoils none of them alone. Where forwards are
     captured that is done before the time begins.

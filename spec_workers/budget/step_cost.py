@@ -129,8 +129,8 @@ class StepCost:
     ) -> None:
         """A step took so long, ``steps`` after the one observed before it.
 
-        ``proposed``: whether draft nodes were asked for. ``times``: NaN where one that comes again
-        is not known.
+        ``proposed``: whether draft nodes were asked for. ``times``: NaN where the timing
+        of a phase is not steady-state.
 
         Only steps without prefill tell anything: prefill rows have no logits, and neural drafts
         read each of them.

@@ -37,11 +37,6 @@ class PackedSequence:
         """Rows of the sequence that guess."""
         return self.guesses.stop - self.guesses.start
 
-    @property
-    def first_guess(self) -> int:
-        """Index in the sequence of the first row that guesses."""
-        return self.num_rows - self.num_guesses
-
 
 class PackedRows:
     """The packed rows of several sequences. Guesses of step s are s tokens further on than rows."""

@@ -53,11 +53,6 @@ class TargetFeatures:
         """Rows of a sequence that guess in training."""
         return self.num_rows(index) - 1 - self._sequences[index].first_root
 
-    @property
-    def num_cached(self) -> int:
-        """Sequences whose features are cached."""
-        return len(self._cached)
-
     def take(self, indices: Sequence[int]) -> list[TrainingSequence]:
         """The sequences of these indices with their features."""
         missing = [index for index in indices if index not in self._cached]

@@ -17,7 +17,7 @@ Legend: B entries, G entries whose trees grow, K runners, T rows, F columns of f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -186,6 +186,11 @@ class NeuralDrafter:
         self._state.forget()
         for runner in self.runners:
             runner.kv.forget()
+
+    def check_integrity(self, running: Iterable[Request]) -> None:
+        """Raise IntegrityError if a runner's KV contradicts the target's."""
+        for runner in self.runners:
+            runner.kv.check_integrity(running)
 
     def counters(self) -> dict[str, float]:
         """Positions extended; trees grown, levels and nodes run for them. Over its life."""

@@ -19,7 +19,7 @@ from scale_cluster import (
 from simulate_scale import LATENCY_SECONDS, PIECE_BYTES, Shape, best_bucket, broadcast_seconds
 
 from rollout.engine.draft_corpus import CorpusDelta
-from spec_workers.corpus_outbox import CorpusOutbox
+from spec_workers.corpus.outbox import CorpusOutbox
 from tests.helpers.requests import make_request
 
 

@@ -13,9 +13,9 @@ from rollout import RolloutEngine, SamplingParams
 from rollout.engine.draft_corpus import CorpusDelta
 from rollout.errors import InvalidInputError
 from rollout.types import Request
-from spec_workers.corpus_feed import CorpusFeed
-from spec_workers.corpus_inbox import CorpusInbox
-from spec_workers.corpus_outbox import CorpusOutbox
+from spec_workers.corpus.feed import CorpusFeed
+from spec_workers.corpus.inbox import CorpusInbox
+from spec_workers.corpus.outbox import CorpusOutbox
 from tests.helpers.requests import make_request
 from tests.helpers.tiny_model import save_tiny_llama
 

@@ -1,4 +1,4 @@
-"""One of several ranks with requests of their own and parts of every MLP.
+"""One of several ranks in lockstep, with parts of every MLP, or of attention too.
 
 ``python -m tests.helpers.row_ranks out.json``, as `launch` starts it, with the cases in ROW_RANKS.
 Writes of each whether every number was that of one rank alone.
@@ -20,7 +20,9 @@ from rollout import RolloutEngine, SamplingParams
 from rollout.errors import InvalidInputError, OutOfMemoryError
 from tests.helpers.tensor_cases import changed, stored
 
-RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+TENSOR = int(os.environ.get("ROW_RANKS_TENSOR", "1"))  # consecutive ranks with the same requests
+RANK = int(os.environ.get("RANK", "0")) // TENSOR  # among those with requests of their own
 VOCABULARY = 11
 MAX_TOKENS = 96
 
@@ -34,7 +36,9 @@ def engine_of(case: dict, size: int) -> RolloutEngine:
         chunk_len=8,
         max_running=3,
         dtype=case["dtype"],
-        parallel={"mode": "lockstep", "size": size, "timeout": 60.0} if size > 1 else {},
+        parallel={"mode": "lockstep", "size": size, "tensor_size": TENSOR, "timeout": 60.0}
+        if size > 1
+        else {},
     )
 
 
@@ -42,7 +46,7 @@ def arrivals(seed: int) -> dict[int, list[tuple[list[int], SamplingParams]]]:
     """This rank's requests by the step they come in. The first seed leaves all ranks but the last
     idle, others some for a while."""
     rng = random.Random(f"{seed} {RANK}")
-    if seed == 0 and RANK < SIZE - 1:
+    if seed == 0 and RANK < SIZE // TENSOR - 1:
         return {}
     found: dict[int, list] = {}
     for _ in range(rng.randrange(5)):

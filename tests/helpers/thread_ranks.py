@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from rollout.parallel import ModelRanks, RankGroup, SingleRank
+from rollout.parallel import RankGroup
 from tests.helpers.hang import HANG_SECONDS
 
 T = TypeVar("T")
@@ -62,11 +62,3 @@ def on_ranks(size: int, call: Callable[[RankGroup], T]) -> list[T]:
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(call, ThreadRank(rank, barrier, board)) for rank in range(size)]
         return [future.result(2 * HANG_SECONDS) for future in futures]
-
-
-def tensor_ranks(group: RankGroup) -> ModelRanks:
-    return ModelRanks(tensor=group, rows=SingleRank())
-
-
-def rows_ranks(group: RankGroup) -> ModelRanks:
-    return ModelRanks(tensor=SingleRank(), rows=group)

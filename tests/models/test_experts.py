@@ -13,8 +13,8 @@ from rollout.models.layers.row_invariance import make_row_invariant
 from rollout.models.layers.storage import allocate_storage, free_storage
 from rollout.models.layers.weight_loader import mismatches
 from rollout.ops.matmul.tiles import tiles
-from rollout.parallel import ONE_RANK
-from tests.helpers.thread_ranks import on_ranks, rows_ranks, tensor_ranks
+from rollout.parallel import ONE_RANK, ModelRanks
+from tests.helpers.thread_ranks import on_ranks
 
 CPU = torch.device("cpu")
 HIDDEN, COUNT, CHOSEN, FFN, SHARED = 36, 11, 3, 20, 28
@@ -228,7 +228,9 @@ def test_tensor_parallel_ranks_have_parts_of_every_expert(size, shared, stacked)
 
     @torch.inference_mode()
     def rank(group):
-        experts = block(fused(weights), packing=False, stacked=stacked, ranks=tensor_ranks(group))
+        experts = block(
+            fused(weights), packing=False, stacked=stacked, ranks=ModelRanks.of_tensor(group)
+        )
         held = sum(each.release() for each in experts.linears())
         held += sum(free_storage(tensor) for tensor in experts.plain_weights())
         for tensor in experts.plain_weights():
@@ -258,7 +260,7 @@ def test_ranks_with_rows_of_their_own_compute_those_of_all(counts) -> None:
     @torch.inference_mode()
     def rank(group):
         routes = Recorder()
-        y = block(weights, ranks=rows_ranks(group))(parts[group.rank], routes)
+        y = block(weights, ranks=ModelRanks.of_rows(group))(parts[group.rank], routes)
         return y, routes.calls[0][1]
 
     routes = Recorder()
@@ -273,6 +275,6 @@ def test_ranks_with_rows_of_their_own_compute_those_of_all(counts) -> None:
 def test_more_ranks_than_features_are_refused() -> None:
     def rank(group):
         with pytest.raises(InvalidInputError, match=r"parallel\.size.*too many.*20 features"):
-            block(tensors(shared=False), ranks=tensor_ranks(group))
+            block(tensors(shared=False), ranks=ModelRanks.of_tensor(group))
 
     on_ranks(21, rank)

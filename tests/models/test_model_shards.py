@@ -10,9 +10,10 @@ from rollout.config import DType
 from rollout.errors import InvalidInputError
 from rollout.models.checkpoint import Checkpoint
 from rollout.models.loader import load_model
+from rollout.parallel import ModelRanks
 from rollout.parallel.partition import even_parts
 from tests.helpers.dense_attention import logits_of
-from tests.helpers.thread_ranks import on_ranks, rows_ranks, tensor_ranks
+from tests.helpers.thread_ranks import on_ranks
 from tests.helpers.tiny_hybrid import randomise, save_tiny_hybrid
 from tests.helpers.tiny_moe import save_tiny_moe
 
@@ -67,7 +68,7 @@ def test_tensor_parallel_ranks(name, size, packing, folders):
     stored = dict(Checkpoint(folders[name]))
 
     def on_rank(group):
-        model = load(folders[name], packing, ranks=tensor_ranks(group))
+        model = load(folders[name], packing, ranks=ModelRanks.of_tensor(group))
         assert model.weight_loaders().keys() == whole.weight_loaders().keys()
         for key, tensor in stored.items():
             assert torch.equal(model.weight_loaders()[key].read(), tensor), key
@@ -88,7 +89,7 @@ def test_ranks_with_rows_of_their_own_are_bitwise_one(name, size, folders):
     stored = dict(Checkpoint(folders[name]))
 
     def on_rank(group):
-        model = load(folders[name], ranks=rows_ranks(group))
+        model = load(folders[name], ranks=ModelRanks.of_rows(group))
         for key, tensor in stored.items():
             assert torch.equal(model.weight_loaders()[key].read(), tensor), key
         own = [PROMPTS[0], [], [8] * 40][group.rank]
@@ -99,7 +100,7 @@ def test_ranks_with_rows_of_their_own_are_bitwise_one(name, size, folders):
 
 def test_heads_that_cannot_be_shared_out(folders):
     with pytest.raises(InvalidInputError, match="8 query heads"):
-        on_ranks(3, lambda group: load(folders["biased"], ranks=tensor_ranks(group)))
+        on_ranks(3, lambda group: load(folders["biased"], ranks=ModelRanks.of_tensor(group)))
 
 
 def test_even_parts_are_of_one_length_but_the_last():

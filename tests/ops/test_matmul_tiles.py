@@ -11,7 +11,7 @@ from rollout.runner.graphs import Buckets
 
 PRODUCTS = {"qkv": 6144, "o": 4096, "gate_up": 28_672, "down": 4096, "head": 128_256}  # of 8B
 PROCESSORS = 132
-MAX_PADDING = 1.35
+MAX_PADDING = 1.334
 BF16 = torch.bfloat16
 
 

@@ -18,8 +18,8 @@ TREE = {"budget": "fixed", "num_steps": 3, "topk": 3, "num_draft_tokens": 8, "mi
 COPYING = {"budget": "fixed", "min_probability": 0.0}
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_every_number_is_that_of_one_rank_alone(size, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("size", "tensor_size"), [(2, 1), (3, 1), (4, 2)])
+def test_every_number_is_that_of_one_rank_alone(size, tensor_size, tmp_path, monkeypatch):
     llama = save_tiny_llama(tmp_path / "llama", vocab_size=VOCABULARY)
     eagle = save_tiny_eagle3(tmp_path / "eagle", llama)
     chain, _ = save_tiny_mtp(tmp_path, "mimo", 2, vocab_size=VOCABULARY)
@@ -34,9 +34,10 @@ def test_every_number_is_that_of_one_rank_alone(size, tmp_path, monkeypatch):
     ]
     cases = [
         {"spec": spec, "target": str(target), "options": options, "dtype": dtype}
-        for spec, target, options, dtype in (workers if size == 2 else workers[2:3] + workers[5:])
+        for spec, target, options, dtype in (workers if size != 3 else workers[2:3] + workers[5:])
     ]
     monkeypatch.setenv("ROW_RANKS", json.dumps(cases))
+    monkeypatch.setenv("ROW_RANKS_TENSOR", str(tensor_size))
     ranks = launch("tests.helpers.row_ranks", tmp_path, ranks=size, timeout=240.0)
     for index, case in enumerate(cases):
         results = [rank[index] for rank in ranks]

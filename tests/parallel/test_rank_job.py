@@ -93,3 +93,8 @@ def test_what_a_job_on_ranks_cannot_be():
         ParallelConfig(size=2)
     with pytest.raises(InvalidInputError, match=r"parallel\.timeout"):
         ParallelConfig(mode=ParallelMode.tensor, size=2, timeout=0)
+    for mode, tensor_size in ((ParallelMode.tensor, 2), (ParallelMode.lockstep, 3)):
+        with pytest.raises(
+            InvalidInputError, match=f"parallel.tensor_size={tensor_size}: must div"
+        ):
+            ParallelConfig(mode=mode, size=4, tensor_size=tensor_size)

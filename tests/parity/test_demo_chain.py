@@ -8,8 +8,8 @@ import torch
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import engine_config
 from spec_workers.budget import FixedBudget
+from spec_workers.corpus.ngram_corpus import NgramCorpus
 from spec_workers.ngram import NgramWorker
-from spec_workers.ngram_corpus import NgramCorpus
 from spec_workers.none import PlainWorker
 from spec_workers.target import TargetWorker
 from tests.helpers.oracle_worker import OracleWorker

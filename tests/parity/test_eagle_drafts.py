@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from rollout import RolloutEngine, SamplingParams
+from rollout.errors import IntegrityError
 from tests.helpers.compared import numbers
 from tests.helpers.draft_checks import (
     PROMPTS,
     VOCAB,
     check_disturbed,
-    check_draft_books,
     plain_numbers,
 )
 from tests.helpers.draft_watch import DraftWatch
@@ -62,7 +62,7 @@ def test_every_row_is_what_whole_sequences_give(target_path, draft, options):
     for params in (GREEDY, PARAMS):  # the second time prompts are in the prefix cache
         rollouts = engine.generate(PROMPTS, params)
         assert numbers(rollouts) == plain_numbers(target_path, PROMPTS, params)
-        check_draft_books(engine)
+        engine.check_integrity()
     assert watch.known > 100
     assert watch.nodes > 100
     if options.get("prefix_cache") is False:
@@ -70,6 +70,19 @@ def test_every_row_is_what_whole_sequences_give(target_path, draft, options):
     else:
         # Siblings part behind the prompt: its last position is one's own, and the others' hole.
         assert 0 < sum(watch.holes) / len(watch.holes) < 2
+
+
+def test_an_engines_integrity_is_its_drafts_too(target_path, draft):
+    engine, _ = make_engine(target_path, draft)
+    request = engine.submit(PROMPTS[3], SamplingParams(max_new_tokens=24, ignore_eos=True))
+    while len(request.token_ids) < 6:
+        engine.step()
+    engine.check_integrity()
+    own = engine.worker.drafter.runners[0].kv.table[request.row]
+    own[[1, 2]] = own[[2, 1]]
+    with pytest.raises(IntegrityError, match="draft"):
+        engine.check_integrity()
+    own[[1, 2]] = own[[2, 1]]
 
 
 def test_prompts_are_read_while_nothing_is_drafted(target_path, draft):
@@ -88,7 +101,7 @@ def test_prompts_are_read_while_nothing_is_drafted(target_path, draft):
     ended = []
     while engine.has_unfinished:
         ended += engine.step()
-        check_draft_books(engine)
+        engine.check_integrity()
     assert numbers(ended) == plain_numbers(target_path, [prompt], params)
     assert watch.nodes > 0
     assert max(watch.holes) == decoded - 1  # the last one had not been run yet
@@ -128,7 +141,7 @@ def test_new_weights_of_the_target_are_met_by_no_old_draft(target_path, draft, t
         engine.step()
     assert numbers(engine.generate(PROMPTS, PARAMS)) == plain_numbers(other, PROMPTS, PARAMS)
     assert watch.nodes > before
-    check_draft_books(engine)
+    engine.check_integrity()
 
 
 def test_new_weights_of_the_draft_are_met_by_nothing_it_computed(target_path, draft):
@@ -148,7 +161,7 @@ def test_new_weights_of_the_draft_are_met_by_nothing_it_computed(target_path, dr
     watch.holes.clear()
     assert numbers(engine.generate(PROMPTS, PARAMS)) == expected
     assert max(watch.holes) > 8  # cached for the target, not read again by the draft
-    check_draft_books(engine)
+    engine.check_integrity()
 
 
 def test_an_update_that_keeps_kv_leaves_the_draft_none(target_path, draft, tmp_path):

@@ -19,7 +19,6 @@ from tests.helpers.draft_checks import (
     PROMPTS,
     VOCAB,
     check_disturbed,
-    check_draft_books,
     plain_numbers,
 )
 from tests.helpers.tiny_model import save_tiny_llama
@@ -84,7 +83,7 @@ def test_every_row_is_what_whole_sequences_give(target_path, chain_paths, topk, 
         for _ in range(1 + (params is SAMPLED)):  # again: prompts are in the prefix cache
             rollouts = engine.generate(PROMPTS, params)
             assert numbers(rollouts) == plain_numbers(target_path, PROMPTS, params)
-            check_draft_books(engine)
+            engine.check_integrity()
             requests += len(rollouts)
             accepted = sum(r.stats.accepted for r in rollouts)
             assert accepted > 0.2 * sum(len(r.token_ids) for r in rollouts)
@@ -145,7 +144,7 @@ def test_new_weights_of_the_target_meet_nothing_the_old_ones_gave(
             engine.step()
         assert watch.nodes[-1] > before
     assert numbers(engine.generate(PROMPTS, SAMPLED)) == plain_numbers(other, PROMPTS, SAMPLED)
-    check_draft_books(engine)
+    engine.check_integrity()
 
 
 @pytest.mark.parametrize("what", ["pool", "table", "kv", "model", "_next_SK", "plan"])

@@ -14,8 +14,8 @@ from scipy import stats
 
 from rollout.ops.tree_accept.reference import walk
 from rollout.sampling.rows import sample_rows
-from rollout.sampling.sampler import sample
 from tests.helpers.requests import decode_batch, make_request, make_trees
+from tests.helpers.sampled import sample
 
 VOCAB = 12
 DRAWS = 6_000  # a twentieth of wrong tokens is noticed from 2,000 on

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from rollout.sampling.rows import SampleRows, rows_of_continuation, sample_rows
-from rollout.sampling.sampler import sample, score
+from rollout.sampling.sampler import score
 from tests.helpers.requests import decode_batch, make_request, make_trees
+from tests.helpers.sampled import sample
 
 VOCAB = 1500
 PARAMS = [

@@ -8,8 +8,8 @@ import pytest
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import engine_config
 from spec_workers.budget import FixedBudget, LearnedBudget
+from spec_workers.corpus.ngram_corpus import NgramCorpus
 from spec_workers.hybrid import HybridWorker, hybrid_sources
-from spec_workers.ngram_corpus import NgramCorpus
 from spec_workers.target import TargetWorker
 from tests.helpers.compared import numbers
 from tests.helpers.oracle_drafter import VOCAB, OracleDrafter

@@ -12,13 +12,13 @@ import torch
 
 from rollout.ops.tree_accept.reference import walk
 from rollout.sampling.rows import sample_rows
-from rollout.sampling.sampler import sample
 from rollout.types import EntryResult
 from spec_workers.neural.arrays import Arrays
 from spec_workers.neural.guesses import Guesser
 from spec_workers.neural.tree_proposer import TreeProposer, TreesToGrow
 from tests.helpers.levels import NoNetworks
 from tests.helpers.requests import decode_batch, make_request
+from tests.helpers.sampled import sample
 from tests.helpers.tree_checks import check_trees
 from tests.sampling.test_losslessness import CHAIN, ROOT, VOCAB, chi_square, exact_joint
 

@@ -118,6 +118,6 @@ def test_a_chunk_as_long_as_the_last_one_is_no_decode_step():
         count_step(batch, verified, results, TIMES)
 
 
-def test_a_step_of_nobody():
+def test_a_step_of_nobody_divides_by_nothing():
     batch = Batch(step=0, entries=[])
     count_step(batch, FixedBudget().choose(batch, None), [], TIMES)

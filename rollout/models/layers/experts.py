@@ -85,7 +85,7 @@ class Experts:
         self.experts_per_token = experts_per_token
         self.normalizes = normalizes
         self.has_shared = shared_ffn_size > 0
-        self._group, self._has_own_rows = ranks.all, ranks.rows.size > 1
+        self._group, self._rows = ranks.all, ranks.rows
         self._features = self._parts(ffn_size)
         self._shared_features = self._parts(shared_ffn_size) if self.has_shared else ()
         self._outputs = self._parts(hidden_size)
@@ -111,8 +111,8 @@ class Experts:
     ) -> torch.Tensor:
         """The MLP's output [T, E] for normed input, to add to the residual. T may be zero."""
         own = slice(None)
-        if self._has_own_rows:
-            hidden_TE, own = gather_rows(self._group, hidden_TE)
+        if self._rows.size > 1:
+            hidden_TE, own = gather_rows(self._rows, hidden_TE)
         logits_TN1 = self.router(hidden_TE)
         logits_TN = logits_TN1[:, : self.num_experts]
         experts_TX, weights_TX = route(logits_TN, self.experts_per_token, self.normalizes)

@@ -19,8 +19,10 @@ def combine_experts(
     Summed in float32 in the order of x, the shared expert last, and rounded once to the dtype of
     the outputs. transformers rounds weights, terms and, in some implementations, every partial sum.
 
-    Args: weights_TX: float32. shared_TE, shared_gate_T: both or neither; of the outputs' dtype. The
-        gate is the value before its sigmoid and may be strided.
+    Args:
+        weights_TX: float32.
+        shared_TE: given with ``shared_gate_T`` or not at all; of the outputs' dtype.
+        shared_gate_T: the value before its sigmoid; may be strided.
     """
     if gpu.supports(outputs_TXE):
         from rollout.ops.combine_experts import triton

@@ -29,7 +29,7 @@ class Buckets:
     from there on by a quarter of the power of two below: 80, 96, 112, 128, 160, ..., 1024.
 
     Up to 64 rows a forward is bound by reading the weights, so that padding costs next to nothing.
-    Above, a bucket and the tiles of matrix products together compute at most 1.35 times the rows
+    Above, a bucket and the tiles of matrix products together compute at most 1.33 times the rows
     that there are. Entries go up by powers of two, for attention's grid grows with them; nodes are
     none or as many as rows.
     """

@@ -127,9 +127,9 @@ class _Memory(NamedTuple):
         return _Memory(torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device))
 
     def taken_until(self, after: _Memory) -> int:
-        """The bytes the pool has grown by, which is nothing where a graph finds room in what others
-        left there; and what the driver keeps of a graph, which is a few MiB, and no more than can
-        be told from what other processes take meanwhile."""
+        """The bytes taken since: growth of torch's pool, none where a graph fits into what others
+        left there, and the few MiB that the driver takes for a graph, bounded because other
+        processes take memory meanwhile."""
         grown = max(0, after.reserved - self.reserved)
         drivers = self.free - after.free - grown
         return grown + min(max(0, drivers), _MAX_OF_DRIVER)

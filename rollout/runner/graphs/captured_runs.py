@@ -85,8 +85,10 @@ class CapturedRuns:
         return len(self._graphs)
 
     def place(self, record: Any) -> Any:
-        """Send a run's inputs, as `upload` does, to where graphs read them; None where it goes
-        without. Those of shapes that a key does not tell come last, and are not the run's own."""
+        """Send a run's inputs to the buffer that graphs read; None while nothing is captured.
+
+        Arrays whose shapes the key does not fix come last in the record.
+        """
         return None if self.is_idle else self._inputs.send(record)
 
     def run(
@@ -95,11 +97,10 @@ class CapturedRuns:
         function: Callable[[], Tensors],
         kept: Callable[[Tensors], Tensors] | None = None,
     ) -> Tensors:
-        """The results of ``function``, valid until the next run. It reads what was placed and what
-        has one address for as long as graphs are kept, and nothing else that changes under one key.
+        """Run ``function``, or replay its graph. The results are valid until the next run.
 
-        ``kept``: for results like these, where a graph leaves its own; default: tensors that no
-        other graph has.
+        Under one key the function may read only the placed inputs, and tensors whose address never
+        changes. ``kept``: makes the tensors that a graph writes its results to; default: new ones.
         """
         if self.num_bytes > self._max_bytes():
             self._outgrown()

@@ -12,8 +12,9 @@ from rollout.memory.transfers import DeviceBuffer, download, upload
 from rollout.ops import gpu
 from rollout.ops.tree_accept.reference import walk
 from rollout.sampling.rows import rows_of_continuation, sample_rows
-from rollout.sampling.sampler import sample, sample_trees, score
+from rollout.sampling.sampler import sample_trees, score
 from tests.helpers.requests import decode_batch, make_request, make_trees
+from tests.helpers.sampled import sample
 
 VOCAB = 1100
 PARAMS = [

@@ -9,7 +9,7 @@ import pytest
 
 from ngram_native import Corpus
 from rollout.types import Request
-from spec_workers.corpus_feed import CorpusFeed
+from spec_workers.corpus.feed import CorpusFeed
 from tests.helpers.requests import make_request
 
 VOCAB = 1 << 30  # so large that no three tokens come twice by chance

@@ -21,13 +21,13 @@ from rollout.engine.draft_corpus import (
     Publishing,
     check_name,
 )
-from rollout.errors import InvalidInputError
+from rollout.errors import IntegrityError, InvalidInputError
 from rollout.parallel import RankGroup
-from spec_workers.corpus_feed import CorpusFeed
-from spec_workers.corpus_inbox import CorpusInbox
-from spec_workers.corpus_outbox import CorpusOutbox
-from spec_workers.external_loads import ExternalLoads
-from spec_workers.rank_loads import RankLoads
+from spec_workers.corpus.external_loads import ExternalLoads
+from spec_workers.corpus.feed import CorpusFeed
+from spec_workers.corpus.inbox import CorpusInbox
+from spec_workers.corpus.outbox import CorpusOutbox
+from spec_workers.corpus.rank_loads import RankLoads
 
 _OPTION_OF = {
     "max_bytes": "spec.corpus_bytes",
@@ -185,6 +185,13 @@ class NgramCorpus:
         loading = {each.name for each in self._loads.statuses() if each.state not in _AT_REST}
         for name in loading & set(self.corpus.external_names()):
             self.corpus.remove_external(name)  # what is being loaded replaces it
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError if the corpus's data structures contradict each other."""
+        try:
+            self.corpus.check_integrity()
+        except RuntimeError as error:
+            raise IntegrityError(f"the corpus: {error}") from None
 
     def close(self) -> None:
         self._loads.close()

@@ -15,7 +15,7 @@ import pytest
 
 from ngram_native import Corpus
 from rollout.engine.draft_corpus import ExternalState
-from spec_workers.external_loads import ExternalLoads
+from spec_workers.corpus.external_loads import ExternalLoads
 from tests.helpers.in_fork import in_fork
 
 I32 = np.int32
@@ -376,7 +376,7 @@ FORKED = """
 import os, threading
 import numpy as np
 from ngram_native import Corpus
-from spec_workers.external_loads import ExternalLoads
+from spec_workers.corpus.external_loads import ExternalLoads
 
 gate, begun = threading.Event(), threading.Event()
 
@@ -428,7 +428,7 @@ ENDLESS = """
 import itertools, sys, time
 import numpy as np
 from ngram_native import Corpus
-from spec_workers.external_loads import ExternalLoads
+from spec_workers.corpus.external_loads import ExternalLoads
 
 loads = ExternalLoads(Corpus(max_external_bytes=1 << 30), max_tokens=10**9, max_loading=2)
 loads.start("endless", (time.sleep(0.01) or [np.zeros(10, np.int32)] for _ in itertools.count()))

@@ -12,7 +12,7 @@ from dataclasses import replace
 from ngram_native import Corpus, ExternalBuilder, Withdrawn
 from rollout.engine.draft_corpus import ExternalCorpus, ExternalState, check_name
 from rollout.errors import InvalidInputError
-from spec_workers.external_load import Documents, ExternalLoad
+from spec_workers.corpus.external_load import Documents, ExternalLoad
 
 
 class ExternalLoads:

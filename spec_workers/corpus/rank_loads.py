@@ -8,7 +8,7 @@ from contextlib import suppress
 from rollout.engine.draft_corpus import ExternalState
 from rollout.errors import InvalidInputError
 from rollout.parallel import RankGroup
-from spec_workers.external_loads import ExternalLoads
+from spec_workers.corpus.external_loads import ExternalLoads
 
 _ABSENT = "absent"
 
