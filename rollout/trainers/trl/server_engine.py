@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import requests
@@ -17,7 +18,7 @@ from rollout.trainers.hook import RolloutHook
 from rollout.trainers.trl.colocated import TrlSampleSeeds
 from rollout.types import FinishReason, RequestStats, Rollout, SamplingParams, TokenExtras
 
-_PROMPTS_OF_CALL = 128  # servers take 1,024 by default
+_PROMPTS_OF_CALL = 1024  # `server.max_batch`, by default
 _BUCKET_BYTES = 256 << 20
 _POLL_SECONDS = 0.5
 _REASONS = {"abort": "error"}  # with a status code: what sglang calls one that has failed
@@ -77,17 +78,12 @@ class ServerEngine:
         reason."""
         self._call("POST", "/begin_weight_update", {"weight_version": weight_version, **options})
         try:
-            bucket: dict[str, torch.Tensor] = {}
-            for name, tensor in named_tensors:
-                # It is valid until the next one is asked for.
-                bucket[name] = tensor.detach().to("cpu", copy=True).contiguous()
-                if sum(each.nbytes for each in bucket.values()) >= _BUCKET_BYTES:
-                    self._send(bucket)
-                    bucket = {}
-            if bucket:
+            for bucket in _copied(named_tensors, _BUCKET_BYTES):
                 self._send(bucket)
         except BaseException as error:
-            self._call("POST", "/abandon_weight_update", {"reason": f"the trainer failed: {error}"})
+            with suppress(RolloutError):  # it is gone: the first error says more
+                reason = {"reason": f"the trainer failed: {error!r}"}
+                self._call("POST", "/abandon_weight_update", reason)
             raise
         self._call("POST", "/end_weight_update", {})
 
@@ -133,6 +129,22 @@ class ServerEngine:
         if answer.status_code != requests.codes.ok:
             raise RolloutError(f"{self._url}{path}: {answer.status_code}: {answer.text[:1000]}")
         return answer
+
+
+def _copied(
+    named_tensors: Iterable[tuple[str, torch.Tensor]], num_bytes: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Copies on the CPU, by name, about ``num_bytes`` of them at a time."""
+    bucket: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in named_tensors:
+        if bucket and size + tensor.nbytes > num_bytes:
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
 
 
 def _rollout(prompt: Sequence[int], seed: int, answer: dict[str, Any]) -> Rollout:
