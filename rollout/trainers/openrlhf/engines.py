@@ -124,12 +124,14 @@ def _shared_gpus(
     from openrlhf.trainer.ray.utils import get_bundle_indices
 
     bundles = get_bundle_indices(shared_pg, index, size)
-    place = ray.remote(_place).options(num_cpus=num_gpus, num_gpus=num_gpus)
+    place = ray.remote(_place)
     places = ray.get([
         place.options(
+            num_cpus=num_gpus,
+            num_gpus=num_gpus,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=shared_pg, placement_group_bundle_index=bundle
-            )
+            ),
         ).remote()
         for bundle in bundles
     ])  # fmt: skip
