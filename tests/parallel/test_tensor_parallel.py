@@ -81,6 +81,8 @@ def test_an_update_reaches_all_ranks_or_none(folders, ranks):
     assert first["version"] == 9
     assert first["serves"]
     assert first["sent"] == first["resumed"] == first["healed"] == before
+    assert first["from shared memory"] == before
+    assert [rank["own"]["updates"]["returned early"] for rank in ranks] == [False, False]
 
 
 def test_what_fails_on_one_rank_fails_on_all(ranks):
