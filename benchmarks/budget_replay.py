@@ -49,7 +49,8 @@ def pick_by_worth(proposal: Proposal) -> NDArray[np.int64]:
     size = len(proposal.offsets_B1) - 1
     values_N = falling(proposal.probabilities_N.astype(np.float64), proposal.offsets_B1)
     cost_N1 = roofline(size + np.arange(len(values_N) + 1))
-    return choose_nodes(values_N, proposal.offsets_B1, float(cost_N1[0]) / size, cost_N1).counts_B
+    token_ms_B = np.full(size, float(cost_N1[0]) / size)
+    return choose_nodes(values_N, proposal.offsets_B1, token_ms_B, cost_N1).counts_B
 
 
 class PricedDrafter(CorpusDrafter):

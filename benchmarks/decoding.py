@@ -79,7 +79,7 @@ class RandomTrees(SpecWorker):
     def max_draft_tokens(self) -> int:
         return self._num_nodes
 
-    def propose(self, batch: Batch, floor: float) -> DraftTrees:
+    def propose(self, batch: Batch, floors_B: NDArray[np.float64]) -> DraftTrees:
         drafting = [b for b, entry in enumerate(batch.entries) if len(entry.draft_slots)]
         if not drafting:
             return only_roots(len(batch.entries))

@@ -186,7 +186,7 @@ class _Command:
             _choose_output(run_config)
             if HydraConfig.get().mode is RunMode.MULTIRUN:
                 _refuse_ranks(run_config)
-            launch_ranks(run_config.engine, sys.argv[1:])
+            launch_ranks(run_config.ranks, run_config.model, sys.argv[1:])
             self._claim_output(run_config)
             result = run_job(run_config, factory_of(run_config.spec), rich.get_console())
         except FAILURES as error:
@@ -222,7 +222,7 @@ def _choose_output(config: RunConfig) -> None:
 
 def _refuse_ranks(config: RunConfig) -> None:
     """Raises InvalidInputError for a sweep that would start ranks: its jobs share the process."""
-    if config.parallel.size > 1 and not is_launched():
+    if config.ranks.size > 1 and not is_launched():
         raise InvalidInputError(
             "parallel.size",
             config.parallel.size,

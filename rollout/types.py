@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,6 +92,8 @@ class SamplingParams:
     top_logprobs: int = 0  # this many most likely tokens with their logprobs
     entropy: bool = False  # also the entropy of the distribution of `logprobs`, in nats
     routed_experts: bool = False  # also the experts of each token; needs model.record_routes
+    json_schema: str | None = None  # in JSON: the output is JSON that obeys it
+    regex: str | None = None  # the whole output matches it
 
     def __post_init__(self) -> None:
         def require(name: str, ok: bool, remedy: str) -> None:
@@ -140,6 +142,18 @@ class SamplingParams:
         require("seed", -(2**63) <= self.seed < 2**64, "must fit 64 bits")
         require("n", self.n >= 1, "must be >= 1 samples per prompt")
         require("top_logprobs", 0 <= self.top_logprobs <= 100, "must be in [0, 100]")
+        for name in ("json_schema", "regex"):
+            given = getattr(self, name)
+            require(name, given is None or isinstance(given, str), "must be text")
+        require("regex", None in (self.regex, self.json_schema), "excludes json_schema")
+        for name in ("ignore_eos", "min_new_tokens"):
+            require(name, not (self.has_grammar and getattr(self, name)),
+                    "excludes json_schema and regex, which say where outputs end")  # fmt: skip
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether the output must obey a grammar."""
+        return self.json_schema is not None or self.regex is not None
 
     @property
     def truncates(self) -> bool:
@@ -218,6 +232,17 @@ class StopCheck(Protocol):
         ...
 
 
+class OutputGrammar(Protocol):
+    """Says which tokens a request may emit. Made by the engine, asked by the sampler."""
+
+    def forbidden(self, request: Request, drafted: list[int]) -> NDArray[np.int64]:
+        """The tokens that must not follow the request's own and ``drafted`` ones, ascending.
+
+        A pure function of those, since a step that failed asks again.
+        """
+        ...
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class Request:
     """One sample of one prompt on its way to becoming a Rollout."""
@@ -232,6 +257,7 @@ class Request:
     prompt_index: int = 0  # engine
     sample_index: int = 0  # engine
     stop_check: StopCheck  # engine
+    grammar: OutputGrammar | None = None  # engine
     submitted: float = field(default_factory=time.monotonic)
 
     computed_len: int = 0  # scheduler: tokens whose KV is in slots
@@ -307,12 +333,28 @@ class Scheduled:
         return self.start + self.run_len
 
 
+class Remaining(NamedTuple):
+    """Tokens that a request has yet to emit."""
+
+    expected: float  # if it had no limit
+    limit: int  # at most, >= 1
+
+
+@dataclass(kw_only=True, slots=True)
+class Tail:
+    """The end of a batch: no request waits to replace one that ends."""
+
+    replaced: float  # scheduler: share of the ended requests that a later one replaced, in [0, 1]
+    remaining: Callable[[Request], Remaining]  # scheduler
+
+
 @dataclass(kw_only=True, slots=True)
 class Batch:
     """The entries of one step."""
 
     step: int  # scheduler: counts up
     entries: list[Scheduled]  # scheduler
+    tail: Tail | None = None  # scheduler; None: requests wait
     num_run_tokens: int = field(init=False)  # draft nodes not counted
 
     def __post_init__(self) -> None:

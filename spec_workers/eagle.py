@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rollout.config import EngineConfig
 from rollout.models.loader import Progress
 from rollout.types import Batch, DraftTrees, Request
@@ -59,8 +62,8 @@ class EagleWorker(SpecWorker):
     def max_draft_tokens(self) -> int:
         return self.drafter.max_draft_tokens if self.budget.is_open else 0
 
-    def propose(self, batch: Batch, floor: float) -> DraftTrees:
-        trees = self.drafter.propose(batch, floor)
+    def propose(self, batch: Batch, floors_B: NDArray[np.float64]) -> DraftTrees:
+        trees = self.drafter.propose(batch, floors_B)
         self.drafting_is_steady = self.drafter.is_warm
         return trees
 

@@ -78,12 +78,13 @@ class HybridWorker(NgramWorker):
         if self.lockstep:
             self.check_idle()
 
-    def propose(self, batch: Batch, floor: float) -> DraftTrees:
-        copied = self._copied = super().propose(batch, floor)
+    def propose(self, batch: Batch, floors_B: NDArray[np.float64]) -> DraftTrees:
+        copied = self._copied = super().propose(batch, floors_B)
         self._index_G = indices_within(np.diff(copied.offsets_B1))
         if not self._gate.is_open:
             return copied
         samples_B = np.array([entry.samples for entry in batch.entries], dtype=bool)
+        samples_B &= floors_B <= 1.0
         undecided = np.flatnonzero(samples_B & ~_has_sure_path(copied))
         self._asked_now = undecided.size
         self._asked += undecided.size
@@ -91,7 +92,7 @@ class HybridWorker(NgramWorker):
         if not undecided.size and not self.lockstep:
             return copied
         with self._gate.timed():
-            grown = self.drafter.propose(batch, floor, frozenset(undecided.tolist()))
+            grown = self.drafter.propose(batch, floors_B, frozenset(undecided.tolist()))
         self.drafting_is_steady = self.drafter.is_warm
         if not grown.num_nodes:
             return copied
@@ -99,7 +100,7 @@ class HybridWorker(NgramWorker):
             copied,
             grown,
             limits_B=np.array(self._limits(batch.entries), dtype=np.int64),
-            floor=floor,
+            floor=float(floors_B.min()),
             num_sources=self._num_sources,
         )
         self._index_G = merged.index_G
@@ -117,6 +118,8 @@ class HybridWorker(NgramWorker):
             self._gate.judge(step, copied, self._asked_now, is_steady=self.drafting_is_steady)
 
     def _num_verified(self, step: Observation) -> list[int]:
+        if not self._copied.num_nodes:
+            return [0] * len(step.results)
         copied_B, verified_B = np.diff(self._copied.offsets_B1), np.diff(step.trees.offsets_B1)
         entries_G = np.repeat(np.arange(copied_B.size), copied_B)
         is_out_G = (self._index_G < 0) | (self._index_G >= verified_B[entries_G])
@@ -150,6 +153,8 @@ class HybridWorker(NgramWorker):
 
 def _has_sure_path(trees: DraftTrees) -> NDArray[np.bool_]:
     count = trees.offsets_B1.size - 1
+    if not trees.num_nodes:
+        return np.zeros(count, dtype=bool)
     is_sure_N = (trees.depths_N >= _LONG) & (trees.probs_N >= _SURE)
     entries_N = np.repeat(np.arange(count), np.diff(trees.offsets_B1))
     return np.bincount(entries_N[is_sure_N], minlength=count) > 0

@@ -25,6 +25,11 @@ from spec_workers.observation import Observation
 
 _HORIZON = 48.0  # steps that weigh in the rate of the corpus alone
 
+_FIRST_STEPS = 48
+_EVERY = 3
+"""Judged are the first steps after it opened, then one in so many, because to judge costs about 1 %
+of a step at batch 1. No divisor of the steps from one plain turn of the budget to the next."""
+
 
 class NeuralGate:
     """Opens and closes by tokens per millisecond, with the draft and without.
@@ -50,6 +55,7 @@ class NeuralGate:
         self._gate = Gate()
         self._drafting = LinearCost()  # by requests asked about
         self._spent_ms = 0.0  # in the step in hand
+        self._open_steps = 0  # since it opened
         self._alone_saved_ms = self._alone_ms = 0.0  # of late: of the corpus alone
 
     @property
@@ -87,36 +93,51 @@ class NeuralGate:
             return
         width, temperature = len(sampling), sum(sampling) / len(sampling)
         if not self.is_open:
+            self._open_steps = 0
             self._gate.skip(width, temperature)
             return
         if is_steady and not step.runs_prompts:  # those are read whether the gate is open or not
             self._drafting.observe(num_asked, spent_ms)
-        values_N = self._values.corrected(copied.probs_N, copied.sources_N, copied.depths_N)
-        choice, alone, values_N = budget.bought(batch, copied, values_N)
-        accepted_B = accepted_in_hindsight(alone, values_N, step.results)
-        num_emitted = sum(max(0, len(result.token_ids) - 1) for result in step.results)
+        self._open_steps += 1
+        if self._open_steps > _FIRST_STEPS and self._open_steps % _EVERY:
+            return
         # The root's token is the plain step itself.
-        plain_ms, token_ms = budget.step_ms(batch, 0), budget.token_ms(batch)
-        saved_ms = plain_ms + token_ms * num_emitted
+        emitted_B = np.array([max(0, len(result.token_ids) - 1) for result in step.results])
+        plain_ms, token_ms_B = budget.step_ms(batch, 0), budget.token_ms(batch)
+        saved_ms = plain_ms + float(emitted_B @ token_ms_B)
         ms = budget.step_ms(batch, step.trees.num_nodes) + self._drafting.milliseconds(num_asked)
-        alone_saved_ms = plain_ms + token_ms * float(accepted_B.sum())
+        alone_step_ms = alone_saved_ms = plain_ms
+        if copied.num_nodes:
+            alone_step_ms, accepted_B = self._alone(budget, step, copied)
+            alone_saved_ms += float(accepted_B @ token_ms_B)
         decay = 1.0 - 1.0 / _HORIZON
         self._alone_saved_ms = self._alone_saved_ms * decay + alone_saved_ms
-        self._alone_ms = self._alone_ms * decay + choice.step_ms
+        self._alone_ms = self._alone_ms * decay + alone_step_ms
         # The time in which the corpus alone would have come as much further.
         further_ms = (saved_ms - alone_saved_ms) * self._alone_ms / self._alone_saved_ms
-        gained_ms = further_ms - (ms - choice.step_ms)
+        gained_ms = further_ms - (ms - alone_step_ms)
         self._gate.observe(width, gained_ms, ms, temperature)
-        self._learn(copied, step)
 
-    def _learn(self, copied: DraftTrees, step: Observation) -> None:
-        right_N, known_N = agreement(copied, step.results)
+    def _alone(
+        self, budget: LearnedBudget, step: Observation, copied: DraftTrees
+    ) -> tuple[float, NDArray[np.float64]]:
+        """Milliseconds of the step with the corpus alone, and nodes accepted of each entry.
+
+        Learns how far the corpus is to be believed.
+        """
+        values_N = self._values.corrected(copied.probs_N, copied.sources_N, copied.depths_N)
+        choice, alone, values_N, is_bought_N = budget.bought(step.batch, copied, values_N)
+        right_N, known_N = found = agreement(copied, step.results)
+        if not is_bought_N.all():
+            found = Agreement(right_N[is_bought_N], known_N[is_bought_N])
+        accepted_B = accepted_in_hindsight(alone, values_N, step.results, found)
         self._values.observe(
             copied.probs_N[known_N],
             copied.sources_N[known_N],
             copied.depths_N[known_N],
             right_N[known_N],
         )
+        return choice.step_ms, accepted_B
 
     def change_policy(self) -> None:
         """The target's or the draft's weights changed."""
@@ -156,14 +177,18 @@ def agreement(trees: DraftTrees, results: Sequence[EntryResult]) -> Agreement:
 
 
 def accepted_in_hindsight(
-    trees: DraftTrees, values_N: NDArray[np.floating], results: Sequence[EntryResult]
+    trees: DraftTrees,
+    values_N: NDArray[np.floating],
+    results: Sequence[EntryResult],
+    found: Agreement,
 ) -> NDArray[np.float64]:
     """Nodes of each entry's tree that would have been accepted: float64 (B,).
 
     Where a tree goes on beyond the last token emitted, what follows counts by ``values_N``, the
-    probabilities of acceptance; where the request ended nothing follows.
+    probabilities of acceptance; where the request ended nothing follows. ``found``: `agreement` of
+    the trees.
     """
-    right_N, known_N = agreement(trees, results)
+    right_N, known_N = found
     entries_N = np.repeat(np.arange(len(results)), np.diff(trees.offsets_B1))
     accepted_B = np.bincount(entries_N[right_N], minlength=len(results)).astype(np.float64)
     lengths_B = np.array([len(result.token_ids) for result in results], dtype=np.int64)

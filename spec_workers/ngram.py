@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ngram_native import Source
 from rollout.config import EngineConfig
@@ -74,14 +75,16 @@ class NgramWorker(SpecWorker):
         if self.budget.is_open:
             self._feed.catch_up(entry.request for entry in batch.entries if entry.samples)
 
-    def propose(self, batch: Batch, floor: float) -> DraftTrees:
+    def propose(self, batch: Batch, floors_B: NDArray[np.float64]) -> DraftTrees:
+        pays_B = (floors_B <= 1.0).tolist()
         drafting = [
             b
             for b, entry in enumerate(batch.entries)
-            if entry.samples and self._feed.follows(entry.request)
+            if pays_B[b] and entry.samples and self._feed.follows(entry.request)
         ]
         if not drafting:
             return only_roots(len(batch.entries))
+        floor = float(floors_B[drafting].min())
         ids = np.array([batch.entries[b].request.request_id for b in drafting], dtype=np.int64)
         budgets = np.array(self._limits([batch.entries[b] for b in drafting]), dtype=np.int32)
         proposal = self.corpus.propose(ids, budgets, floor)

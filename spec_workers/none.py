@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rollout.config import EngineConfig
 from rollout.models.loader import Progress
 from rollout.types import Batch, DraftTrees
@@ -15,7 +18,7 @@ class PlainWorker(SpecWorker):
 
     supports_overlap = True
 
-    def propose(self, batch: Batch, floor: float) -> DraftTrees:
+    def propose(self, batch: Batch, floors_B: NDArray[np.float64]) -> DraftTrees:
         return only_roots(len(batch.entries))
 
 

@@ -211,11 +211,12 @@ class TargetWorker:
         if min(token_ids) < 0:
             del token_ids[next(k for k, token in enumerate(token_ids) if token < 0) :]
             if not token_ids:
+                what = f"the logits at position {len(request.tokens)} hold NaN or +inf: "
+                what += "the weights, or an update of them, are broken"
+                if request.grammar is not None:
+                    what += "; or the grammar has become too complex there, and allows no token"
                 return EntryResult(
-                    num_drafted=drafted,
-                    finish_reason=FinishReason.ERROR,
-                    error=f"the logits at position {len(request.tokens)} hold NaN or +inf: "
-                    "the weights, or an update of them, are broken",
+                    num_drafted=drafted, finish_reason=FinishReason.ERROR, error=what
                 )
         room = self.room_for(request)
         del token_ids[room:]

@@ -1,17 +1,18 @@
 """One draft tree from two: the union of the corpus's and a neural draft's, by token path.
 
-Legend: B entries; G nodes of the n-gram trees, D of the neural ones, U of their union, roots first.
+Legend: B entries; G nodes of the n-gram trees, D of the neural ones, N of both, U roots and N.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollout.types import DraftTrees
+from spec_workers.draft_tree import first_nodes, indices_within
 
 _DOUBT = 0.02
 """The least there is of it: so sure forecasters have a say of at most the inverse."""
@@ -27,19 +28,21 @@ class MergedTrees:
 
 @dataclass(slots=True)
 class _Union:
-    """Nodes by number: the roots, [0, B), the n-gram trees' [B, B + G), then what else there is.
+    """Nodes by number: the roots, [0, B), then the n-gram trees' and the neural ones'.
 
-    A parent is one of these numbers. ``ngram_U`` and ``neural_U`` are the probabilities given that
+    A parent is one of these numbers. A neural node that an n-gram tree has too is that node, and
+    its own number is nobody's parent. ``ngram_U`` and ``neural_U`` are the probabilities given that
     the parent is accepted; 0 where that tree has no such node.
     """
 
-    entries_U: NDArray[np.int64]
+    entries_N: NDArray[np.int64]
+    tokens_N: NDArray[np.int32]
+    depths_N: NDArray[np.int32]
+    sources_N: NDArray[np.uint8]
     parents_U: NDArray[np.int64]
-    tokens_U: NDArray[np.int32]
-    depths_U: NDArray[np.int64]
-    sources_U: NDArray[np.uint8]
     ngram_U: NDArray[np.float64]
     neural_U: NDArray[np.float64]
+    doubles: NDArray[np.int64]  # numbers of neural nodes that an n-gram tree has too
 
 
 def merge_trees(
@@ -57,129 +60,135 @@ def merge_trees(
     tree that ends has nothing to say: the children of a node stay a (sub-)distribution.
 
     Args:
+        ngram, neural: each entry's most probable nodes first.
         limits_B: most nodes per entry, at most 63.
         num_sources: of the n-gram trees, S, and of the neural ones, T. In the result the values of
             the former stay, the latter's follow as S + t, and S + T + t are nodes of both.
     """
+    if not ngram.num_nodes:
+        own = replace(neural, sources_N=neural.sources_N + np.uint8(num_sources[0]))
+        return MergedTrees(trees=_likely(own, limits_B, floor), index_G=np.zeros(0, dtype=np.int64))
     union = _united(ngram, neural, num_sources)
-    given_U = _mixed(union)
-    levels = list(_levels(union.depths_U))
-    probs_U = np.ones(union.depths_U.size)
-    for nodes in levels[1:]:
-        probs_U[nodes] = probs_U[union.parents_U[nodes]] * given_U[nodes]
-    order_U = np.lexsort((union.depths_U, -probs_U, union.entries_U))
-    num_entries = limits_B.size
-    starts_B = np.searchsorted(union.entries_U[order_U], np.arange(num_entries))
-    rank_U = np.empty_like(order_U)  # in its entry; the root, which nothing exceeds, has 0
-    rank_U[order_U] = np.arange(order_U.size) - starts_B[union.entries_U[order_U]]
-    is_chosen_U = (rank_U <= limits_B[union.entries_U]) & (probs_U >= floor) & (rank_U > 0)
-    masks_U = np.left_shift(np.uint64(1), np.minimum(rank_U, 63).astype(np.uint64))
-    for nodes in levels[1:]:
-        masks_U[nodes] |= masks_U[union.parents_U[nodes]]
-    chosen = order_U[is_chosen_U[order_U]]
-    offsets_B1 = np.zeros(num_entries + 1, dtype=np.int64)
-    np.cumsum(np.bincount(union.entries_U[chosen], minlength=num_entries), out=offsets_B1[1:])
+    num_entries, entries_N = limits_B.size, union.entries_N
+    ancestors = _ancestors(union.parents_U, int(union.depths_N.max()))
+    probs_U = _mixed(union)
+    probs_U[:num_entries] = 1.0
+    for above_U in ancestors:
+        probs_U = probs_U * probs_U[above_U]
+    for above_U in ancestors:  # rounding makes no node more probable than its parent
+        probs_U = np.minimum(probs_U, probs_U[above_U])
+    probs_U[union.doubles] = -1.0
+    probs_N = probs_U[num_entries:]
+
+    order_N = np.lexsort((union.depths_N, -probs_N, entries_N))
+    sizes_B = np.bincount(entries_N, minlength=num_entries)
+    rank_N = indices_within(sizes_B)  # in its entry, of the nodes in that order
+    is_chosen_N = (rank_N < np.repeat(limits_B, sizes_B)) & (probs_N[order_N] >= floor)
+    chosen, num_chosen_B = order_N[is_chosen_N], np.zeros(num_entries + 1, dtype=np.int64)
+    np.cumsum(np.bincount(entries_N[chosen], minlength=num_entries), out=num_chosen_B[1:])
+    numbers_U = np.zeros(probs_U.size, dtype=np.int64)  # in its tree; the root has 0
+    numbers_U[num_entries + order_N] = rank_N + 1
+    masks_U = np.left_shift(np.uint64(1), np.minimum(numbers_U, 63).astype(np.uint64))
+    for above_U in ancestors:
+        masks_U = masks_U | masks_U[above_U]
     trees = DraftTrees(
-        offsets_B1=offsets_B1,
-        tokens_N=union.tokens_U[chosen],
-        parents_N=rank_U[union.parents_U[chosen]].astype(np.int32),
-        depths_N=union.depths_U[chosen].astype(np.int32),
-        masks_N=masks_U[chosen],
-        probs_N=probs_U[chosen].astype(np.float32),
-        sources_N=union.sources_U[chosen],
+        offsets_B1=num_chosen_B,
+        tokens_N=union.tokens_N[chosen],
+        parents_N=numbers_U[union.parents_U[num_entries + chosen]].astype(np.int32),
+        depths_N=union.depths_N[chosen],
+        masks_N=masks_U[num_entries + chosen] | np.uint64(1),
+        probs_N=probs_N[chosen].astype(np.float32),
+        sources_N=union.sources_N[chosen],
     )
-    own = slice(num_entries, num_entries + ngram.num_nodes)
-    return MergedTrees(trees=trees, index_G=np.where(is_chosen_U[own], rank_U[own] - 1, -1))
+    index_N = np.full(order_N.size, -1, dtype=np.int64)
+    index_N[chosen] = rank_N[is_chosen_N]
+    return MergedTrees(trees=trees, index_G=index_N[: ngram.num_nodes])
+
+
+def _likely(trees: DraftTrees, limits_B: NDArray[np.int64], floor: float) -> DraftTrees:
+    """The nodes of one kind of trees that a merge with none leaves."""
+    sizes_B = np.diff(trees.offsets_B1)
+    entries_N = np.repeat(np.arange(sizes_B.size), sizes_B)
+    likely_B = np.bincount(entries_N[trees.probs_N >= floor], minlength=sizes_B.size)
+    counts_B = np.minimum(likely_B, limits_B)
+    return trees if (counts_B == sizes_B).all() else first_nodes(trees, counts_B)[0]
 
 
 def _united(ngram: DraftTrees, neural: DraftTrees, num_sources: tuple[int, int]) -> _Union:
     """Every node of both, those of equal token paths once."""
-    num_entries = ngram.offsets_B1.size - 1
-    entries_G, entries_D = _entries(ngram), _entries(neural)
-    parents_G = _parents(ngram, entries_G, num_entries + np.arange(ngram.num_nodes))
-    vocab = 1 + max(ngram.tokens_N.max(initial=0), neural.tokens_N.max(initial=0))
-    keys_G = parents_G * vocab + ngram.tokens_N
+    num_entries, num_ngram = ngram.offsets_B1.size - 1, ngram.num_nodes
+    size, first_D = num_entries + num_ngram + neural.num_nodes, num_entries + num_ngram
+    counts = np.concatenate((np.diff(ngram.offsets_B1), np.diff(neural.offsets_B1)))
+    firsts = (num_entries + ngram.offsets_B1[:-1], first_D + neural.offsets_B1[:-1])
+    entries_N = np.repeat(np.arange(counts.size) % num_entries, counts)
+    parents_N = np.concatenate((ngram.parents_N, neural.parents_N))
+    before_N = np.repeat(np.concatenate(firsts), counts) + parents_N - 1
+    parents_N = np.where(parents_N == 0, entries_N, before_N)
+    tokens_N = np.concatenate((ngram.tokens_N, neural.tokens_N))
+
+    probs_U = np.concatenate((np.ones(num_entries), ngram.probs_N, neural.probs_N))
+    given_N = probs_U[num_entries:] / np.maximum(probs_U[parents_N], np.finfo(float).tiny)
+    np.minimum(given_N, 1.0, out=given_N)
+
+    numbers_U = np.arange(size)  # of a node that both have, the n-gram tree's
+    vocab = 1 + int(tokens_N.max())
+    keys_G = parents_N[:num_ngram] * vocab + tokens_N[:num_ngram]
     sorted_G = np.argsort(keys_G)
     sorted_keys = np.append(keys_G[sorted_G], -1)  # which no key is
-    numbers_D = np.zeros(neural.num_nodes, dtype=np.int64)  # of each neural node in the union
-    parents_D = numbers_D
-    count = num_entries + ngram.num_nodes
-    for nodes in _levels(neural.depths_N):
-        parents_D = _parents(neural, entries_D, numbers_D)  # true down to this level
-        keys = parents_D[nodes] * vocab + neural.tokens_N[nodes]
+    for depth in range(1, int(neural.depths_N.max(initial=0)) + 1):
+        nodes = np.flatnonzero(neural.depths_N == depth) + num_ngram
+        keys = numbers_U[parents_N[nodes]] * vocab + tokens_N[nodes]
         found = np.searchsorted(sorted_keys[:-1], keys)
-        is_new = sorted_keys[found] != keys
-        numbers_D[nodes[~is_new]] = num_entries + sorted_G[found[~is_new]]
-        numbers_D[nodes[is_new]] = np.arange(count, count + int(is_new.sum()))
-        count += int(is_new.sum())
-    roots = np.arange(num_entries)
+        is_double = sorted_keys[found] == keys
+        if not is_double.any():
+            break  # nor has any below it a parent that both have
+        numbers_U[num_entries + nodes[is_double]] = num_entries + sorted_G[found[is_double]]
+    doubles = first_D + np.flatnonzero(numbers_U[first_D:] < first_D)
 
-    def joined(of_roots: NDArray, of_ngram: NDArray, of_neural: NDArray) -> NDArray:
-        joined_U = np.zeros(count, dtype=of_ngram.dtype)
-        joined_U[numbers_D] = of_neural
-        joined_U[: num_entries + ngram.num_nodes] = np.concatenate((of_roots, of_ngram))
-        return joined_U
-
-    zeros_B = np.zeros(num_entries, dtype=np.int64)
-    neural_U = np.zeros(count)
-    neural_U[numbers_D] = _given_parent(neural)
-    sources_U = joined(zeros_B, ngram.sources_N, num_sources[0] + neural.sources_N)
-    shared_D = numbers_D < num_entries + ngram.num_nodes
-    sources_U[numbers_D[shared_D]] = sum(num_sources) + neural.sources_N[shared_D]
+    ngram_U, neural_U = np.zeros((2, size))
+    ngram_U[num_entries:first_D] = given_N[:num_ngram]
+    neural_U[numbers_U[first_D:]] = given_N[num_ngram:]
+    sources_N = np.concatenate((ngram.sources_N, neural.sources_N + np.uint8(num_sources[0])))
+    sources_N[numbers_U[doubles] - num_entries] = sources_N[doubles - num_entries] + np.uint8(
+        num_sources[1]
+    )
     return _Union(
-        entries_U=joined(roots, entries_G, entries_D),
-        parents_U=joined(roots, parents_G, parents_D),
-        tokens_U=joined(zeros_B, ngram.tokens_N, neural.tokens_N),
-        depths_U=joined(zeros_B, ngram.depths_N.astype(np.int64), neural.depths_N),
-        sources_U=sources_U,
-        ngram_U=joined(zeros_B, _given_parent(ngram), np.zeros(neural.num_nodes)),
+        entries_N=entries_N,
+        tokens_N=tokens_N,
+        depths_N=np.concatenate((ngram.depths_N, neural.depths_N)),
+        sources_N=sources_N,
+        parents_U=np.concatenate((numbers_U[:num_entries], numbers_U[parents_N])),
+        ngram_U=ngram_U,
         neural_U=neural_U,
+        doubles=doubles,
     )
 
 
 def _mixed(union: _Union) -> NDArray[np.float64]:
-    """The probability of each node of the union given its parent.
+    """The probability of each node of the union given its parent; of a root, 0.
 
     What a tree says of a node's children counts by the mass it lists there, and the more the surer
     it is of one: divided by its doubt about the likeliest.
     """
-    given: list[NDArray] = []
-    say: list[NDArray] = []
-    for given_U in (union.ngram_U, union.neural_U):
-        mass_U = np.bincount(union.parents_U, given_U, union.parents_U.size)
-        given_U = given_U / np.maximum(mass_U, 1.0)[union.parents_U]
-        likeliest_U = np.zeros_like(mass_U)
-        np.maximum.at(likeliest_U, union.parents_U, given_U)
-        given.append(given_U)
-        say.append((np.minimum(mass_U, 1.0) / (1.0 - likeliest_U + _DOUBT))[union.parents_U])
-    ngram_U, neural_U = given
-    # Roots are their own parents, and have no probability to mix.
-    share_U = say[0] / np.maximum(say[0] + say[1], np.finfo(float).tiny)
-    return np.minimum(share_U * ngram_U + (1.0 - share_U) * neural_U, 1.0)
+    size = union.parents_U.size
+    parents = np.concatenate((union.parents_U, union.parents_U + size))
+    given = np.concatenate((union.ngram_U, union.neural_U))
+    mass = np.bincount(parents, given, given.size)
+    given /= np.maximum(mass, 1.0)[parents]
+    likeliest = np.zeros(given.size)
+    np.maximum.at(likeliest, parents, given)
+    say = (np.minimum(mass, 1.0) / (1.0 + _DOUBT - likeliest))[parents]
+    ngram_say, neural_say = say[:size], say[size:]
+    both_U = ngram_say * given[:size] + neural_say * given[size:]
+    return np.minimum(both_U / np.maximum(ngram_say + neural_say, np.finfo(float).tiny), 1.0)
 
 
-def _given_parent(trees: DraftTrees) -> NDArray[np.float64]:
-    """Path probabilities as probabilities given the parent."""
-    probs_N = trees.probs_N.astype(np.float64)
-    of_parents_N = np.ones_like(probs_N)
-    below = np.flatnonzero(trees.parents_N)
-    first_N = trees.offsets_B1[_entries(trees)]
-    of_parents_N[below] = probs_N[first_N[below] + trees.parents_N[below] - 1]
-    return np.minimum(probs_N / np.maximum(of_parents_N, np.finfo(float).tiny), 1.0)
-
-
-def _entries(trees: DraftTrees) -> NDArray[np.int64]:
-    return np.repeat(np.arange(trees.offsets_B1.size - 1), np.diff(trees.offsets_B1))
-
-
-def _parents(trees: DraftTrees, entries_N: NDArray, numbers_N: NDArray) -> NDArray[np.int64]:
-    """Each node's parent by its number; a root is numbered by its entry."""
-    before_N = trees.offsets_B1[entries_N] + trees.parents_N - 1
-    # Where the parent is the root, ``before_N`` is another entry's node or none: not looked at.
-    return np.where(trees.parents_N == 0, entries_N, numbers_N[np.maximum(before_N, 0)])
-
-
-def _levels(depths_N: NDArray) -> Iterator[NDArray[np.intp]]:
-    """The nodes of each depth, the least first."""
-    order_N = np.argsort(depths_N, kind="stable")
-    yield from np.split(order_N, np.flatnonzero(np.diff(depths_N[order_N])) + 1)
+def _ancestors(parents_U: NDArray[np.int64], depth: int) -> Sequence[NDArray[np.int64]]:
+    """Each node's ancestor 1, 2, 4, ... levels up, as often as a path of this depth needs to be
+    folded into its end. A root is its own."""
+    found, reach = [], 1
+    above_U = parents_U
+    while reach < depth:
+        found.append(above_U)
+        above_U, reach = above_U[above_U], 2 * reach
+    return found

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rollout.engine.draft_corpus import DraftCorpus
 from rollout.engine.worker import FinishStep
@@ -190,10 +192,10 @@ class SpecWorker:
     def _draft(self, batch: Batch) -> Verified:
         self.prepare(batch)
         self.drafting_is_steady = True
-        floor = self.budget.floor(batch)
-        if floor is not None and self.budget.takes_plain_turn():
-            floor = None
-        proposed = None if floor is None else self.propose(batch, floor)
+        floors_B = self.budget.floors(batch)
+        if floors_B is not None and self.budget.takes_plain_turn():
+            floors_B = None
+        proposed = None if floors_B is None else self.propose(batch, floors_B)
         verified = self.budget.choose(batch, proposed)
         if self.target.checks_ranks:
             check_drafts(self.ranks.tensor, batch, verified.trees)
@@ -244,8 +246,12 @@ class SpecWorker:
     def prepare(self, batch: Batch) -> None:
         """Called first in each step, whether anything is proposed in it or not."""
 
-    def propose(self, batch: Batch, floor: float) -> DraftTrees:
-        """Draft nodes, each entry's most probable ones first, none less probable than ``floor``."""
+    def propose(self, batch: Batch, floors_B: NDArray[np.float64]) -> DraftTrees:
+        """Draft nodes, each entry's most probable ones first.
+
+        ``floors_B``: less probable nodes of each entry will not be verified: of an entry whose
+        floor is above 1, none.
+        """
         return only_roots(len(batch.entries))
 
     def observe(self, step: Observation) -> None:

@@ -40,8 +40,8 @@ T = TypeVar("T")
 def _forwarded(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
     """A method of `Engine` that replicas answer: every one of them, or any, as it is marked."""
     name = method.__name__
-    asks_one = name in methods_on(Replicas.ONE)
-    assert asks_one or name in methods_on(Replicas.EVERY), name
+    asks_one = name in methods_on(Replicas.ONE, Engine)
+    assert asks_one or name in methods_on(Replicas.EVERY, Engine), name
 
     @wraps(method)
     def call(cluster: RolloutCluster, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +71,7 @@ class RolloutCluster:
         # What a replica is brought before it joins comes in this order.
         self.corpora = ClusterCorpora(self.members)
         self.lifecycle = ClusterLifecycle(self.members, self.reports, self._abort_all)
-        self.weights = ClusterWeights(self.members, self._abort_all)
+        self.weights = ClusterWeights(self.members, self._abort_all, config.parallel.size)
         self.corpus_exchange = (
             CorpusExchange(self.members, cluster.share_seconds, cluster.share_bytes)
             if cluster.share_corpus and cluster.replicas > 1

@@ -22,8 +22,9 @@ class ClusterConfig:
 
     kind: ClusterKind = ClusterKind.none
     replicas: int = 1
-    num_cpus: int | None = None  # of each replica, and its torch threads; default: an equal share
-    num_gpus: float | None = None  # of each; default: one each if the model goes to a GPU
+    # Of each process: a replica is one, or one for each rank of its model.
+    num_cpus: int | None = None  # its torch threads, too; default: an equal share
+    num_gpus: float | None = None  # default: one each if the model goes to a GPU
     # Of Ray: local starts one of its own, auto joins the one that runs, host:port and
     # ray://host:port name one. Default: what RAY_ADDRESS names or `ray start` left here, if there
     # is any, else one of its own.
@@ -41,18 +42,23 @@ class ClusterConfig:
     max_deaths: int = 5  # of a replica, one after the other without a rollout: then it gives up
     max_deaths_per_request: int = 3  # under a request, the last while it ran alone: then it fails
 
+    def own_ranks(self, parallel: ParallelConfig) -> ParallelConfig:
+        """The ranks of the process that makes the engine: of a cluster, its replicas have them."""
+        return parallel if self.kind is ClusterKind.none else ParallelConfig()
+
     def check_with(self, parallel: ParallelConfig) -> None:
-        """Raises InvalidInputError for what a command, which has one source of requests, cannot
-        drive."""
+        """Raises InvalidInputError for ranks that one source of requests cannot drive, or that
+        would share a GPU."""
         if parallel.mode is ParallelMode.lockstep:
             raise InvalidInputError(
                 "parallel.mode", "lockstep",
                 "is of ranks that are each given requests of their own, by your own loop: tensor",
             )  # fmt: skip
-        if parallel.size > 1 and self.kind is not ClusterKind.none:
+        if parallel.size > 1 and self.num_gpus is not None and 0 < self.num_gpus < 1:
             raise InvalidInputError(
-                "cluster.kind", self.kind.value, "must be none with parallel=tensor"
-            )
+                "cluster.num_gpus", self.num_gpus,
+                f"must be 0, or 1 or more with parallel.size={parallel.size}: it is of each rank",
+            )  # fmt: skip
 
     def __post_init__(self) -> None:
         def require(name: str, ok: bool, remedy: str) -> None:

@@ -5,29 +5,38 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, cast
 
 from rollout.cluster.messages import Answer, ReplicaFacts, Report, Submission
 from rollout.cluster.progress_reporter import ProgressReporter
 from rollout.config import EngineConfig
 from rollout.engine.engine import RolloutEngine
 from rollout.engine.loop import EngineLoop
+from rollout.engine.spmd import follow, leading
 from rollout.engine.worker import WorkerFactory
+from rollout.errors import EngineStateError, ParallelError
+from rollout.parallel.time_limit import on_thread
 
 
 class ReplicaHost:
     """A replica's engine on a thread, called from one event loop. Calls that must begin in the
-    order they were made are numbered from 0, since they may arrive in another."""
+    order they were made are numbered from 0, since they may arrive in another.
+
+    Of several ranks rank 0 is called, and the others `follow` it.
+    """
 
     def __init__(self) -> None:
         self._turns = _Turns()
         self._loop: EngineLoop[RolloutEngine] | None = None
+        self._ranks = ExitStack()  # closed, it ends the other ranks
 
     async def open(
         self, config: EngineConfig, factory: WorkerFactory, report_seconds: float
     ) -> ReplicaFacts:
         """Make the engine. Raises what `RolloutEngine.from_config` does."""
-        engine = await asyncio.to_thread(RolloutEngine.from_config, config, factory)
+        engine = await asyncio.to_thread(self._opened, config, factory)
         self._loop = EngineLoop(engine)
         self._news = ProgressReporter(self._loop, report_seconds, asyncio.get_running_loop())
         worker = engine.worker
@@ -39,6 +48,16 @@ class ReplicaHost:
             eos_token_ids=worker.eos_token_ids,
             records_routes=worker.memory.routes is not None,
         )
+
+    async def follow(self, config: EngineConfig, factory: WorkerFactory) -> None:
+        """Be a rank other than the first until that one ends.
+
+        Raises what `RolloutEngine.from_config` does, and ParallelError where a rank is lost.
+        """
+        opened = partial(RolloutEngine.from_config, config, factory)
+        # Its thread waits for rank 0 without end, and must not keep the process alive.
+        following = on_thread("rank", partial(follow, config.parallel, opened))
+        await asyncio.wrap_future(following)
 
     async def submit(self, turn: int, submissions: list[Submission]) -> None:
         """Queue requests that the cluster has checked."""
@@ -58,6 +77,8 @@ class ReplicaHost:
             value, error = None, None
             try:
                 value = getattr(engine, method)(*args, **kwargs)
+            except ParallelError:  # the end of this replica
+                raise
             except Exception as raised:  # the caller's
                 error = raised
             return Answer(value=value, error=error, unavailable_reason=engine.unavailable_reason)
@@ -73,8 +94,17 @@ class ReplicaHost:
             self._news.sync(serial)
 
     async def report(self) -> Report:
-        """Returns when there is something to report. Asked for one at a time."""
-        return await self._news.report()
+        """Returns when there is something to report. Asked for one at a time.
+
+        Raises EngineStateError once the engine's loop is broken, ParallelError where a rank is
+        lost.
+        """
+        try:
+            return await self._news.report()
+        except EngineStateError as error:
+            if isinstance(error.__cause__, ParallelError):  # it broke the loop
+                raise error.__cause__ from None
+            raise
 
     async def pulse(self) -> float:
         """Seconds that the engine's step or call under way has taken; 0.0 while nothing is."""
@@ -87,6 +117,15 @@ class ReplicaHost:
             engine = await asyncio.wrap_future(loop.call(lambda engine: engine))
             await asyncio.to_thread(loop.close)
             engine.close()
+            self._ranks.close()
+
+    def _opened(self, config: EngineConfig, factory: WorkerFactory) -> RolloutEngine:
+        opened = partial(RolloutEngine.from_config, config, factory)
+        with ExitStack() as ranks:
+            on_ranks = ranks.enter_context(leading(config.parallel, opened))
+            engine = cast(RolloutEngine, on_ranks(None))  # of several ranks, it passes calls on
+            self._ranks = ranks.pop_all()
+        return engine
 
 
 class _Turns:

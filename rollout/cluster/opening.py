@@ -12,6 +12,7 @@ from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.config import EngineConfig, engine_config
 from rollout.engine.engine import RolloutEngine
 from rollout.engine.protocol import Engine
+from rollout.engine.spmd import check_ranks
 from rollout.engine.worker import WorkerFactory, factory_of, worker_factory
 from rollout.errors import InvalidInputError
 from rollout.models.loader import Progress
@@ -54,7 +55,8 @@ def open_engine(
         progress: told how far the model's weights are read, of one engine.
 
     Raises what `RolloutEngine.from_config` does; of a cluster ClusterError too, and
-    InvalidInputError where Ray is not installed or ``cluster.address`` leads nowhere.
+    InvalidInputError where Ray is not installed, ``cluster.address`` leads nowhere, or
+    ``config.parallel`` does not suit the cluster or the model.
     """
     return open_with(config, factory_of(spec), cluster, progress)
 
@@ -68,6 +70,8 @@ def open_with(
     """`open_engine` for a worker's factory, which a cluster's replicas unpickle."""
     if cluster.kind is ClusterKind.none:
         return RolloutEngine.from_config(config, factory, progress)
+    cluster.check_with(config.parallel)
+    check_ranks(config.parallel, config.model)
     try:
         from rollout.cluster.ray.pool import RayPool
     except ImportError as error:

@@ -77,6 +77,9 @@ class ProgressReporter:
         self._grown: dict[int, tuple[_Running, Request]] = {}
         self._ended: deque[Ended] = deque()  # also appended to by who submits, if it ended already
         self._status_at = 0.0
+        loop.broken.add_done_callback(  # the next report says so
+            lambda _: events.call_soon_threadsafe(lambda: self._note(urgent=True, awaited=False))
+        )
 
     def submit(self, submission: Submission) -> None:
         """Queue a request, and report its tokens from now on."""

@@ -55,12 +55,16 @@ class ClusterWeights:
 
     Args:
         abort_all: ends every request of the cluster with the tokens there are.
+        num_ranks: those of each replica.
     """
 
-    def __init__(self, members: ReplicaManager, abort_all: Callable[[], None]) -> None:
+    def __init__(
+        self, members: ReplicaManager, abort_all: Callable[[], None], num_ranks: int
+    ) -> None:
         self.sync = ReplicaWeightSync(members)
         self._members = members
         self._abort_all = abort_all
+        self._num_ranks = num_ranks
         self._update: _Update | None = None
         self._versions: Mapping[str, int] = {}
         self._last_version = 0  # of the target; also of a commit that was lost with its replicas
@@ -188,7 +192,8 @@ class ClusterWeights:
         timeout: float = 300.0,
         sender: str = "specrollout",
     ) -> None:
-        """The replicas take the ranks from ``rank_offset`` on, in the order of their names.
+        """The replicas take the ranks from ``rank_offset`` on, in the order of their names, each as
+        many as its model has.
 
         Raises WeightUpdateError, too, where one that died is not there again within ``timeout``
         seconds: the sender counts on it.
@@ -200,7 +205,8 @@ class ClusterWeights:
             if time.monotonic() > deadline:
                 raise WeightUpdateError(f"not all replicas are there after {timeout:g} s")
             self._members.poll(WAIT_SECONDS)
-        ranks = {name: rank_offset + i for i, name in enumerate(sorted(self._members.joined))}
+        names = sorted(self._members.joined)
+        ranks = {name: rank_offset + i * self._num_ranks for i, name in enumerate(names)}
         done, failed = self._members.outcomes({
             each: each.call(
                 "init_weights_update_group", master_address, master_port, ranks[each.name],

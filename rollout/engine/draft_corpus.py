@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
+import io
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,6 +89,23 @@ class CorpusDelta:
                 "must be 0 of a rollout's first span, and >= 0 of others")  # fmt: skip
         for name in ("context_tokens_M", "tokens_N"):
             require(name, bool((getattr(self, name) >= 0).all()), "token ids must be >= 0")
+
+    def to_bytes(self) -> bytes:
+        """The delta as an uncompressed npz file, for `from_bytes`."""
+        file = io.BytesIO()
+        arrays: dict[str, Any] = {
+            each.name: np.asarray(getattr(self, each.name)) for each in fields(self)
+        }
+        np.savez(file, **arrays)
+        return file.getvalue()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """The delta that `to_bytes` wrote. Raises InvalidInputError, naming the array, for one
+        that no `share_corpus` returns."""
+        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+            values: dict[str, Any] = {name: arrays[name] for name in _DTYPES}
+            return cls(sender=int(arrays["sender"]), number=int(arrays["number"]), **values)
 
     @property
     def num_tokens(self) -> int:

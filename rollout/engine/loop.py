@@ -75,9 +75,9 @@ class EngineLoop(Generic[E]):
     wait while the engine is paused, asleep, or its weights torn. Calls take turns with steps: once
     those since the last step have taken longer than it did, the next call waits for another one.
 
-    A step that raises is a bug or a broken machine: every unfinished future gets an
-    EngineStateError caused by what was raised, the engine drops their requests, and every later
-    call raises the same. It is logged once, with its traceback.
+    A step that raises is a bug or a broken machine, and so is a call that loses a rank: every
+    unfinished future gets an EngineStateError caused by what was raised, the engine drops their
+    requests, and every later call raises the same. It is logged once, with its traceback.
     """
 
     def __init__(self, engine: E) -> None:
@@ -280,7 +280,9 @@ class EngineLoop(Generic[E]):
     ) -> None:
         try:
             request = submit()
-        except Exception as error:  # the input's fault: the engine is as it was
+        except ParallelError:  # not the input's fault
+            raise
+        except Exception as error:  # the engine is as it was
             self._resolve(handle, error)
             return
         handle.request_id = request.request_id
@@ -307,6 +309,8 @@ class EngineLoop(Generic[E]):
             result = function(self._engine)
         except BaseException as error:
             future.set_exception(error)
+            if isinstance(error, ParallelError):  # nor does any other call reach all ranks
+                raise
         else:
             future.set_result(result)
 

@@ -65,9 +65,9 @@ def called_on(*where: Ranks | Replicas) -> Callable[[M], M]:
     return mark
 
 
-def methods_on(where: Ranks | Replicas) -> frozenset[str]:
+def methods_on(where: Ranks | Replicas, protocol: type) -> frozenset[str]:
     """The names of the protocol's methods that are marked so."""
-    methods = vars(Engine).items()
+    methods = ((name, getattr(protocol, name)) for name in dir(protocol))
     return frozenset(name for name, each in methods if where in getattr(each, "called_on", ()))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rollout.checked import checked_int
+from rollout.engine.grammars import Grammars
 from rollout.engine.tokenizer import PromptEncoder, prompt_group
 from rollout.errors import InvalidInputError
 from rollout.sampling.noise import derive_seed
@@ -97,6 +98,7 @@ class RequestFactory:
         """
         self._records_routes = records_routes
         self._encoder = encoder
+        self._grammars = Grammars(encoder.tokenizer, vocab_size, eos_token_ids)
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._check_fits = check_fits
@@ -144,6 +146,7 @@ class RequestFactory:
                 eos_token_ids=self._eos_token_ids,
                 decode=decode,
             ),
+            grammar=self._grammars.open(params, partial),
         )
         self._check_fits(request, field)
         self._next_id += 1

@@ -17,13 +17,16 @@ from dataclasses import asdict
 from functools import partial
 from inspect import ismethod
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
+import numpy as np
 import torch
 
-from rollout.config import EngineConfig, ParallelConfig
+from rollout.config import ModelConfig, ParallelConfig
+from rollout.engine.draft_corpus import CorpusDelta
 from rollout.engine.engine import RolloutEngine
 from rollout.engine.protocol import Engine, Ranks, methods_on
+from rollout.engine.replica_protocol import ReplicaEngine
 from rollout.errors import InvalidInputError, ParallelError, RolloutError
 from rollout.models.head_parts import check_shares
 from rollout.models.loader import Progress
@@ -50,19 +53,24 @@ _PATIENCE = 30 * 86_400.0
 """Seconds that a rank waits to be told what to do: rank 0 may have to wait for its users."""
 
 
-def launch_ranks(config: EngineConfig, arguments: Sequence[str]) -> None:
+def launch_ranks(ranks: ParallelConfig, model: ModelConfig, arguments: Sequence[str]) -> None:
     """Replace this process by the launcher of the command with these arguments, if several ranks
     are configured and none was launched.
 
     Raises InvalidInputError for a model that cannot be partitioned among so many ranks.
     """
-    size = config.parallel.size
-    if size == 1 or is_launched():
+    if ranks.size == 1 or is_launched():
         return
-    check_shares(ModelSpec.read(Path(config.model.path)), size)
-    launcher = [sys.executable, "-m", "rollout.parallel.launcher", str(size)]
+    check_ranks(ranks, model)
+    launcher = [sys.executable, "-m", "rollout.parallel.launcher", str(ranks.size)]
     sys.stdout.flush()
     os.execv(sys.executable, [*launcher, "rollout.cli", *arguments])
+
+
+def check_ranks(ranks: ParallelConfig, model: ModelConfig) -> None:
+    """Raises InvalidInputError for a model that cannot be partitioned among so many ranks."""
+    if ranks.size > 1:
+        check_shares(ModelSpec.read(Path(model.path)), ranks.size)
 
 
 def run_spmd(
@@ -133,7 +141,12 @@ def _signals_ignored() -> Iterator[None]:
 
 def _opened(group: RankGroup, open_engine: OpenEngine, progress: Progress | None) -> Engine:
     group.tell(_message("open"))
-    return cast(Engine, Rank0Engine(cast(RolloutEngine, open_engine(progress)), group))
+    try:
+        engine = cast(RolloutEngine, open_engine(progress))
+    except BaseException as error:  # the others are in the middle of it, and listen to nothing else
+        group.close(f"it could not open its engine: {error!r}")
+        raise
+    return cast(Engine, Rank0Engine(engine, group))
 
 
 def _follow(group: RankGroup, open_engine: OpenEngine) -> None:
@@ -156,8 +169,8 @@ def _follow(group: RankGroup, open_engine: OpenEngine) -> None:
 class Rank0Engine:
     """Rank 0's engine; see `rollout.engine.protocol.Engine`. What changes it is told to all."""
 
-    _told = methods_on(Ranks.EVERY)
-    _own = methods_on(Ranks.FIRST)
+    _told = methods_on(Ranks.EVERY, ReplicaEngine)
+    _own = methods_on(Ranks.FIRST, ReplicaEngine)
 
     def __init__(self, engine: RolloutEngine, group: RankGroup) -> None:
         self._engine = engine
@@ -194,17 +207,16 @@ class Rank0Engine:
     def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
         with self._engine.calls:  # refused before the others hear of it, or done by all
             self._group.tell(_message(name, *arguments, **options))
-            for weights in arguments:
-                if isinstance(weights, StoredWeights):
-                    self._tell_weights(weights)
+            for argument in arguments:
+                self._tell_bytes(argument)
             return getattr(self._engine, name)(*arguments, **options)
 
-    def _tell_weights(self, weights: StoredWeights) -> None:
+    def _tell_bytes(self, argument: object) -> None:
         try:
-            for bucket in buckets(weights, CACHED_BUCKET_BYTES):
-                self._group.tell(bucket.used.cpu().numpy().tobytes())
+            for data in _bytes_of(argument):
+                self._group.tell(data)
         except BaseException as error:  # the others wait for the rest
-            self._group.close(f"it failed in the middle of sending weights: {error!r}")
+            self._group.close(f"it failed in the middle of sending a call: {error!r}")
             raise
 
 
@@ -232,9 +244,31 @@ def _encoded(value: Any) -> list[Any]:
         for layout in found:
             BucketLayout.from_json(layout, "named_tensors")  # refused before the others read it
         return ["weights", found]
+    if isinstance(value, PackedBucket):
+        value.unpacked()  # refused before the others read it
+        return ["bucket", value.layout]
+    if _are_deltas(value):
+        return ["deltas", len(value)]
     if isinstance(value, Mapping) and all(isinstance(it, TensorSpec) for it in value.values()):
         return ["manifest", [[name, it.shape, dtype_name(it.dtype)] for name, it in value.items()]]
     return ["", value]
+
+
+def _bytes_of(argument: Any) -> Iterator[bytes]:
+    """The bytes of an argument that follow the call."""
+    if isinstance(argument, StoredWeights):
+        for bucket in buckets(argument, CACHED_BUCKET_BYTES):
+            yield bucket.used.cpu().numpy().tobytes()
+    elif isinstance(argument, PackedBucket):
+        yield argument.flat.tobytes()
+    elif _are_deltas(argument):
+        yield from (delta.to_bytes() for delta in argument)
+
+
+def _are_deltas(value: object) -> TypeGuard[list[CorpusDelta]]:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(each, CorpusDelta) for each in value)
 
 
 def _to_json(value: Any) -> Any:
@@ -258,6 +292,10 @@ def _decoded(encoded: list[Any], group: RankGroup) -> Any:
         return {name: TensorSpec(tuple(shape), named_dtype(it, name)) for name, shape, it in value}
     if kind == "weights":
         return unflattened([_told_bucket(BucketLayout.from_json(it), group) for it in value])
+    if kind == "bucket":
+        return PackedBucket(np.frombuffer(group.tell(b""), dtype=np.uint8), value)
+    if kind == "deltas":
+        return [CorpusDelta.from_bytes(group.tell(b"")) for _ in range(value)]
     return value
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
 from numpy.typing import NDArray
 
+from rollout.engine.chat_template import ChatTemplate
 from rollout.engine.min_token_count import MinTokenCount
 from rollout.errors import InvalidInputError
 from rollout.types import Prompt
@@ -56,22 +55,22 @@ class PromptEncoder:
     def _text_bound(self) -> MinTokenCount | None:
         return MinTokenCount.of(self.tokenizer)
 
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The tokenizer's; without a tokenizer there is none."""
+        return ChatTemplate(self.tokenizer)
+
     @property
     def has_chat_template(self) -> bool:
         """Whether chat messages can be encoded."""
-        return bool(getattr(self.tokenizer, "chat_template", None))
+        return self.chat_template.exists
 
     def chat_markers(self) -> tuple[str, ...]:
         """Special tokens that the chat template writes around a user's message.
 
         Text that has one of them was put through the template already.
         """
-        if not self.has_chat_template:
-            return ()
-        assert self.tokenizer is not None
-        rendered = self._rendered([{"role": "user", "content": "x"}], "messages")
-        added = self.tokenizer.added_tokens_decoder.values()
-        return tuple(str(each) for each in added if each.special and str(each) in rendered)
+        return self.chat_template.markers() if self.has_chat_template else ()
 
     def encode(
         self,
@@ -106,76 +105,32 @@ class PromptEncoder:
             if self._adds_bos and prompt.startswith(tokenizer.bos_token):
                 del ids[0]  # text of a chat template begins with its own
         elif isinstance(prompt[0], dict):
-            return self.encode_chat(prompt, field, max_tokens=max_tokens)
+            return self.encode_rendered(
+                self.render_chat(prompt, field), field, max_tokens=max_tokens
+            )
         else:
             ids = _integers(prompt, field)
         return self._checked(ids, prompt, field)
 
-    def encode_chat(
-        self,
-        messages: Any,
-        field: str = "messages",
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        max_tokens: int | None = None,
-    ) -> list[int]:
-        """Token ids of a list of messages, each a dict with `role` and `content`, by the
-        tokenizer's chat template.
-
-        Args:
-            add_generation_prompt: the assistant's turn has begun at the end.
-            continue_final_message: the last message has not ended.
-            chat_template_kwargs: what the template may ask for beside the messages.
-            max_tokens: as for `encode`.
+    def render_chat(self, messages: Any, field: str = "messages", **options: Any) -> str:
+        """The text of a prompt for a list of messages; ``options``: those of `ChatTemplate.render`.
 
         Raises InvalidInputError naming ``field``.
         """
-        tokenizer = self._need_tokenizer(field, messages)
-        if not messages:
-            raise InvalidInputError(field, messages, "is empty; give at least one message")
-        for message in messages:
-            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-                raise InvalidInputError(field, message, "each message needs `role` and `content`")
-        if not self.has_chat_template:
-            raise InvalidInputError(
-                field, messages, "the tokenizer has no chat template; send text"
-            )
-        own = inspect.signature(tokenizer.apply_chat_template).parameters
-        for name in chat_template_kwargs or {}:
-            if name in own:
-                raise InvalidInputError(
-                    "chat_template_kwargs",
-                    name,
-                    "is no variable of the template, but an option of the call",
-                )
-        rendered = self._rendered(
-            messages,
-            field,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **(chat_template_kwargs or {}),
-        )
+        self._need_tokenizer(field, messages)
+        return self.chat_template.render(messages, field, **options)
+
+    def encode_rendered(
+        self, rendered: str, field: str = "messages", *, max_tokens: int | None = None
+    ) -> list[int]:
+        """Token ids of what the chat template made, which brings its own special tokens.
+
+        Raises InvalidInputError naming ``field``.
+        """
+        tokenizer = self._need_tokenizer(field, rendered)
         self._check_text(rendered, field, max_tokens)
         ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
-        return self._checked(ids, messages, field)
-
-    def _rendered(self, messages: Any, field: str, **options: Any) -> str:
-        assert self.tokenizer is not None
-        try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        except (
-            TemplateError,
-            ArithmeticError,
-            LookupError,
-            TypeError,
-            ValueError,
-            RecursionError,
-        ) as error:
-            raise InvalidInputError(
-                field, messages, f"must suit the chat template, which says: {error}"
-            ) from error
+        return self._checked(ids, rendered, field)
 
     def prepare_for_threads(self, field: str, value: object) -> None:
         """Raise InvalidInputError naming ``field`` and ``value`` if text cannot be encoded.

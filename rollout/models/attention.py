@@ -68,18 +68,21 @@ class Attention:
         positions_T: torch.Tensor,
         cos_sin_PD: torch.Tensor,
         attention: LayerAttention,
+        rows_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The attention's output [T, E], to add to the residual. ``index``: among attention
-        layers."""
+        """The attention's output [T, E], to add to the residual.
+
+        ``index``: among attention layers. ``rows_R``: of these rows alone, [R, E].
+        """
         spec = self.spec
         qkv_THD = self.qkv(hidden_TI).view(-1, sum(self.heads), spec.head_dim)
         q_THD, gate_THD, k_TKD, v_TKD = qkv_THD.split(self.heads, dim=1)
         if self.q_norm_D is not None and self.k_norm_D is not None:
             q_THD = rms_norm(q_THD, self.q_norm_D, spec.rms_norm_eps, spec.norm_unit_offset)
             k_TKD = rms_norm(k_TKD, self.k_norm_D, spec.rms_norm_eps, spec.norm_unit_offset)
-        attended_THD = attention.run(index, q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD)
+        attended_THD = attention.run(index, q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, rows_R)
         if spec.gated_attention:
-            sigmoid_gate_(attended_THD, gate_THD)
+            sigmoid_gate_(attended_THD, gate_THD if rows_R is None else gate_THD[rows_R])
         attended = attended_THD.flatten(1)
         return split_product(self.o, attended, self._group, self._attended, self._outputs)
 

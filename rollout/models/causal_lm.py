@@ -32,11 +32,13 @@ class LayerAttention(Protocol):
         v_TKD: torch.Tensor,
         positions_T: torch.Tensor,
         cos_sin_PD: torch.Tensor,
+        rows_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Rotate queries and keys, then attend from every row. Returns [T, H, D], dtype of q.
 
         q, k and v may be strided views. q is rotated in place. k is undefined afterwards and must
         not be read (see `rotary_store_kv_`). ``layer``: index among the attention layers.
+        ``rows_R``: attend from these alone, [R, H, D]; all rows have keys and values.
         """
         ...
 

@@ -126,6 +126,10 @@ class DecoderLayer(Layer):
         positions_T: torch.Tensor,
         cos_sin_PD: torch.Tensor,
         attention: LayerAttention,
+        rows_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention's output [T, E], to add to the residual. ``index``: among attention layers."""
-        return self._attention(index, hidden_TI, positions_T, cos_sin_PD, attention)
+        """Attention's output [T, E], to add to the residual.
+
+        ``index``: among attention layers. ``rows_R``: of these rows alone, [R, E].
+        """
+        return self._attention(index, hidden_TI, positions_T, cos_sin_PD, attention, rows_R)

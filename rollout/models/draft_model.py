@@ -98,10 +98,15 @@ class DraftModel(Protocol):
         hidden_TE: torch.Tensor,
         positions_T: torch.Tensor,
         attention: LayerAttention,
+        rows_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Hidden states [T, E] for ``logits`` and for the next step. T may be zero.
 
-        ``input_ids_T``: tokens of the target's vocabulary. ``positions_T``: of the hidden states.
+        Args:
+            input_ids_T: tokens of the target's vocabulary.
+            positions_T: of the hidden states.
+            rows_R: give the hidden states of these rows alone, [R, E]; of the others only keys and
+                values are computed.
         """
         ...
 
@@ -138,6 +143,11 @@ def is_separate_chain(folder: Path) -> bool:
     """Whether a draft's folder holds an MTP chain. Raises CheckpointError without a config.json."""
     config = read_json(folder / "config.json", "a draft's folder")
     return config.get("architectures") == [CHAIN_ARCHITECTURE]
+
+
+def selected(rows_TE: torch.Tensor, rows_R: torch.Tensor | None) -> torch.Tensor:
+    """These rows; None: all."""
+    return rows_TE if rows_R is None else rows_TE[rows_R]
 
 
 def embedded(

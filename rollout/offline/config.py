@@ -126,6 +126,11 @@ class RunConfig:
         self.cluster.check_with(self.parallel)
 
     @property
+    def ranks(self) -> ParallelConfig:
+        """The ranks of the command's own process; see `ClusterConfig.own_ranks`."""
+        return self.cluster.own_ranks(self.parallel)
+
+    @property
     def engine(self) -> EngineConfig:
         """The parts of it that make the engine."""
         return EngineConfig(

@@ -85,7 +85,7 @@ def run_job(config: RunConfig, factory: WorkerFactory, console: Console | None =
     rollouts finished before are in the output.
     """
     opened = partial(open_with, config.engine, factory, config.cluster)
-    result = run_spmd(config.parallel, opened, partial(_run, config, console or Console()))
+    result = run_spmd(config.ranks, opened, partial(_run, config, console or Console()))
     return result or JobResult(JobStatus.FOLLOWED, Path(config.output.path or ""))
 
 

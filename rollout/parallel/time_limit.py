@@ -14,11 +14,8 @@ ANSWER_SECONDS = 30.0
 is suspended it never does, and torch's client waits forever."""
 
 
-def within(seconds: float, call: Callable[[], T]) -> T:
-    """The value of ``call``, run on a thread of its own. Raises what ``call`` raises.
-
-    Raises TimeoutError after ``seconds``; the thread is then left behind.
-    """
+def on_thread(name: str, call: Callable[[], T]) -> Future[T]:
+    """Run ``call`` on a thread of its own, which does not keep the process alive."""
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -27,7 +24,16 @@ def within(seconds: float, call: Callable[[], T]) -> T:
         except BaseException as error:
             outcome.set_exception(error)
 
-    threading.Thread(target=run, name="time-limit", daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return outcome
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """The value of ``call``, run on a thread of its own. Raises what ``call`` raises.
+
+    Raises TimeoutError after ``seconds``; the thread is then left behind.
+    """
+    outcome = on_thread("time-limit", call)
     try:
         return outcome.result(seconds)
     except TimeoutError:

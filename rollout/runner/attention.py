@@ -53,10 +53,16 @@ class PagedAttention:
         v_TKD: torch.Tensor,
         positions_T: torch.Tensor,
         cos_sin_PD: torch.Tensor,
+        rows_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store keys and values of all rows, then attend from all rows. Returns [T, H, D]."""
+        """Store keys and values of all rows, then attend from all rows. Returns [T, H, D].
+
+        ``rows_R``: attend from these alone, which are the query rows of the plan.
+        """
         keys, values = self._keys[layer], self._values[layer]
         rotary_store_kv_(q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, keys, values, self._slots_T)
+        if rows_R is not None:
+            q_THD = q_THD[rows_R]
         return paged_attention(q_THD, keys, values, self._plan, self._scale)
 
 

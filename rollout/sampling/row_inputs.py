@@ -24,7 +24,7 @@ from rollout.types import DraftTrees, Request, SamplingParams
 @dataclass(kw_only=True)
 class Changes(Generic[A]):
     """Rows whose logits are changed, and how: edits by penalties and bias, and tokens that a row
-    below its minimum length must not draw."""
+    must not draw, below its minimum length or by its grammar."""
 
     rows_C: A  # int64, ascending
     places_R: A  # int64, a row's place among those, or -1
@@ -151,7 +151,7 @@ def _edits(params: SamplingParams) -> bool:
 
 
 def _may_change(params: SamplingParams) -> bool:
-    return _edits(params) or params.min_new_tokens > 0
+    return _edits(params) or params.min_new_tokens > 0 or params.has_grammar
 
 
 def _changes(rows: SampleRows, vocab: int) -> Changes[NDArray] | None:
@@ -159,7 +159,10 @@ def _changes(rows: SampleRows, vocab: int) -> Changes[NDArray] | None:
     is_edited_R = rows.of_rows(np.array([_edits(r.params) for r in requests], dtype=np.bool_))
     may_stop_O = [r.prompt_len - r.partial_len + r.params.min_new_tokens for r in requests]
     is_short_R = rows.positions_R < rows.of_rows(np.array(may_stop_O))
-    concerned = np.flatnonzero(is_edited_R | is_short_R).tolist()
+    has_grammar_R = rows.of_rows(
+        np.array([r.grammar is not None for r in requests], dtype=np.bool_)
+    )
+    concerned = np.flatnonzero(is_edited_R | is_short_R | has_grammar_R).tolist()
     if not concerned:
         return None
     histories: dict[int, _History] = {}
@@ -167,7 +170,8 @@ def _changes(rows: SampleRows, vocab: int) -> Changes[NDArray] | None:
     edited, edits, forbidden = [_NO_TOKENS], [_NO_EDITS], [_NO_TOKENS]
     for row in concerned:
         request = rows.requests[row]
-        first, stops, tokens = len(rows_C) * vocab, _NO_TOKENS, _NO_TOKENS
+        first, tokens = len(rows_C) * vocab, _NO_TOKENS
+        stops: NDArray[np.int64] = _NO_TOKENS
         if is_edited_R[row]:
             history = histories.get(id(request))
             if history is None:
@@ -177,7 +181,9 @@ def _changes(rows: SampleRows, vocab: int) -> Changes[NDArray] | None:
             edits.append(edits_3E)
         if is_short_R[row]:
             stops = np.array(sorted(request.stop_check.stop_token_ids), dtype=np.int64)
-            forbidden.append(first + stops)
+        elif request.grammar is not None:
+            stops = request.grammar.forbidden(request, rows.drafted[row])
+        forbidden.append(first + stops)
         if len(tokens) or len(stops):
             rows_C.append(row)
     if not rows_C:

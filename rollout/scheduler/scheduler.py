@@ -13,6 +13,7 @@ import numpy as np
 from rollout.memory.cache import CacheMemory
 from rollout.memory.state_slots import StateRun
 from rollout.scheduler.length_forecast import LengthForecast
+from rollout.scheduler.replacement_rate import ReplacementRate
 from rollout.scheduler.step_limits import StepLimits, check_length
 from rollout.scheduler.waiting import QueuedRequest, WaitingQueue
 from rollout.types import (
@@ -21,10 +22,12 @@ from rollout.types import (
     Batch,
     EntryResult,
     FinishReason,
+    Remaining,
     Request,
     Scheduled,
     ScheduledStates,
     StepResult,
+    Tail,
 )
 
 DECODE_HEADROOM = 16
@@ -36,6 +39,10 @@ DRAFT_SHARE = 4
 _AT_ITS_LIMIT = 2
 """A rollout cut at its limit counts as half-way: its full length is unknown, and twice its length
 is the median where every scale is equally likely (Gott 1993)."""
+
+
+_UNLIMITED = 2**31
+"""More tokens than any request emits."""
 
 
 Runs = dict[Request, int]
@@ -67,6 +74,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running: list[Request] = []  # in the order of admission
         self._prompts: dict[int, bytes] = {}  # of unfinished requests, by request_id
+        self._replacements = ReplacementRate()
         self._step = 0
 
     @property
@@ -103,6 +111,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a new request that passed check_fits()."""
+        self._replacements.submit(is_idle=not self.has_unfinished)
         self._prompts[request.request_id] = _int32(request.tokens[: request.prompt_len]).tobytes()
         self._waiting.push(self._queued_request(request, first=True))
 
@@ -141,7 +150,10 @@ class Scheduler:
         self._admit(runs, busy)
         assert runs or busy or not self.has_unfinished, "unfinished requests, and none can run"
         self._step += 1
-        return Batch(step=self._step, entries=self._with_drafts(runs, self._step))
+        tail = None
+        if not self._waiting:
+            tail = Tail(replaced=self._replacements.value, remaining=self._remaining)
+        return Batch(step=self._step, entries=self._with_drafts(runs, self._step), tail=tail)
 
     def commit(self, batch: Batch, result: StepResult) -> list[Request]:
         """Book a step's results: append tokens, advance KV lengths. Returns the finished requests.
@@ -159,6 +171,8 @@ class Scheduler:
             if request.finish_reason is not None:
                 self._observe_length(request)
                 self._finish(request)
+                if not self._waiting:
+                    self._replacements.end()
                 finished.append(request)
             elif shared_len := _newly_shared(entry):
                 self.memory.share(request.row, request.tokens[:shared_len])
@@ -317,8 +331,16 @@ class Scheduler:
 
     def _expected_remaining(self, request: Request) -> float:
         """Tokens the request is expected to emit yet."""
-        room = max(1, min(request.max_len, self.memory.max_sequence_len) - len(request.tokens))
+        room = self._room(request)
         return self.lengths.remaining(request.group, request.generated_len, room)
+
+    def _remaining(self, request: Request) -> Remaining:
+        expected = self.lengths.remaining(request.group, request.generated_len, _UNLIMITED)
+        return Remaining(expected, self._room(request))
+
+    def _room(self, request: Request) -> int:
+        """Tokens the request may still emit, at least 1."""
+        return max(1, min(request.max_len, self.memory.max_sequence_len) - len(request.tokens))
 
     def _append(self, request: Request, output: EntryResult, weight_version: int) -> None:
         request.tokens += output.token_ids

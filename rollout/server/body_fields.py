@@ -81,7 +81,6 @@ class Body(BaseModel):
 
 
 _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),

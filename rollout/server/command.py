@@ -48,7 +48,7 @@ def run_serve(arguments: Sequence[str]) -> None:
     def run(config: DictConfig) -> None:
         try:
             serve_config = serve_config_from(config)
-            launch_ranks(serve_config.engine, ["serve", *arguments])
+            launch_ranks(serve_config.ranks, serve_config.model, ["serve", *arguments])
             serve(serve_config)
         except (RolloutError, OmegaConfBaseException, OSError) as error:
             failures.append(error)
@@ -74,7 +74,7 @@ def serve(config: ServeConfig) -> None:
     """
     _set_log_levels(config.server.log_level)
     opened = partial(open_engine, config.engine, config.spec, config.cluster)
-    run_spmd(config.parallel, opened, partial(_serve, config))
+    run_spmd(config.ranks, opened, partial(_serve, config))
 
 
 def _serve(config: ServeConfig, opened: OpenEngine) -> None:
@@ -98,7 +98,7 @@ def _serve(config: ServeConfig, opened: OpenEngine) -> None:
             )
             with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
                 runner.run(_until_stopped(server, serving, listener))
-            if config.parallel.size > 1:
+            if config.ranks.size > 1:
                 serving.loop.require_open()
 
 
@@ -134,7 +134,7 @@ async def _until_stopped(server: _Server, serving: Serving, listener: socket.soc
 
     for number in (signal.SIGINT, signal.SIGTERM):
         event_loop.add_signal_handler(number, on_signal)
-    if serving.serve_config.parallel.size > 1:
+    if serving.serve_config.ranks.size > 1:
         serving.loop.broken.add_done_callback(lambda _: call_soon(event_loop, on_signal))
     while not server.started and not running.done():
         await asyncio.sleep(0.01)

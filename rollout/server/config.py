@@ -29,6 +29,27 @@ class LogLevel(enum.StrEnum):
     error = "error"
 
 
+class ToolParserName(enum.StrEnum):
+    """Formats in which models write calls of tools."""
+
+    auto = "auto"  # by the chat template's text
+    none = "none"
+    hermes = "hermes"
+    llama3 = "llama3"
+    mistral = "mistral"
+    qwen3_coder = "qwen3_coder"
+    deepseek = "deepseek"
+    glm45 = "glm45"
+
+
+class ReasoningParserName(enum.StrEnum):
+    """Formats in which models write their reasoning."""
+
+    auto = "auto"  # by the chat template's text
+    none = "none"
+    think = "think"
+
+
 @dataclass(kw_only=True, slots=True)
 class ServerConfig:
     """The server itself: where it listens, its keys and its limits."""
@@ -50,6 +71,8 @@ class ServerConfig:
     drain_seconds: float = 30.0  # that running requests have to finish after SIGTERM
     weights_root: str | None = None  # weights are read from files below this folder; default: none
     corpora_root: str | None = None  # corpora are read from files below it; default: none
+    tool_parser: ToolParserName = ToolParserName.auto  # how the model writes calls of tools
+    reasoning_parser: ReasoningParserName = ReasoningParserName.auto  # and its reasoning
     log_level: LogLevel = LogLevel.info
     access_log: bool = False  # a line per request
 
@@ -110,6 +133,11 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         self.cluster.check_with(self.parallel)
+
+    @property
+    def ranks(self) -> ParallelConfig:
+        """The ranks of the command's own process; see `ClusterConfig.own_ranks`."""
+        return self.cluster.own_ranks(self.parallel)
 
     @property
     def engine(self) -> EngineConfig:

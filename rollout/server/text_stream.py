@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 _CONTEXT = 8  # tokens; see TokenText
@@ -21,10 +21,23 @@ class Detokenizer:
     punctuation.
     """
 
-    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
-        """``tokenizer``: a transformers tokenizer."""
+    def __init__(
+        self,
+        tokenizer: Any,
+        skip_special_tokens: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """
+        Args:
+            tokenizer: a transformers tokenizer.
+            shown_ids: special tokens that are not skipped.
+        """
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self.skips_all = skip_special_tokens and not shown_ids
+        self._hidden_ids: set[int] = set()
+        if skip_special_tokens and shown_ids:
+            added = tokenizer.added_tokens_decoder.items()
+            self._hidden_ids = {id for id, token in added if token.special} - shown_ids
         self._cleans_up = bool(tokenizer.clean_up_tokenization_spaces)
         self.byte_ids = frozenset(_byte_ids(tokenizer))
         special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
@@ -33,8 +46,8 @@ class Detokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, as later ones may still change it."""
-        skip = self._skip_special_tokens
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip)
+        ids = [id for id in token_ids if id not in self._hidden_ids]
+        return self._tokenizer.decode(ids, skip_special_tokens=self.skips_all)
 
     def uncertain_len(self, text: str) -> int:
         """How many characters at the end of ``text`` may change; it does not end in a byte token.
@@ -154,14 +167,34 @@ class TextStreams:
     """The streams of any number of texts, with special tokens or without. No tokenizer, no text."""
 
     def __init__(self, tokenizer: Any | None) -> None:
-        self._detokenizers: dict[bool, Detokenizer] = {}
-        if tokenizer is not None:
-            self._detokenizers = {skips: Detokenizer(tokenizer, skips) for skips in (True, False)}
+        self._tokenizer = tokenizer
+        self._detokenizers: dict[tuple[bool, frozenset[int]], Detokenizer] = {}
+        added = {} if tokenizer is None else tokenizer.added_tokens_decoder
+        self._special_ids = {str(token): id for id, token in added.items() if token.special}
 
-    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer | None:
-        """The tokenizer's detokenizer; None without a tokenizer."""
-        return self._detokenizers.get(skip_special_tokens)
+    def special_ids(self, texts: Collection[str]) -> frozenset[int]:
+        """The special tokens that are written so."""
+        return frozenset(self._special_ids[text] for text in texts if text in self._special_ids)
 
-    def open(self, skip_special_tokens: bool, stop: Sequence[str]) -> TextStream:
+    def detokenizer(
+        self, skip_special_tokens: bool, shown_ids: frozenset[int] = frozenset()
+    ) -> Detokenizer | None:
+        """The tokenizer's detokenizer; None without a tokenizer.
+
+        ``shown_ids``: special tokens that are not skipped.
+        """
+        if self._tokenizer is None:
+            return None
+        key = (skip_special_tokens, shown_ids)
+        if key not in self._detokenizers:
+            self._detokenizers[key] = Detokenizer(self._tokenizer, *key)
+        return self._detokenizers[key]
+
+    def open(
+        self,
+        skip_special_tokens: bool,
+        stop: Sequence[str],
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> TextStream:
         """A new text; ``stop``: the request's stop strings."""
-        return TextStream(self.detokenizer(skip_special_tokens), stop)
+        return TextStream(self.detokenizer(skip_special_tokens, shown_ids), stop)

@@ -35,8 +35,9 @@ class DraftBudget(Protocol):
         """Whether the next step may draft at all."""
         ...
 
-    def floor(self, batch: Batch) -> float | None:
-        """The least probability at which a node could pay; None: propose nothing."""
+    def floors(self, batch: Batch) -> NDArray[np.float64] | None:
+        """The least probability at which a node of each entry could pay: [B], above 1 where none
+        can. None: propose nothing."""
         ...
 
     def takes_plain_turn(self) -> bool:
@@ -84,8 +85,8 @@ class FixedBudget:
         self._min_probability = min_probability
         self._restored: Mapping[str, Any] = {}
 
-    def floor(self, batch: Batch) -> float | None:
-        return self._min_probability
+    def floors(self, batch: Batch) -> NDArray[np.float64] | None:
+        return np.full(len(batch.entries), self._min_probability)
 
     def takes_plain_turn(self) -> bool:
         return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from spec_workers.budget.loaded import mapping
 from spec_workers.budget.node_values import NodeValues, RequestTrust
 from spec_workers.budget.prices import Choice, KnownPrices, Prices, choose_nodes, falling
 from spec_workers.budget.step_cost import StepCost
+from spec_workers.budget.token_worth import AcceptRate
 from spec_workers.draft_tree import first_nodes, only_roots
 from spec_workers.target import TargetWorker
 
@@ -40,8 +41,23 @@ _FIRST_PLAIN = (4, 8, 16, 32)
 """One in so many steps that may draft runs plain, and sooner at first: what drafts save is measured
 against those. It costs a 64th of what is saved."""
 
+_SUREST = 0.98
+"""Where only nodes more probable than this would pay nothing is asked for: the little that they
+could gain is less than it takes to ask."""
+
+_WORTHLESS = 1e-6  # milliseconds; nodes may be free
+
 _BELIEVED = 2.0
 """The time of one step's drafting counts as at most this multiple of the usual time."""
+
+
+class Bought(NamedTuple):
+    """The nodes that a budget would have verified."""
+
+    choice: Choice
+    trees: DraftTrees  # what it leaves
+    values_N: NDArray[np.float64]  # of their nodes
+    is_bought_N: NDArray[np.bool_]  # of the nodes it was chosen from
 
 
 class LearnedBudget:
@@ -53,6 +69,7 @@ class LearnedBudget:
         self._values = values
         self._min_probability = min_probability
         self._trust = RequestTrust()
+        self._accept_rate = AcceptRate()
         self._gate = Gate()
         self._drafted = False  # in the step before, plain ones for comparison left out
         self._turns = 0  # steps that might draft
@@ -75,19 +92,21 @@ class LearnedBudget:
     def is_open(self) -> bool:
         return self._gate.is_open
 
-    def floor(self, batch: Batch) -> float | None:
+    def floors(self, batch: Batch) -> NDArray[np.float64] | None:
         if not self._gate.is_open:
             return None
         prices = self._priced(batch)
         if prices.width == 0 or prices.with_nodes_N1.size == 1:
             return None
-        extra_ms = prices.with_nodes_N1[1:] - prices.with_nodes_N1[0]
-        cheapest = float((extra_ms / np.arange(1, extra_ms.size + 1)).min())
+        trust_B = self._trust.ratios([entry.request.request_id for entry in batch.entries])
         # What is asked for is estimated before it is corrected.
-        trust = float(self._trust.ratios([e.request.request_id for e in batch.entries]).max())
-        raised = max(1.0, self._values.highest_ratio * trust)
-        least = cheapest / (prices.token_ms * raised)
-        return min(1.0, max(self._min_probability, least))
+        raised_B = np.maximum(1.0, self._values.highest_ratio * trust_B)
+        worth_B = prices.token_ms_B * raised_B
+        least_B = np.full(worth_B.size, np.inf)
+        np.divide(prices.cheapest_ms, worth_B, out=least_B, where=worth_B > _WORTHLESS)
+        least_B[least_B > _SUREST] = np.inf
+        prices.is_hopeless = bool(least_B.min() == np.inf)
+        return None if prices.is_hopeless else np.maximum(self._min_probability, least_B)
 
     def takes_plain_turn(self) -> bool:
         self._turns += 1
@@ -114,30 +133,25 @@ class LearnedBudget:
         drafting."""
         return float(self._priced(batch).with_nodes_N1[num_nodes])
 
-    def token_ms(self, batch: Batch) -> float:
-        """Milliseconds of plain decoding that one emitted token saves."""
-        return self._priced(batch).token_ms
+    def token_ms(self, batch: Batch) -> NDArray[np.float64]:
+        """Milliseconds of plain decoding that one emitted token of each entry saves: [B]."""
+        return self._priced(batch).token_ms_B
 
-    def bought(
-        self, batch: Batch, trees: DraftTrees, values_N: NDArray[np.float64]
-    ) -> tuple[Choice, DraftTrees, NDArray[np.float64]]:
-        """The nodes of ``trees`` that would be verified if ``values_N`` were their probabilities.
-
-        Gives the choice, the trees it leaves and the values of their nodes.
-        """
+    def bought(self, batch: Batch, trees: DraftTrees, values_N: NDArray[np.float64]) -> Bought:
+        """The nodes that would be verified if ``values_N`` were the probabilities of all."""
         prices = self._priced(batch)
         step_ms_N1 = prices.with_nodes_N1[: values_N.size + 1]
         values_N = falling(np.minimum(values_N, 1.0), trees.offsets_B1)
-        choice = choose_nodes(values_N, trees.offsets_B1, prices.token_ms, step_ms_N1)
+        choice = choose_nodes(values_N, trees.offsets_B1, prices.token_ms_B, step_ms_N1)
         bought, is_bought_N = first_nodes(trees, choice.counts_B)
-        return choice, bought, values_N[is_bought_N]
+        return Bought(choice, bought, values_N[is_bought_N], is_bought_N)
 
     def observe(
         self, batch: Batch, verified: Verified, results: list[EntryResult], times: StepTimes
     ) -> None:
         prices, trees = self._priced(batch), verified.trees
-        if verified.proposed is not None or not self._gate.is_open:  # else it was a plain turn
-            self._drafted = trees.num_nodes > 0
+        if verified.proposed is not None or prices.is_hopeless or not self._gate.is_open:
+            self._drafted = trees.num_nodes > 0  # else it was a plain turn
         self._steps += 1
         every = _LEARN_EVERY if self._gate.is_open else _LEARN_EVERY_CLOSED
         if self._steps <= _FIRST_STEPS or self._steps % every < 2:
@@ -154,11 +168,17 @@ class LearnedBudget:
             self._values.fade()
         if verified.proposed is not None and verified.proposed.num_nodes:
             self._judge(batch, verified.proposed, results)
+        if trees.num_nodes:
+            accepted = sum(len(result.path) for result in results)
+            self._accept_rate.observe(accepted / prices.width)
+        else:
+            self._accept_rate.fade()
         if prices.width:
             self._observe_gain(prices, verified, results, times)
 
     def change_policy(self) -> None:
         self._values.decay()
+        self._accept_rate.decay()
         self._gate.change_policy()
 
     def forget(self, request: Request) -> None:
@@ -176,7 +196,7 @@ class LearnedBudget:
         self._prices = KnownPrices()
 
     def _priced(self, batch: Batch) -> Prices:
-        return self._prices.of(batch, self.cost, self._steps)
+        return self._prices.of(batch, self.cost, self._steps, self._accept_rate.value)
 
     def _chosen(
         self, batch: Batch, prices: Prices, proposed: DraftTrees
@@ -184,7 +204,7 @@ class LearnedBudget:
         values_N = self._values.corrected(proposed.probs_N, proposed.sources_N, proposed.depths_N)
         trust_B = self._trust.ratios([entry.request.request_id for entry in batch.entries])
         values_N *= np.repeat(trust_B, np.diff(proposed.offsets_B1))
-        choice, trees, values_N = self.bought(batch, proposed, values_N)
+        choice, trees, values_N, _ = self.bought(batch, proposed, values_N)
         plain_ms = float(prices.with_nodes_N1[0])
         gain_ms = choice.saved_ms - (choice.step_ms - plain_ms)
         if not self._drafted and gain_ms < _TO_BEGIN * plain_ms:
@@ -203,7 +223,7 @@ class LearnedBudget:
             predicted_ms=predicted_ms,
             plain_ms=plain_ms,
             decode_ms=prices.decode_ms,
-            predicted_gain_ms=expected * prices.token_ms - (predicted_ms - plain_ms),
+            predicted_gain_ms=expected * prices.share_ms - (predicted_ms - plain_ms),
         )
 
     def _judge(self, batch: Batch, proposed: DraftTrees, results: list[EntryResult]) -> None:
@@ -248,8 +268,12 @@ class LearnedBudget:
         if verified.proposed is None:
             if not self._gate.is_open:
                 self._gate.skip(prices.width, prices.temperature)
+            elif prices.is_hopeless:
+                plain_ms = float(prices.with_nodes_N1[0])
+                self._gate.observe(prices.width, 0.0, plain_ms, prices.temperature)
             return
-        saved_ms = sum(len(result.path) for result in results) * prices.token_ms
+        accepted_B = np.array([len(result.path) for result in results])
+        saved_ms = float(accepted_B @ prices.token_ms_B)
         plain = float(prices.with_nodes_N1[0])
         extra_ms = float(prices.with_nodes_N1[verified.trees.num_nodes]) - plain
         usual = self.cost.of_drafting(prices.width)

@@ -13,10 +13,14 @@ from numpy.typing import NDArray
 
 from rollout.types import Batch, StepForecast
 from spec_workers.budget.step_cost import StepCost
+from spec_workers.budget.token_worth import last_alone, token_ms
 
 _PRICE_EVERY = 16
 _PRICE_EVERY_PLAIN = 128
-"""Steps of an unchanged batch that are priced alike; the latter where nothing can be bought."""
+_PRICE_EVERY_TAIL = 4
+"""Steps of an unchanged batch that are priced alike; the second where nothing can be bought, the
+third where nobody waits: each accepted token may change which request is the last. A wide batch
+takes longer to price, and its requests matter less one by one: a fourth of its width."""
 
 _BATCHES = 4
 """Batches whose prices are remembered at once: with overlap, parts of a batch alternate."""
@@ -32,11 +36,14 @@ class Prices:
     temperature: float  # mean of those requests
     decode_ms: float  # a plain decode step of them alone
     with_nodes_N1: NDArray[np.float64]  # this step with 0, 1, ... draft nodes, without drafting
+    token_ms_B: NDArray[np.float64]  # of plain decoding that one emitted token of each saves
+    cheapest_ms: float = 0.0  # that a draft node adds to the step at least
+    is_hopeless: bool = False  # whether not even tokens that are sure would pay, when last asked
     plain_forecast: StepForecast | None = None  # of a step that proposes nothing, once it was asked
 
     @property
-    def token_ms(self) -> float:
-        """Milliseconds of plain decoding that one emitted token saves."""
+    def share_ms(self) -> float:
+        """The share of a plain step that is one request's."""
         return self.decode_ms / self.width if self.width else 0.0
 
 
@@ -47,40 +54,67 @@ class KnownPrices:
         self._known: dict[tuple, Prices] = {}  # by what they depend on, latest last
         self._latest: tuple[Batch, Prices] | None = None
 
-    def of(self, batch: Batch, cost: StepCost, step: int) -> Prices:
-        """The prices of a batch. ``step``: a number that grows from step to step."""
+    def of(self, batch: Batch, cost: StepCost, step: int, accept_rate: float) -> Prices:
+        """The prices of a batch.
+
+        Args:
+            step: a number that grows from step to step.
+            accept_rate: draft tokens accepted per request and step.
+        """
         latest = self._latest
         if latest is None or latest[0] is not batch or step >= latest[1].until:
-            self._latest = latest = batch, self._like_before(batch, cost, step)
+            self._latest = latest = batch, self._like_before(batch, cost, step, accept_rate)
         return latest[1]
 
-    def _like_before(self, batch: Batch, cost: StepCost, step: int) -> Prices:
-        key = tuple(
+    def _like_before(self, batch: Batch, cost: StepCost, step: int, accept_rate: float) -> Prices:
+        key: tuple[object, ...] = tuple(
             (entry.request.request_id, entry.run_len, entry.samples, entry.draft_slots.size)
             for entry in batch.entries
         )
+        key += (batch.tail is None,)
         prices = self._known.pop(key, None)
         if prices is None or step >= prices.until:
-            prices = _prices(batch, cost, step)
+            prices = _prices(batch, cost, step, accept_rate)
         self._known[key] = prices
         if len(self._known) > _BATCHES:
             del self._known[next(iter(self._known))]
         return prices
 
 
-def _prices(batch: Batch, cost: StepCost, step: int) -> Prices:
+def _prices(batch: Batch, cost: StepCost, step: int, accept_rate: float) -> Prices:
     entries = batch.entries
     width = sum(entry.samples for entry in entries)
     longest = max((entry.end for entry in entries), default=0)
     nodes = np.arange(1 + sum(entry.draft_slots.size for entry in entries))
-    until = step + (_PRICE_EVERY if nodes.size > 1 else _PRICE_EVERY_PLAIN)
+    every = _PRICE_EVERY if nodes.size > 1 else _PRICE_EVERY_PLAIN
     if not width:
-        return Prices(until, 0, longest, 0.0, 0.0, np.zeros(1))
+        return Prices(step + every, 0, longest, 0.0, 0.0, np.zeros(1), np.zeros(len(entries)))
     alone = np.array([width])
     decode_ms = float(cost.of_rows(alone, alone, longest)[0])
     with_nodes_N1 = cost.of_rows(batch.num_run_tokens + nodes, width + nodes, longest)
     temperature = sum(e.request.params.temperature for e in entries if e.samples) / width
-    return Prices(until, width, longest, temperature, decode_ms, with_nodes_N1)
+    token_ms_B = np.full(len(entries), decode_ms / width)
+    if batch.tail is not None and nodes.size > 1 and len(entries) > 1:
+        one = np.array([1])
+        alone_ms = float(cost.of_rows(one, one, longest)[0])
+        remaining_B = [batch.tail.remaining(entry.request) for entry in entries]
+        last_alone_B = last_alone(remaining_B, accept_rate)
+        replaced = batch.tail.replaced
+        token_ms_B *= replaced
+        token_ms_B += (1.0 - replaced) * token_ms(decode_ms, alone_ms, width, last_alone_B)
+        every = max(_PRICE_EVERY_TAIL, len(entries) // 4)
+    extra_ms_N = with_nodes_N1[1:] - with_nodes_N1[0]
+    cheapest_ms = float((extra_ms_N / nodes[1:]).min(initial=np.inf))
+    return Prices(
+        until=step + every,
+        width=width,
+        longest_context=longest,
+        temperature=temperature,
+        decode_ms=decode_ms,
+        with_nodes_N1=with_nodes_N1,
+        token_ms_B=token_ms_B,
+        cheapest_ms=cheapest_ms,
+    )
 
 
 class Choice(NamedTuple):
@@ -94,26 +128,27 @@ class Choice(NamedTuple):
 def choose_nodes(
     values_N: NDArray[np.floating],
     offsets_B1: NDArray[np.int64],
-    token_ms: float,
+    token_ms_B: NDArray[np.float64],
     step_ms_N1: NDArray[np.float64],
 ) -> Choice:
     """The nodes that make the step progress fastest.
 
-    Nodes are taken most probable first; of all prefixes of that order the one with the most
+    Nodes are taken in the order of their worth; of all prefixes of that order the one with the most
     milliseconds saved per millisecond spent. Within an entry values do not grow, so an ancestor is
     always taken before its descendants.
 
     Args:
         values_N: probability that each node is accepted; within an entry non-increasing.
         offsets_B1: entry b owns nodes [offsets[b], offsets[b + 1]).
-        token_ms: milliseconds of plain decoding that one emitted token saves.
+        token_ms_B: milliseconds of plain decoding that one emitted token of each entry saves.
         step_ms_N1: the step with 0, 1, ... draft nodes; without any it saves what it takes.
     """
     sizes_B = np.diff(offsets_B1)
     entry_N = np.repeat(np.arange(sizes_B.size), sizes_B)
-    order_N = np.argsort(-values_N, kind="stable")  # ties: as they come, an ancestor first
+    worth_N = values_N * token_ms_B[entry_N]
+    order_N = np.argsort(-worth_N, kind="stable")  # ties: as they come, an ancestor first
     saved_N1 = np.zeros(values_N.size + 1)
-    np.cumsum(values_N[order_N] * token_ms, out=saved_N1[1:])
+    np.cumsum(worth_N[order_N], out=saved_N1[1:])
     best = int(np.argmax((step_ms_N1[0] + saved_N1) / step_ms_N1))
     counts_B = np.bincount(entry_N[order_N[:best]], minlength=sizes_B.size)
     return Choice(counts_B, float(saved_N1[best]), float(step_ms_N1[best]))

@@ -22,7 +22,7 @@ from rollout.engine.draft_corpus import (
     check_name,
 )
 from rollout.errors import IntegrityError, InvalidInputError
-from rollout.parallel import RankGroup
+from rollout.parallel import RankGroup, SingleRank
 from spec_workers.corpus.external_loads import ExternalLoads
 from spec_workers.corpus.feed import CorpusFeed
 from spec_workers.corpus.inbox import CorpusInbox
@@ -83,6 +83,7 @@ class NgramCorpus:
         self.inbox: CorpusInbox | None = None  # while it is shared
         self._vocab_size = vocab_size
         self._loads = ExternalLoads(self.corpus, max_tokens=max_external_tokens)
+        self._group: RankGroup = SingleRank()  # those that draft alike
         self._ranks: RankLoads | None = None  # where others must draft alike
         self.initial_path = corpus_path
         if corpus_path is not None:
@@ -97,6 +98,7 @@ class NgramCorpus:
 
     def join(self, group: RankGroup) -> None:
         """Be one of several ranks that draft alike, before anything is loaded."""
+        self._group = group
         if group.size > 1:
             self._ranks = RankLoads(self._loads, group)
 
@@ -156,6 +158,8 @@ class NgramCorpus:
         if self.outbox is not None:
             raise InvalidInputError("max_bytes", max_bytes, "the corpus is shared already")
         self.outbox = CorpusOutbox(max_bytes)
+        # Ranks of one engine are one sender, and pass over what any of them sent.
+        self.outbox.sender = int(self._group.exchange(str(self.outbox.sender))[0])
         self.inbox = CorpusInbox(self.corpus, max_bytes, self._vocab_size)
         self.feed.max_followed -= self.inbox.max_sequences
 

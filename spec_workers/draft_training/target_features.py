@@ -113,7 +113,9 @@ class _CausalAttention:
         v_TKD: torch.Tensor,
         positions_T: torch.Tensor,
         cos_sin_PD: torch.Tensor,
+        rows_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert rows_R is None
         keys_TKD, values_TKD = torch.empty_like(k_TKD), torch.empty_like(v_TKD)
         slots_T = torch.arange(len(k_TKD), device=k_TKD.device)
         rotary_store_kv_(

@@ -113,10 +113,15 @@ class DraftRunner:
         self._minimum_rows = minimum_rows
 
     @torch.inference_mode()
-    def extend(self, runs: KnownRuns, hidden_TE: torch.Tensor) -> torch.Tensor:
+    def extend(
+        self, runs: KnownRuns, hidden_TE: torch.Tensor, *, last_alone: bool = False
+    ) -> torch.Tensor:
         """Run known positions; their keys and values stay. Hidden states [T, E], T may be zero.
 
-        ``hidden_TE``: what the network takes at each position.
+        Args:
+            hidden_TE: what the network takes at each position.
+            last_alone: give the hidden states of the last position of each run that has any. Of
+                the others only keys and values are computed.
         """
         kv, rows_B, lens_B = self.kv, runs.rows_B, runs.lens_B
         kv.follow(rows_B, runs.starts_B, runs.tokens_B)
@@ -124,13 +129,15 @@ class DraftRunner:
         slots_T = kv.slots_of(rows_B, lens_B, positions_T)
         kv.append(rows_B, lens_B, slots_T)
         used = lens_B > 0  # a plan has no empty runs
+        skips = last_alone and len(positions_T) > int(used.sum())
         plan = self._plan(
             rows_B=rows_B[used],
             starts_B=kv.lens_Q[rows_B[used]],
             run_lens_B=lens_B[used],
-            query_lens_B=lens_B[used],
+            query_lens_B=np.ones_like(lens_B[used]) if skips else lens_B[used],
         )
-        hidden_TE = self._run(plan, runs.next_TK[:, -1], hidden_TE, positions_T, slots_T)
+        last_R = np.cumsum(lens_B)[used] - 1 if skips else None
+        hidden_TE = self._run(plan, runs.next_TK[:, -1], hidden_TE, positions_T, slots_T, last_R)
         kv.commit(rows_B, lens_B, slots_T, runs.next_TK)
         return hidden_TE
 
@@ -174,9 +181,13 @@ class DraftRunner:
         positions_T: torch.Tensor,
         slots_T: torch.Tensor,
         plan: AttentionPlan,
+        rows_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run rows that are on the device already. Hidden states [T, E]. Nothing waits."""
-        rows = len(input_ids_T)
+        """Run rows that are on the device already. Hidden states [T, E]. Nothing waits.
+
+        ``rows_R``: give those of these rows alone, [R, E], which are the plan's query rows.
+        """
+        rows = len(input_ids_T if rows_R is None else rows_R)
         attention = PagedAttention(
             keys=self.kv.pool.keys,
             values=self.kv.pool.values,
@@ -189,6 +200,7 @@ class DraftRunner:
             self._padded(hidden_TE),
             self._padded(positions_T),
             attention,
+            None if rows_R is None else self._padded(rows_R),
         )
         return hidden_TE[:rows]
 
@@ -206,6 +218,7 @@ class DraftRunner:
         hidden_TE: torch.Tensor,
         positions_T: NDArray[np.int64],
         slots_T: NDArray,
+        rows_R: NDArray[np.int64] | None = None,
     ) -> torch.Tensor:
         rows_B = plan["rows_B"].astype(np.int64)
         ends_B = (plan["starts_B"] + plan["run_lens_B"]).astype(np.int64)
@@ -214,6 +227,8 @@ class DraftRunner:
             "positions_T": positions_T,
             "slots_T": slots_T.astype(np.int64),
         }
+        if rows_R is not None:
+            arrays["rows_R"] = rows_R
         tensors = upload(arrays | self.table.changes(rows_B, ends_B), self.model.device)
         self.table.apply(tensors, rows_B, ends_B)
         longest = int(ends_B.max(initial=0))
@@ -223,6 +238,7 @@ class DraftRunner:
             tensors["positions_T"],
             tensors["slots_T"],
             attention_plan(tensors, self.table.tensor, longest),
+            tensors.get("rows_R"),
         )
 
     def _plan(

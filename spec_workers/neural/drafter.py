@@ -113,14 +113,19 @@ class NeuralDrafter:
         self._counters = dict.fromkeys(("extended", "nodes", "levels", "trees"), 0)
 
     def propose(
-        self, batch: Batch, floor: float, entries: Collection[int] | None = None
+        self,
+        batch: Batch,
+        floors_B: NDArray[np.float64],
+        entries: Collection[int] | None = None,
     ) -> DraftTrees:
-        """Each entry's most probable nodes first, none less probable than ``floor``.
+        """Each entry's most probable nodes first.
 
-        ``entries``: of the batch, those for which trees are wanted; default: all that sample.
+        Args:
+            floors_B: as of `SpecWorker.propose`.
+            entries: of the batch, those for which trees are wanted; default: all that sample.
         """
         self.is_warm = True
-        has_root_B = self._has_root(batch)
+        has_root_B, pays_B = self._has_root(batch), (floors_B <= 1.0).tolist()
         growing = [
             b
             for b, entry in enumerate(batch.entries)
@@ -128,10 +133,11 @@ class NeuralDrafter:
             and entry.samples
             and len(entry.draft_slots)
             and has_root_B[b]
+            and pays_B[b]
         ]
         if not growing and not self.lockstep:
             return only_roots(len(batch.entries))
-        wanted = self._trees_to_grow(batch, growing, floor)
+        wanted = self._trees_to_grow(batch, growing, float(floors_B[growing].min(initial=1.0)))
         proposal = self._proposer.propose(wanted)
         self._guesser.remember(proposal)
         self.is_warm = self._proposer.is_warm
@@ -162,15 +168,17 @@ class NeuralDrafter:
         for k, runner in enumerate(self.runners):
             is_last = k + 1 == len(self.runners)
             stored_BE = self._state.hidden(k, sent["rows"])
-            runs, hidden_TE = extension.runs, runner.extend(extension.runs, inputs_TE)
+            runs = extension.runs
+            hidden_TE = runner.extend(runs, inputs_TE, last_alone=is_last)
             any_B = runs.lens_B > 0
             positions_B = extension.ends_B[any_B] - 1
-            index = {"last_rows": np.cumsum(runs.lens_B)[any_B] - 1, "rows": runs.rows_B[any_B]}
+            index = {"rows": runs.rows_B[any_B]}
             if not is_last:
                 extension.advance(last_BK[:, k], last_BK[:, k + 1])
+                index["last_rows"] = np.cumsum(runs.lens_B)[any_B] - 1
                 index["sources"] = extension.sources_T
             own = upload(index, self._device)
-            last_BE = hidden_TE[own["last_rows"]]
+            last_BE = hidden_TE if is_last else hidden_TE[own["last_rows"]]
             self._state.store(k, index["rows"], positions_B, own["rows"], last_BE)
             if not is_last:
                 inputs_TE = torch.cat([hidden_TE, stored_BE])[own["sources"]]

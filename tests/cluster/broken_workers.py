@@ -25,6 +25,14 @@ def refuses(config: EngineConfig, progress: Progress | None = None) -> NoReturn:
     raise CheckpointError("model.safetensors is no more")
 
 
+def dies_on_rank_1(config: EngineConfig, progress: Progress | None = None) -> Worker:
+    return dies(config) if os.environ["RANK"] == "1" else ngram()(config, progress)
+
+
+def refuses_on_rank_1(config: EngineConfig, progress: Progress | None = None) -> Worker:
+    return refuses(config) if os.environ["RANK"] == "1" else ngram()(config, progress)
+
+
 def lacks(config: EngineConfig, progress: Progress | None = None) -> NoReturn:
     raise ModuleNotFoundError("No module named 'kernels_of_tomorrow'", name="kernels_of_tomorrow")
 

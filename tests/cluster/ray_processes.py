@@ -20,6 +20,14 @@ def replica_processes(driver: int | None = None) -> list[psutil.Process]:
     return sorted(found, key=lambda process: process.pid)
 
 
+def placement_groups() -> list[str]:
+    """The names of the placement groups that Ray has or tries to place."""
+    from ray.util import placement_group_table
+
+    found = placement_group_table().values()
+    return [each["name"] for each in found if each["state"] != "REMOVED"]
+
+
 def wait_until_gone(processes: list[psutil.Process], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while alive := [each for each in processes if _lives(each)]:

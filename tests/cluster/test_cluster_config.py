@@ -9,6 +9,7 @@ import pytest
 from rollout import RolloutEngine
 from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.cluster.opening import open_pretrained, open_with
+from rollout.config import ParallelConfig, ParallelMode
 from rollout.errors import InvalidInputError
 from tests.cluster.workload import ngram
 
@@ -50,6 +51,22 @@ def test_values_that_make_no_sense_are_refused(field, value):
         ({"cluster_options": {"replicas": 2}}, "cluster=ray"),
         ({"max_runing": 2}, "max_runing"),
         ({"spec_options": {"draft": 2}}, "spec.draft"),
+        (
+            {"cluster": "ray", "parallel": {"mode": "tensor", "size": 4}},
+            "parallel.size=4: must divide the model's 6 query heads",
+        ),
+        (
+            {"cluster": "ray", "parallel": {"mode": "lockstep", "size": 2}},
+            "parallel.mode='lockstep'",
+        ),
+        (
+            {
+                "cluster": "ray",
+                "cluster_options": {"num_gpus": 0.5},
+                "parallel": {"mode": "tensor", "size": 2},
+            },
+            "cluster.num_gpus=0.5: must be 0, or 1 or more with parallel.size=2",
+        ),
     ],
 )
 def test_what_a_program_asks_for_is_checked_before_anything_starts(
@@ -65,28 +82,36 @@ def test_a_program_that_asks_for_no_cluster_gets_an_engine(tiny_model_path):
     assert engine.config.scheduler.max_running == 3
 
 
+def test_ranks_of_replicas_are_not_the_commands_own():
+    tensor = ParallelConfig(mode=ParallelMode.tensor, size=2)
+    assert ClusterConfig(kind=ClusterKind.ray).own_ranks(tensor).size == 1
+    assert ClusterConfig().own_ranks(tensor) is tensor
+
+
 def test_more_than_one_replica_needs_ray():
     with pytest.raises(InvalidInputError, match="cluster=ray"):
         ClusterConfig(replicas=2)
 
 
 @pytest.mark.parametrize(
-    ("options", "device", "there", "nodes", "expected"),
+    ("options", "device", "there", "nodes", "ranks", "expected"),
     [
-        ({"replicas": 4}, "cpu", {"CPU": 16}, 1, (4, 0.0, 0.25)),
-        ({"replicas": 4}, "cpu", {"CPU": 2}, 1, (1, 0.0, 0.25)),
-        ({"replicas": 4}, "cpu", {"CPU": 64}, 2, (16, 0.0, 0.5)),
-        ({"replicas": 4, "num_cpus": 2}, "auto", {"CPU": 64, "GPU": 8}, 1, (2, 1.0, 1.0)),
-        ({"replicas": 4}, "auto", {"CPU": 64, "GPU": 2}, 1, (16, 0.0, 0.25)),
-        ({"replicas": 4}, "cuda", {"CPU": 64, "GPU": 2}, 1, (16, 1.0, 1.0)),
-        ({"replicas": 2, "num_gpus": 0.5}, "cuda", {"CPU": 8, "GPU": 1}, 1, (4, 0.5, 0.5)),
-        ({"replicas": 2, "num_gpus": 0}, "auto", {"CPU": 8, "GPU": 2}, 1, (4, 0.0, 0.5)),
+        ({"replicas": 4}, "cpu", {"CPU": 16}, 1, 1, (4, 0.0, 0.25)),
+        ({"replicas": 4}, "cpu", {"CPU": 2}, 1, 1, (1, 0.0, 0.25)),
+        ({"replicas": 4}, "cpu", {"CPU": 64}, 2, 1, (16, 0.0, 0.5)),
+        ({"replicas": 4}, "cpu", {"CPU": 64}, 2, 2, (8, 0.0, 0.125)),
+        ({"replicas": 4, "num_cpus": 2}, "auto", {"CPU": 64, "GPU": 8}, 1, 1, (2, 1.0, 1.0)),
+        ({"replicas": 4}, "auto", {"CPU": 64, "GPU": 2}, 1, 1, (16, 0.0, 0.25)),
+        ({"replicas": 4}, "auto", {"CPU": 64, "GPU": 2}, 1, 2, (8, 1.0, 1.0)),
+        ({"replicas": 4}, "cuda", {"CPU": 64, "GPU": 2}, 1, 1, (16, 1.0, 1.0)),
+        ({"replicas": 2, "num_gpus": 0.5}, "cuda", {"CPU": 8, "GPU": 1}, 1, 1, (4, 0.5, 0.5)),
+        ({"replicas": 2, "num_gpus": 0}, "auto", {"CPU": 8, "GPU": 2}, 1, 1, (4, 0.0, 0.5)),
     ],
 )
-def test_each_replica_has_its_share(options, device, there, nodes, expected):
+def test_each_process_has_its_share(options, device, there, nodes, ranks, expected):
     pytest.importorskip("ray")
-    from rollout.cluster.ray.instance import replica_resources
+    from rollout.cluster.ray.instance import process_resources
 
     settings = ClusterConfig(kind=ClusterKind.ray, **options)
-    found = replica_resources(settings, device, there, nodes)
+    found = process_resources(settings, device, there, nodes, ranks)
     assert (found.num_cpus, found.num_gpus, found.memory_share) == expected

@@ -22,9 +22,9 @@ from rollout import SamplingParams
 from rollout.config import MemoryConfig, ModelConfig, SchedulerConfig
 from rollout.engine.worker import worker_factory
 from rollout.offline import DataConfig, OutputConfig, RunConfig, run_job
-from tests.cluster.ray_processes import replica_processes, wait_until_gone
+from tests.cluster.ray_processes import placement_groups, replica_processes, wait_until_gone
 from tests.helpers.forked import ROOT, forked, run_module
-from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.hang import HANG_SECONDS, wait_until
 
 NUM_PROMPTS, N, MAX_NEW_TOKENS = 60, 4, 100
 
@@ -78,7 +78,7 @@ def start(config: RunConfig, tmp_path: Path) -> Iterator:
 
 
 def wait_for_lines(journal: Path, count: int, process: ForkServerProcess, log: Path) -> None:
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + HANG_SECONDS
     while not journal.exists() or journal.read_bytes().count(b"\n") < count:
         assert process.is_alive(), f"it ended with {process.exitcode}: {log.read_text()}"
         assert time.monotonic() < deadline
@@ -86,15 +86,16 @@ def wait_for_lines(journal: Path, count: int, process: ForkServerProcess, log: P
 
 
 def test_stopped_by_ctrl_c_and_resumed_while_a_replica_is_killed(config, start, tmp_path, own_ray):
-    """First on a Ray of its own, though another runs here that is this process's, then on that."""
+    """First replicas of two ranks on a Ray of its own, though another runs here that is this
+    process's, then replicas of one on that."""
     run_job(config, worker_factory("none"), Console(file=io.StringIO()))
     output, journal = tmp_path / "many.parquet", tmp_path / "many.parquet.partial.jsonl"
     log = tmp_path / "log"
 
-    process = start(output)
+    process = start(output, "parallel=tensor", "parallel.size=2")
     wait_for_lines(journal, 20, process, log)
     below = psutil.Process(process.pid).children(recursive=True)
-    assert len(replica_processes(process.pid)) == 2
+    assert len(replica_processes(process.pid)) == 4
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: all of the group get it
     process.join(HANG_SECONDS)
     assert process.exitcode == 128 + signal.SIGINT, log.read_text()
@@ -121,7 +122,8 @@ def test_killed_while_replicas_start_it_ends_at_once_and_leaves_none(start, tmp_
     """Ray's own handlers would abort the process, or end it with another status."""
     before = replica_processes()
     log = tmp_path / "log"
-    process = start(tmp_path / "out.jsonl", f"cluster.address={own_ray}")
+    address = f"cluster.address={own_ray}"
+    process = start(tmp_path / "out.jsonl", address, "parallel=tensor", "parallel.size=2")
     while "starting 2 replicas" not in (log.read_text() if log.exists() else ""):
         assert process.is_alive(), log.read_text()
         time.sleep(0.02)
@@ -131,3 +133,4 @@ def test_killed_while_replicas_start_it_ends_at_once_and_leaves_none(start, tmp_
     assert not any(word in log.read_text() for word in ("Traceback", "SIGTERM"))
     assert not list(tmp_path.glob("out.jsonl*"))
     wait_until_gone([each for each in replica_processes() if each not in before], 60)
+    wait_until(lambda: not placement_groups())

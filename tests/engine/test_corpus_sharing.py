@@ -12,11 +12,14 @@ from ngram_native import Corpus
 from rollout import RolloutEngine, SamplingParams
 from rollout.engine.draft_corpus import CorpusDelta
 from rollout.errors import InvalidInputError
+from rollout.parallel import RankGroup
 from rollout.types import Request
 from spec_workers.corpus.feed import CorpusFeed
 from spec_workers.corpus.inbox import CorpusInbox
+from spec_workers.corpus.ngram_corpus import NgramCorpus
 from spec_workers.corpus.outbox import CorpusOutbox
 from tests.helpers.requests import make_request
+from tests.helpers.thread_ranks import on_ranks
 from tests.helpers.tiny_model import save_tiny_llama
 
 VOCAB = 50_000
@@ -439,3 +442,19 @@ def test_sharing_is_off_until_it_is_asked_for(model: str) -> None:
         engine.share_corpus()
     with pytest.raises(InvalidInputError, match="has no corpus"):
         make_engine(model, "none").share_corpus()
+
+
+def test_ranks_of_one_engine_are_one_sender():
+    """Else those that follow would learn what their own rank 0 sent."""
+
+    def sender(group: RankGroup) -> int:
+        corpus = NgramCorpus(
+            VOCAB, corpus_bytes=1 << 20, max_external_bytes=1 << 20, max_external_tokens=1 << 20,
+            configured={},
+        )  # fmt: skip
+        corpus.join(group)
+        corpus.share(1 << 20)
+        return corpus.take_delta().sender
+
+    first, second = on_ranks(2, sender)
+    assert first == second

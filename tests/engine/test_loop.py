@@ -16,7 +16,7 @@ import torch
 
 from rollout import FinishReason, RolloutEngine, SamplingParams
 from rollout.engine.loop import EngineLoop
-from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
+from rollout.errors import EngineStateError, InvalidInputError, ParallelError, WeightUpdateError
 from tests.helpers.hang import HANG_SECONDS, wait_until
 
 PROMPT = [5, 6, 7]
@@ -364,6 +364,30 @@ def test_a_step_that_raises_breaks_the_loop_and_says_why(engine, monkeypatch):
     assert not engine.has_unfinished
     monkeypatch.undo()
     assert len(engine.generate([PROMPT], SHORT)[0].token_ids) == 8
+
+
+def test_a_call_that_loses_a_rank_breaks_the_loop(engine):
+    def lose(engine: RolloutEngine) -> None:
+        raise ParallelError("rank 1 is gone")
+
+    with EngineLoop(engine) as loop:
+        assert isinstance(loop.call(lose).exception(HANG_SECONDS), ParallelError)
+        loop.broken.result(HANG_SECONDS)
+        with pytest.raises(EngineStateError, match="rank 1 is gone"):
+            loop.submit(PROMPT, SHORT)
+
+
+def test_a_rank_that_is_lost_as_a_request_is_submitted_is_no_fault_of_the_request(
+    engine, monkeypatch
+):
+    def lose(*arguments: object, **options: object) -> None:
+        raise ParallelError("rank 1 is gone")
+
+    monkeypatch.setattr(engine, "submit", lose)
+    with EngineLoop(engine) as loop:
+        error = loop.submit(PROMPT, SHORT).future.exception(HANG_SECONDS)
+        assert isinstance(error, EngineStateError)
+        loop.broken.result(HANG_SECONDS)
 
 
 def test_close_does_what_was_asked_and_aborts_what_is_unfinished(engine):

@@ -5,16 +5,28 @@ from __future__ import annotations
 import inspect
 import json
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import fields
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
+import torch
 
 from rollout import RolloutEngine
-from rollout.engine import call_guard
-from rollout.engine.protocol import Engine, Ranks, methods_on
+from rollout.config import ParallelConfig, ParallelMode
+from rollout.engine import call_guard, spmd
+from rollout.engine.draft_corpus import CorpusDelta
+from rollout.engine.protocol import Ranks, methods_on
+from rollout.engine.replica_protocol import ReplicaEngine
 from rollout.engine.spmd import Rank0Engine
-from rollout.errors import EngineStateError, InvalidInputError
-from rollout.parallel import SingleRank
+from rollout.errors import EngineStateError, InvalidInputError, ParallelError
+from rollout.parallel import ModelRanks, RankGroup, SingleRank
+from rollout.weights.bucket import PackedBucket, buckets
+from spec_workers.corpus.outbox import CorpusOutbox
 from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.requests import make_request
+from tests.helpers.thread_ranks import on_ranks
 
 
 class Told(SingleRank):
@@ -27,18 +39,50 @@ def public(kind: type) -> set[str]:
 
 
 def test_every_method_of_the_protocol_says_which_ranks_make_the_call():
-    marked = [name for ranks in Ranks for name in methods_on(ranks)]
+    marked = [name for ranks in Ranks for name in methods_on(ranks, ReplicaEngine)]
     assert len(marked) == len(set(marked))
-    assert set(marked) == public(Engine) <= public(RolloutEngine)
+    assert set(marked) == public(ReplicaEngine) <= public(RolloutEngine)
 
 
-@pytest.mark.parametrize("name", sorted(public(RolloutEngine) - set(methods_on(Ranks.FIRST))))
+@pytest.mark.parametrize(
+    "name", sorted(public(RolloutEngine) - set(methods_on(Ranks.FIRST, ReplicaEngine)))
+)
 def test_a_call_is_told_to_all_ranks_or_refused(name):
     engine = Rank0Engine(without_a_model(), Told())
-    error = ZeroDivisionError if name in methods_on(Ranks.EVERY) else InvalidInputError
+    error = (
+        ZeroDivisionError if name in methods_on(Ranks.EVERY, ReplicaEngine) else InvalidInputError
+    )
     tensors = [{}] if name == "update_weights_from_tensor" else []
     with pytest.raises(error, match=name):
         getattr(engine, name)(*tensors)
+
+
+def test_rank_0_that_cannot_open_its_engine_waits_for_nobody(monkeypatch):
+    """The others are in the middle of opening theirs, and would hear of nothing for minutes."""
+
+    class Line(SingleRank):
+        told: ClassVar[list[str]] = []
+
+        def tell(self, data: bytes) -> bytes:
+            if not data:
+                raise AssertionError("it waits")
+            self.told.append(json.loads(data)[0])
+            return data
+
+        def close(self, reason: str = "") -> None:
+            object.__setattr__(self, "tell", closed)
+
+    def closed(data: bytes) -> bytes:
+        raise ParallelError("closed")
+
+    def fail(progress: object) -> RolloutEngine:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(spmd, "open_ranks", lambda *_, **__: ModelRanks.of_tensor(Line()))
+    two = ParallelConfig(mode=ParallelMode.tensor, size=2)
+    with pytest.raises(ZeroDivisionError), spmd.leading(two, fail) as opened:
+        opened(None)
+    assert Line.told == ["open"]
 
 
 def test_an_argument_that_cannot_be_sent_is_refused_before_anybody_hears_of_it():
@@ -53,6 +97,50 @@ def test_a_call_that_is_refused_is_told_to_nobody(monkeypatch):
     with own.calls, ThreadPoolExecutor(1) as threads:
         call = threads.submit(Rank0Engine(own, Told()).flush_cache)
         assert isinstance(call.exception(HANG_SECONDS), EngineStateError)
+
+
+class Recorder:
+    """An engine that notes the calls that bring bytes."""
+
+    def __init__(self) -> None:
+        self.calls = nullcontext()
+        self.made: list[tuple[str, Any, dict[str, Any]]] = []
+
+    def update_weights_from_bucket(self, bucket: PackedBucket, **options: Any) -> None:
+        self.made.append(("update", bucket, options))
+
+    def learn_corpus_deltas(self, deltas: list[CorpusDelta], **options: Any) -> None:
+        self.made.append(("learn", deltas, options))
+
+
+def test_bytes_that_follow_a_call_are_the_same_on_all_ranks():
+    bucket = PackedBucket.of(next(buckets({"a": torch.arange(5), "b": torch.ones(2)}.items())))
+    outbox = CorpusOutbox(1 << 20)
+    request = make_request([5, 6], request_id=3)
+    outbox.follow([request])
+    request.tokens += [7, 8]
+    request.weight_versions += [1, 2]
+    deltas = [outbox.take(), outbox.take()]
+
+    def run(group: RankGroup) -> Recorder:
+        recorder = Recorder()
+        if group.rank:
+            spmd._follow(group, lambda _: recorder)
+            return recorder
+        engine = spmd._opened(group, lambda _: recorder, None)
+        engine.update_weights_from_bucket(bucket, direct=True)
+        engine.learn_corpus_deltas(deltas)
+        group.tell(b"")
+        return recorder
+
+    for rank in on_ranks(2, run):
+        (update, own, options), (learn, learned, _) = rank.made
+        assert (update, options, learn) == ("update", {"direct": True}, "learn")
+        values = {name: tensor.tolist() for name, tensor in own.unpacked().unflatten()}
+        assert values == {"a": [0, 1, 2, 3, 4], "b": [1.0, 1.0]}
+        for delta, wanted in zip(learned, deltas, strict=True):
+            for each in fields(CorpusDelta):
+                assert np.array_equal(getattr(delta, each.name), getattr(wanted, each.name))
 
 
 def without_a_model() -> RolloutEngine:

@@ -63,7 +63,7 @@ class Proposing(SpecWorker):
         self.hidden: list[bool] = []
         self.proposed_for: list[set[int]] = []
 
-    def propose(self, batch, floor):
+    def propose(self, batch, floors_B):
         was_busy = self.target.is_busy
         time.sleep(FORWARD)
         self.hidden.append(was_busy and self.target.is_busy)

@@ -33,7 +33,8 @@ class DenseAttention:
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = list(lengths)
 
-    def run(self, layer, q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD) -> torch.Tensor:
+    def run(self, layer, q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, rows_R=None) -> torch.Tensor:
+        assert rows_R is None
         k_TKD, v_TKD = rotated(q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD)
         out = [
             scaled_dot_product_attention(
@@ -55,7 +56,8 @@ class GrowingAttention:
     def __init__(self) -> None:
         self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def run(self, layer, q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD) -> torch.Tensor:
+    def run(self, layer, q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, rows_R=None) -> torch.Tensor:
+        assert rows_R is None
         k_TKD, v_TKD = rotated(q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD)
         if layer in self.kept:
             old_k, old_v = self.kept[layer]

@@ -35,7 +35,7 @@ class DraftWatch:
         self.memory = drafter._target.memory
         self.target = drafter._target.model
         self.tolerance = tolerance
-        self.known = self.nodes = 0  # rows compared
+        self.known = self.nodes = 0  # rows run; what is not given of them shows in those after it
         self.holes: list[int] = []  # positions passed over, of each run
         # Request (by its list of tokens), length -> reference at the last position but one.
         self._roots: dict[tuple[int, int], torch.Tensor] = {}
@@ -56,16 +56,16 @@ class DraftWatch:
         for pool in self.kv.pool.keys + self.kv.pool.values:
             pool[unread] = float("nan")
 
-    def propose(self, batch, floor):
+    def propose(self, batch, floors_B):
         self.poison()
         self._tokens = {entry.request.row: entry.request.tokens for entry in batch.entries}
         self._trees = {}
-        return self._propose(batch, floor)
+        return self._propose(batch, floors_B)
 
-    def extend(self, runs, hidden_TE):
+    def extend(self, runs, hidden_TE, *, last_alone):
         self.poison()
-        out_TE = self._extend(runs, hidden_TE)
-        first = 0
+        out_TE = self._extend(runs, hidden_TE, last_alone=last_alone)
+        first = given = 0
         for b, row in enumerate(runs.rows_B.tolist()):
             start, length = int(runs.starts_B[b]), int(runs.lens_B[b])
             if not length:
@@ -76,11 +76,13 @@ class DraftWatch:
             assert attended[-length:] == list(range(start, start + length))
             self.holes.append(start + length - len(attended))
             wanted_AE = self._known_rows(tokens, attended)
-            self._compare(out_TE[first : first + length], wanted_AE[-length:])
+            count = 1 if last_alone else length
+            self._compare(out_TE[given : given + count], wanted_AE[-count:])
+            given += count
             self._roots[id(runs.tokens_B[b]), len(tokens)] = wanted_AE[-1]
             first += length
             self.known += length
-        assert first == len(out_TE)
+        assert given == len(out_TE)
         return out_TE
 
     def run_nodes(self, nodes, hidden_TE):

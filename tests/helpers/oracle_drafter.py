@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -36,17 +36,22 @@ class OracleDrafter:
         self.num_released = 0
 
     def propose(
-        self, batch: Batch, floor: float, entries: Collection[int] | None = None
+        self, batch: Batch, floors_B: np.ndarray, entries: Collection[int] | None = None
     ) -> DraftTrees:
         shapes, probs = [], []
         for b, entry in enumerate(batch.entries):
             wanted = entry.samples and (entries is None or b in entries)
-            shapes.append(self._tree(entry.request, len(entry.draft_slots)) if wanted else ([], []))
+            tokens, parents = (
+                self._tree(entry.request, len(entry.draft_slots)) if wanted else ([], [])
+            )
             if wanted:
                 self.asked.append(entry.request.request_id)
             # Nodes come in pairs, the likelier first; below that one the next pair.
-            joint = [0.8 ** (j // 2) * (0.8, 0.1)[j % 2] for j in range(len(shapes[-1][0]))]
-            probs += joint
+            joint = [0.8 ** (j // 2) * (0.8, 0.1)[j % 2] for j in range(len(tokens))]
+            order = sorted(range(len(tokens)), key=lambda j: -joint[j])
+            number = {0: 0} | {j + 1: rank for rank, j in enumerate(order, start=1)}
+            shapes.append(([tokens[j] for j in order], [number[parents[j]] for j in order]))
+            probs += [joint[j] for j in order]
         trees = make_trees(shapes)
         trees.probs_N = np.array(probs, dtype=np.float32)
         return trees
@@ -71,6 +76,8 @@ class OracleDrafter:
         self.num_released += 1
 
     def weights_changed(self) -> None: ...
+
+    def check_integrity(self, running: Iterable[Request]) -> None: ...
 
     def counters(self) -> dict[str, float]:
         return {"draft/asked": len(self.asked)}

@@ -34,7 +34,7 @@ class OracleWorker(SpecWorker):
     def max_draft_tokens(self) -> int:
         return self._size
 
-    def propose(self, batch: Batch, floor: float) -> DraftTrees:
+    def propose(self, batch: Batch, floors_B: np.ndarray) -> DraftTrees:
         trees = make_trees([self._tree(entry) if entry.samples else ([], [])
                             for entry in batch.entries])  # fmt: skip
         check_trees(trees)

@@ -87,8 +87,9 @@ def test_what_a_job_on_ranks_cannot_be():
     tensor = ParallelConfig(mode=ParallelMode.tensor, size=2)
     with pytest.raises(InvalidInputError, match=r"parallel\.mode"):
         RunConfig(**parts, parallel=ParallelConfig(mode=ParallelMode.lockstep, size=2))
-    with pytest.raises(InvalidInputError, match=r"cluster\.kind"):
-        RunConfig(**parts, parallel=tensor, cluster=ClusterConfig(kind=ClusterKind.ray))
+    cluster = ClusterConfig(kind=ClusterKind.ray, num_gpus=0.5)
+    with pytest.raises(InvalidInputError, match=r"cluster\.num_gpus=0\.5.* of each rank"):
+        RunConfig(**parts, parallel=tensor, cluster=cluster)
     with pytest.raises(InvalidInputError, match=r"parallel\.size"):
         ParallelConfig(size=2)
     with pytest.raises(InvalidInputError, match=r"parallel\.timeout"):

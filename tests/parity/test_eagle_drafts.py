@@ -72,6 +72,34 @@ def test_every_row_is_what_whole_sequences_give(target_path, draft, options):
         assert 0 < sum(watch.holes) / len(watch.holes) < 2
 
 
+def test_rows_whose_hidden_states_nobody_reads_change_no_bit(target_path, draft):
+    """Of known positions only keys, values and the last one's hidden state are computed."""
+
+    def drafted(last_alone: bool):
+        engine, watch = make_engine(target_path, draft)
+        drafter, runner, own = engine.worker.drafter, watch.runner, watch._extend
+        propose, trees, given = watch._propose, [], []
+
+        def extend(runs, hidden_TE, *, last_alone):
+            given.append(len(out_TE := own(runs, hidden_TE, last_alone=last_alone)))
+            return out_TE
+
+        def whole(runs, hidden_TE, *, last_alone):
+            out_TE = extend(runs, hidden_TE, last_alone=False)
+            return out_TE[np.cumsum(runs.lens_B)[runs.lens_B > 0] - 1]
+
+        runner.extend, runner.run_nodes = extend if last_alone else whole, watch._run_nodes
+        drafter.propose = lambda *args: (trees.append(propose(*args)), trees[-1])[1]
+        rollouts = engine.generate(PROMPTS, PARAMS)
+        found = [(tree.tokens_N.tolist(), tree.probs_N.tolist()) for tree in trees]
+        return numbers(rollouts), found, sum(given)
+
+    ours, whole = drafted(True), drafted(False)
+    assert ours[:2] == whole[:2]
+    assert sum(len(tokens) for tokens, _ in ours[1]) > 100
+    assert ours[2] < whole[2] - 20, "rows of prompts"
+
+
 def test_an_engines_integrity_is_its_drafts_too(target_path, draft):
     engine, _ = make_engine(target_path, draft)
     request = engine.submit(PROMPTS[3], SamplingParams(max_new_tokens=24, ignore_eos=True))
@@ -89,15 +117,15 @@ def test_prompts_are_read_while_nothing_is_drafted(target_path, draft):
     """They are not run again once they are cached; what is decoded meanwhile leaves holes."""
     engine, watch = make_engine(target_path, draft)
     budget, prompt = engine.worker.budget, PROMPTS[3]
-    floor = budget.floor
-    budget.is_open, budget.floor = False, lambda batch: None
+    floors = budget.floors
+    budget.is_open, budget.floors = False, lambda batch: None
     params = SamplingParams(temperature=0.8, max_new_tokens=24, ignore_eos=True)
     request = engine.submit(prompt, params)
     while len(request.token_ids) < 6:
         engine.step()
     assert watch.known == len(prompt)
     decoded = len(request.token_ids)
-    budget.is_open, budget.floor = True, floor
+    budget.is_open, budget.floors = True, floors
     ended = []
     while engine.has_unfinished:
         ended += engine.step()

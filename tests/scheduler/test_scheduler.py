@@ -513,3 +513,40 @@ def test_a_step_that_failed_is_scheduled_again():
     bench.memory.commit_paths([request.row], [entry.end], [2], entry.draft_slots[:2])
     assert bench.step() == [(request, 3, 1)]
     assert bench.memory.usage.used == 4
+
+
+def test_a_batch_says_whether_requests_wait_and_what_the_running_ones_have_left():
+    bench = Bench(running=2, context=60)
+    first, second = bench.add([1, 2], 9), bench.add([3, 4], 90)
+    waiting = bench.add([5, 6], 9)
+    assert bench.scheduler.schedule().tail is None
+    bench.scheduler.abort(waiting.request_id)
+    tail = bench.scheduler.schedule().tail
+    assert tail.remaining(first).limit == 9
+    assert tail.remaining(second).limit == 60 - 2  # the context ends it
+    assert tail.remaining(first).expected > 1000, "nothing is known"
+    for _ in range(3):
+        bench.lengths.observe(first.group, 30)
+    bench.step()
+    assert bench.scheduler.schedule().tail.remaining(first) == (29, 8)
+
+
+def test_a_batch_says_whether_requests_that_end_are_replaced():
+    bench = Bench(running=2)
+
+    def replaced() -> float:
+        return bench.scheduler.schedule().tail.replaced
+
+    first, second = bench.add([1, 2]), bench.add([3, 4])
+    assert replaced() == 0.0
+    for _ in range(20):  # a client with two requests in flight
+        bench.step(finish=(first,))
+        first, second = second, bench.add([1, 2])
+    assert replaced() > 0.9
+    bench.step(finish=(first, second))
+    for _ in range(40):  # requests that are submitted together and end one after the other
+        first, second = bench.add([1, 2]), bench.add([3, 4])
+        bench.step(finish=(first,))
+        bench.step(finish=(second,))
+    assert bench.add([1, 2]) is not None
+    assert replaced() < 0.1

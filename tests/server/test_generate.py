@@ -287,7 +287,8 @@ def test_the_bodies_of_slime_and_areal_are_understood(client):
         ({"input_ids": [5] * 512}, "len(prompt)"),
         ({"input_ids": [5], "sampling_params": {"temperature": -1}}, "sampling.temperature"),
         ({"input_ids": [5], "sampling_params": {"max_new_tokens": -1}}, "min_new_tokens"),
-        ({"input_ids": [5], "sampling_params": {"regex": "a+"}}, "sampling_params.regex"),
+        ({"input_ids": [5], "sampling_params": {"ebnf": "x"}}, "sampling_params.ebnf"),
+        ({"input_ids": [5], "sampling_params": {"regex": "a+"}}, "sampling.regex"),  # of words
         ({"input_ids": [5], "sampling_params": {"seed": 1, "sampling_seed": 2}},
          "sampling_params.seed"),
         ({"input_ids": [5], "sampling_params": {"seed": 2**64}}, "sampling.seed"),

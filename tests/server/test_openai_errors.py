@@ -19,6 +19,7 @@ JSON = {"Content-Type": "application/json"}
 MESSAGES = [{"role": "user", "content": "one"}]
 IMAGE = {"type": "image_url", "image_url": {"url": "http://localhost/cat.png"}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+NO_OBJECT = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[]"}}
 
 
 def refused(live: Live, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -74,7 +75,12 @@ def refused(live: Live, path: str, body: dict[str, Any]) -> dict[str, Any]:
         ("add_special_tokens", {"add_special_tokens": False}),
         ("include_reasoning", {"include_reasoning": False}),
         ("prompt_logprobs", {"prompt_logprobs": 1}),
-        ("structured_outputs", {"structured_outputs": {"regex": "a"}}),
+        ("structured_outputs.grammar", {"structured_outputs": {"grammar": "root ::= x"}}),
+        ("structured_outputs.regex", {"structured_outputs": {"json": {}, "regex": "a"}}),
+        ("structured_outputs.choice", {"structured_outputs": {"choice": []}}),
+        ("regex", {"regex": "a", "guided_regex": "a"}),
+        ("guided_grammar", {"guided_grammar": "root ::= x"}),
+        ("sampling.regex", {"regex": "a"}),  # of a tokenizer of words nobody knows the bytes
         ("some_new_field", {"some_new_field": 1}),
     ],
 )
@@ -87,17 +93,27 @@ def test_bad_completions_are_named(live: Live, field: str, fields: dict[str, Any
     [
         ("messages", {"messages": []}),
         ("messages", {"messages": "one"}),
-        ("messages", {"messages": [{"role": "user"}]}),
-        ("messages", {"messages": [{"role": "user", "content": None}]}),
+        ("messages[0].content", {"messages": [{"role": "user"}]}),
+        ("messages[0].content", {"messages": [{"role": "user", "content": None}]}),
+        ("messages[0].content", {"messages": [{"role": "assistant", "tool_calls": []}]}),
         ("messages", {"messages": [{"role": "nobody", "content": "one"}]}),
         ("messages[0].content[1]", {"messages": [
             {"role": "user", "content": [{"type": "text", "text": "one"}, IMAGE]}]}),
-        ("messages[0].tool_calls", {"messages": [
-            {"role": "assistant", "content": "one", "tool_calls": [CALL]}]}),
+        ("messages[0].function_call", {"messages": [
+            {"role": "assistant", "content": "one", "function_call": CALL["function"]}]}),
+        ("messages", {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}),
+        ("messages[0].tool_calls[0].function.arguments", {"messages": [
+            {"role": "assistant", "tool_calls": [NO_OBJECT]}]}),
         ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+        ("tools", {"tools": [{"type": "function", "function": {}}]}),
+        ("tools", {"tools": [{"type": "web_search"}], "tool_choice": "none"}),
+        ("tool_choice", {"tool_choice": "required"}),
+        ("tool_choice", {"tool_choice": {"type": "function", "function": {"name": "f"}}}),
         ("functions", {"functions": [{"name": "f"}]}),
-        ("response_format", {"response_format": {"type": "json_object"}}),
-        ("reasoning_effort", {"reasoning_effort": "high"}),
+        ("response_format.type", {"response_format": {"type": "structural_tag"}}),
+        ("response_format.json_schema.schema", {"response_format": {"type": "json_schema"}}),
+        ("sampling.json_schema", {"response_format": {"type": "json_object"}}),
+        ("enable_thinking", {"enable_thinking": True}),
         ("modalities", {"modalities": ["text", "audio"]}),
         ("top_logprobs", {"top_logprobs": 2}),
         ("logprobs", {"logprobs": 2}),
@@ -136,6 +152,11 @@ def test_what_asks_for_nothing_is_let_through(live: Live) -> None:
                 "tool_choice": "none", "n": None, "temperature": None, "seed": None,
                 "include_stop_str_in_output": True, "parallel_tool_calls": True,
             }  # fmt: skip
+            if path == "chat/completions":
+                body |= {
+                    "reasoning_effort": "high", "separate_reasoning": True,
+                    "stream_reasoning": True,
+                }  # fmt: skip
             answer = client.post(f"/v1/{path}", json=body)
             assert answer.status_code == 200, answer.text
 

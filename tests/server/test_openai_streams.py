@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,6 +71,55 @@ def test_streams_have_the_texts_of_whole_answers(live: Live, offline: RolloutEng
             logprob for part in choice["logprobs"] for logprob in part.token_logprobs
         ] == rollout.logprobs
         assert choice["finish_reason"] == str(rollout.finish_reason)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["one", "other"]}, "b": {"type": "boolean"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": SCHEMA},
+            }
+        },
+        {"extra_body": {"structured_outputs": {"json": json.dumps(SCHEMA)}}},
+        {"extra_body": {"guided_choice": ["[1, 2]", '{"a": "(.*)"}']}},
+    ],
+)
+def test_outputs_obey_a_grammar(live: Live, asked: dict[str, Any]) -> None:
+    pytest.importorskip("llguidance")
+    chunks = client_of(live).chat.completions.create(
+        model=live.serving.model_name,
+        messages=[{"role": "user", "content": "hi"}],
+        n=4,
+        max_tokens=80,
+        stream=True,
+        **asked,
+    )
+    for choice in joined_parts(chunks).values():
+        assert choice["finish_reason"] == "stop"
+        value = json.loads(choice["text"][:-1])  # the model's end is a character
+        assert value in ([1, 2], {"a": "(.*)"}) or (
+            value["a"] in ("one", "other") and value["b"] in (False, True)
+        )
+
+
+def test_sglangs_dialect_has_grammars_too(live: Live) -> None:
+    pytest.importorskip("llguidance")
+    body = {"text": "x", "sampling_params": {"regex": "(ab|c){3}-d", "max_new_tokens": 20}}
+    with live.client() as client:
+        answer = client.post("/generate", json=body)
+    assert answer.status_code == 200, answer.text
+    assert re.fullmatch("(ab|c){3}-d", answer.json()["text"])
 
 
 def favouring(text: str) -> dict[int, float]:

@@ -226,9 +226,11 @@ def test_one_ctrl_c_lets_what_runs_finish(two):
     with stream_of(url, 500) as stream:
         lines = stream.iter_lines()
         next(lines)
+        httpx.post(f"{url}/pause_generation", json={"mode": "in_place"})  # it cannot end yet
         os.killpg(process.pid, signal.SIGINT)
         while httpx.get(f"{url}/health").status_code == 200:
             time.sleep(0.01)
+        assert httpx.post(f"{url}/continue_generation", json={}).status_code == 200
         last = last_event(lines)
     assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 500}
     assert process.wait(HANG_SECONDS) == 0

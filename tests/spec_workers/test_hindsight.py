@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rollout.types import EntryResult, FinishReason
-from spec_workers.neural_gate import accepted_in_hindsight
+from spec_workers.neural_gate import accepted_in_hindsight, agreement
 from tests.helpers.requests import make_trees
 
 
@@ -64,13 +64,15 @@ def test_as_by_walking(seed):
         results.append(EntryResult(token_ids=path + wrong, finish_reason=ended))
     trees = make_trees(per_entry)
     values = 0.8**trees.depths_N
-    found = accepted_in_hindsight(trees, values, results)
+    found = accepted_in_hindsight(trees, values, results, agreement(trees, results))
     np.testing.assert_allclose(found, by_walking(trees, values, results))
     assert (found > 0).any()
 
 
 def test_entries_that_sampled_nothing_and_batches_of_nobody():
-    trees = make_trees([([], []), ([4], [0])])
+    trees, nothing = make_trees([([], []), ([4], [0])]), make_trees([])
     results = [EntryResult(), EntryResult(token_ids=[4, 5])]
-    assert accepted_in_hindsight(trees, np.ones(1), results).tolist() == [0.0, 1.0]
-    assert accepted_in_hindsight(make_trees([]), np.zeros(0), []).tolist() == []
+    found = accepted_in_hindsight(trees, np.ones(1), results, agreement(trees, results))
+    assert found.tolist() == [0.0, 1.0]
+    found = accepted_in_hindsight(nothing, np.zeros(0), [], agreement(nothing, []))
+    assert found.tolist() == []

@@ -29,22 +29,22 @@ class WatchedWorker(HybridWorker):
         self.max_nodes = 0
         self.noted = 0
 
-    def propose(self, batch, floor):
-        self.copied = self.corpus_trees(batch, floor)
-        trees = super().propose(batch, floor)
+    def propose(self, batch, floors_B):
+        self.copied = self.corpus_trees(batch, floors_B)
+        trees = super().propose(batch, floors_B)
         check_trees(trees)
         starts = trees.offsets_B1[:-1][np.diff(trees.offsets_B1) > 0]
         falls = np.diff(trees.probs_N) <= 0
         falls[starts[starts > 0] - 1] = True
         assert falls.all()
-        assert (trees.probs_N >= np.float32(floor)).all()
+        assert (trees.probs_N >= np.float32(floors_B.min())).all()
         self.sources |= {SOURCES[source] for source in trees.sources_N}
         self.max_nodes = max(self.max_nodes, int(np.diff(trees.offsets_B1).max()))
         return trees
 
-    def corpus_trees(self, batch, floor):
+    def corpus_trees(self, batch, floors_B):
         """The trees that the corpus proposes alone: asked again it proposes the same."""
-        return super(HybridWorker, self).propose(batch, floor)
+        return super(HybridWorker, self).propose(batch, floors_B)
 
     def _num_verified(self, step):
         found = super()._num_verified(step)

@@ -217,3 +217,20 @@ def test_the_corpus_is_believed_as_far_as_it_was_right(clock):
     gate = make_gate(per_row=4.0)
     run(gate, clock, World(corpus=2, both=2, believed=0.15), 400, spent_ms=0.3 * STEP_MS)
     assert not gate.is_open
+
+
+def test_of_many_open_steps_a_part_is_judged(clock, monkeypatch):
+    """All that follow its opening are, so also those in which it looks."""
+    gate, judged = make_gate(), []
+    observe = gate._gate.observe
+    monkeypatch.setattr(gate._gate, "observe", lambda *told: judged.append(observe(*told)))
+    run(gate, clock, World(both=1), 48, spent_ms=0.1 * STEP_MS)
+    assert len(judged) == 48
+    run(gate, clock, World(both=1), 500, spent_ms=0.1 * STEP_MS)
+    assert len(judged) == 48 + 166
+    assert not all(run(gate, clock, World(both=0), 300, spent_ms=0.9 * STEP_MS))
+    while gate.is_open:
+        run(gate, clock, World(both=0), 1, spent_ms=0.9 * STEP_MS)
+    before = len(judged)
+    looked = sum(run(gate, clock, World(both=0), 400, spent_ms=0.9 * STEP_MS))
+    assert 0 < looked == len(judged) - before

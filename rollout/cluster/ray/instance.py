@@ -19,29 +19,42 @@ from rollout.errors import ClusterError, InvalidInputError
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaResources:
-    """The share of a machine that each replica is given."""
+class ProcessResources:
+    """The share of a machine that each process is given: a replica's, or a rank's of one."""
 
     num_cpus: int
     num_gpus: float
-    memory_share: float  # of the device it is on, beside other replicas
+    memory_share: float  # of the device it is on, beside other processes
 
 
-def replica_resources(
-    config: ClusterConfig, device: str, there: Mapping[str, float], num_nodes: int
-) -> ReplicaResources:
-    """The share of a replica. ``there``: the whole cluster's resources, as Ray counts them;
-    ``device``: where the model runs."""
-    num_cpus = config.num_cpus or max(1, int(there.get("CPU", 1)) // config.replicas)
+def process_resources(
+    config: ClusterConfig,
+    device: str,
+    there: Mapping[str, float],
+    num_nodes: int,
+    num_ranks: int = 1,
+) -> ProcessResources:
+    """The share of a process.
+
+    Args:
+        device: where the model runs.
+        there: the whole cluster's resources, as Ray counts them.
+        num_ranks: processes of a replica.
+    """
+    processes = config.replicas * num_ranks
+    num_cpus = config.num_cpus or max(1, int(there.get("CPU", 1)) // processes)
     if config.num_gpus is not None:
         num_gpus = config.num_gpus
     else:
-        has_gpus = there.get("GPU", 0) >= config.replicas
+        # Ranks are wanted for models that no CPU runs: of GPUs that are too few Ray says so.
+        has_gpus = there.get("GPU", 0) >= (config.replicas if num_ranks == 1 else 1)
         num_gpus = float(device.startswith("cuda") or (device == "auto" and has_gpus))
     if num_gpus:
-        return ReplicaResources(num_cpus, num_gpus, min(1.0, num_gpus))
+        return ProcessResources(num_cpus, num_gpus, min(1.0, num_gpus))
+    if num_ranks > 1:  # replicas are packed: all of them may be on one machine
+        return ProcessResources(num_cpus, 0.0, 1 / processes)
     per_node = math.ceil(config.replicas / max(1, num_nodes))  # they are spread
-    return ReplicaResources(num_cpus, 0.0, 1 / per_node)
+    return ProcessResources(num_cpus, 0.0, 1 / per_node)
 
 
 log = logging.getLogger(__name__)
@@ -50,13 +63,16 @@ log = logging.getLogger(__name__)
 class RayInstance:
     """A connection to Ray. `close` ends only what this process started."""
 
-    def __init__(self, config: ClusterConfig) -> None:
-        """Raises InvalidInputError where ``config.address`` leads nowhere, ClusterError where Ray
-        cannot start."""
+    def __init__(self, config: ClusterConfig, num_ranks: int) -> None:
+        """Connect, with room for replicas of ``num_ranks`` processes where it starts Ray.
+
+        Raises InvalidInputError where ``config.address`` leads nowhere, ClusterError where Ray
+        cannot start.
+        """
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
             with _own_sigterm():
-                _connect(config)
+                _connect(config, (config.num_cpus or 1) * config.replicas * num_ranks)
         self.resources: dict[str, float] = ray.cluster_resources()
         self.num_nodes = sum(node["Alive"] for node in ray.nodes())
 
@@ -95,8 +111,7 @@ def _started_here() -> str | None:
     return read_ray_address()
 
 
-def _connect(config: ClusterConfig) -> None:
-    wanted = (config.num_cpus or 1) * config.replicas
+def _connect(config: ClusterConfig, wanted_cpus: int) -> None:
     options: dict[str, Any] = {
         "namespace": config.namespace,
         "log_to_driver": False,
@@ -118,7 +133,7 @@ def _connect(config: ClusterConfig) -> None:
             except (ConnectionError, RuntimeError):  # it is gone, or of another version of Ray
                 address = "local"
     if address == "local":
-        _start(wanted, options)
+        _start(wanted_cpus, options)
         return
     try:
         ray.init(address, **options)

@@ -18,8 +18,13 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollout.cluster.host import ReplicaHost
-from rollout.cluster.messages import Submission
+from rollout.cluster.messages import ReplicaFacts, Submission
+from rollout.cluster.ray.actor_group import ActorGroup
 from rollout.cluster.replica import ReplicaDiedError
+from rollout.config import EngineConfig
+from rollout.engine.worker import WorkerFactory
+from rollout.errors import EngineStateError, ParallelError
+from rollout.parallel import host_store, launch_variables
 
 _NUM_LINES = 12
 _TAIL_BYTES = 1 << 14
@@ -78,13 +83,34 @@ def _tail(paths: Sequence[str]) -> list[str]:
     return []
 
 
-class RayReplica:
-    """See `rollout.cluster.replica.Replica`."""
+@dataclass(slots=True, eq=False)
+class RayRank:
+    """One process of a replica: the only one, or a rank of its model."""
 
-    def __init__(self, name: str, actor: Any) -> None:
+    replica: RayReplica
+    rank: int
+    actor: Any
+    location: ActorLocation | None = None  # once it is known
+
+    def pulse(self) -> Future[float]:
+        """See `Heartbeats`."""
+        return self.actor.pulse.remote().future()
+
+    def named(self, reason: str) -> str:
+        """``reason``, which is this process's, with its rank where there are several."""
+        size = len(self.replica.ranks)
+        return reason if size == 1 else f"rank {self.rank} of {size}: {reason}"
+
+
+class RayReplica:
+    """See `rollout.cluster.replica.Replica`. Rank 0 is called; it tells the others."""
+
+    def __init__(self, name: str, actors: ActorGroup) -> None:
         self.name = name
-        self.actor = actor
+        self.ranks = [RayRank(self, rank, actor) for rank, actor in enumerate(actors.actors)]
+        self.actor = self.ranks[0].actor
         self.unavailable_reason = ""
+        self._actors = actors
         # Threads that bring weights call too, and answers come on Ray's.
         self._lock = threading.Lock()
         self._next_turn = 0
@@ -105,7 +131,9 @@ class RayReplica:
         def resolve(answered: Future[Any]) -> None:  # on a thread of Ray's
             error = answered.exception()
             if error is not None:
-                lost = isinstance(error, RayActorError)
+                # An error of the call itself is in its answer: these are of a loop that is broken.
+                broken = isinstance(cause_of(error), ParallelError | EngineStateError)
+                lost = broken or isinstance(error, RayActorError)
                 result.set_exception(ReplicaDiedError(str(error)) if lost else cause_of(error))
                 return
             answer = answered.result()
@@ -121,13 +149,9 @@ class RayReplica:
         reference.future().add_done_callback(resolve)
         return result
 
-    def pulse(self) -> Future[float]:
-        """See `Heartbeats`."""
-        return self.actor.pulse.remote().future()
-
     def kill(self) -> None:
-        """End the process: at once if it can, otherwise within seconds. Its calls fail at once."""
-        ray.kill(self.actor, no_restart=True)
+        """End all processes: at once if they can, otherwise within seconds. Calls fail at once."""
+        self._actors.kill()
 
     def _send(self, method: Any, *args: Any, **kwargs: Any) -> tuple[int, Any]:
         """Send a call; returns its turn and Ray's reference. A call that cannot be sent takes no
@@ -160,8 +184,32 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 class ReplicaActor(ReplicaHost):
-    """The replica's side, in a process of Ray's."""
+    """The replica's side, in a process of Ray's; of several ranks, the side of each."""
 
     async def location(self) -> ActorLocation:
         """The location of this actor. Can be asked before it has an engine."""
         return ActorLocation.of_this_process()
+
+    async def host_store(self) -> int:
+        """The port of a store where ranks on this machine meet. It lives as long as this actor."""
+        self._store = host_store()
+        return self._store.port
+
+    async def open_rank(
+        self,
+        rank: int,
+        port: int,
+        config: EngineConfig,
+        factory: WorkerFactory,
+        report_seconds: float,
+    ) -> ReplicaFacts | None:
+        """Be one of several ranks: rank 0 is opened, the others follow it to its end.
+
+        ``port``: of rank 0's `host_store`.
+        """
+        gpu = 0 if ray.get_gpu_ids() else rank  # it sees no others than its own
+        os.environ.update(launch_variables(rank, config.parallel.size, port, gpu))
+        if rank == 0:
+            return await self.open(config, factory, report_seconds)
+        await self.follow(config, factory)
+        return None

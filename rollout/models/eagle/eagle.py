@@ -9,7 +9,7 @@ import torch
 
 from rollout.models.causal_lm import CausalLM, LayerAttention
 from rollout.models.decoder_layer import DecoderLayer
-from rollout.models.draft_model import DraftSpec, embedded
+from rollout.models.draft_model import DraftSpec, embedded, selected
 from rollout.models.layers.linear import Linear, linear_weight_loaders
 from rollout.models.layers.rope import cos_sin_table
 from rollout.models.layers.weight_loader import WeightLoader
@@ -68,11 +68,13 @@ class Eagle(OwnWeights):
         hidden_TE: torch.Tensor,
         positions_T: torch.Tensor,
         attention: LayerAttention,
+        rows_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
         layer, eps = self.layer, self.spec.decoder.rms_norm_eps
         embedded_TE = embedded(self.embedding_VE, self._target, input_ids_T)
         residual_TE = self.fc(torch.cat([embedded_TE, hidden_TE], dim=1))
-        attended_TE = layer.attend(0, residual_TE, positions_T, self.cos_sin_PD, attention)
+        attended_TE = layer.attend(0, residual_TE, positions_T, self.cos_sin_PD, attention, rows_R)
+        residual_TE = selected(residual_TE, rows_R)
         normed_TE = add_rms_norm(attended_TE, residual_TE, layer.mlp_norm_E, eps)
         return residual_TE.add_(layer.feed_forward(normed_TE))
 

@@ -13,7 +13,7 @@ import torch
 from rollout.errors import CheckpointError
 from rollout.models.causal_lm import CausalLM, LayerAttention
 from rollout.models.decoder_layer import DecoderLayer
-from rollout.models.draft_model import DraftSpec, embedded
+from rollout.models.draft_model import DraftSpec, embedded, selected
 from rollout.models.layers.linear import Linear, linear_weight_loaders
 from rollout.models.layers.rope import cos_sin_table
 from rollout.models.layers.weight_loader import WeightLoader
@@ -183,6 +183,7 @@ class Eagle3(OwnWeights):
         hidden_TE: torch.Tensor,
         positions_T: torch.Tensor,
         attention: LayerAttention,
+        rows_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The residual stream after the layer, normed only with ``norm_output``."""
         layer, eps = self.layer, self.spec.decoder.rms_norm_eps
@@ -190,9 +191,13 @@ class Eagle3(OwnWeights):
         embedded_TE = embedded(self.embedding_VE, self._target, input_ids_T)
         embedded_TE = rms_norm(embedded_TE, layer.embedding_norm_E, eps)
         joined_T2E = torch.cat([embedded_TE, normed_TE], dim=1)
-        residual_TE = normed_TE if self.options.norm_before_residual else hidden_TE.clone()
+        residual_TE = selected(
+            normed_TE if self.options.norm_before_residual else hidden_TE, rows_R
+        )
+        if residual_TE is hidden_TE:
+            residual_TE = hidden_TE.clone()  # it is written to
 
-        attended_TE = layer.attend(0, joined_T2E, positions_T, self.cos_sin_PD, attention)
+        attended_TE = layer.attend(0, joined_T2E, positions_T, self.cos_sin_PD, attention, rows_R)
         normed_TE = add_rms_norm(attended_TE, residual_TE, layer.mlp_norm_E, eps)
         hidden_TE = residual_TE.add_(layer.feed_forward(normed_TE))
         return (

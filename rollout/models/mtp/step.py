@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from rollout.models.causal_lm import CausalLM, LayerAttention
-from rollout.models.draft_model import DraftSpec, embedded
+from rollout.models.draft_model import DraftSpec, embedded, selected
 from rollout.models.layers.linear import Linear
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.llama import LlamaLayer
@@ -105,6 +105,7 @@ class MtpStep(OwnWeights):
         hidden_TE: torch.Tensor,
         positions_T: torch.Tensor,
         attention: LayerAttention,
+        rows_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
         layer, decoder = self._layer, self.spec.decoder
         eps, unit_offset = decoder.rms_norm_eps, decoder.norm_unit_offset
@@ -117,7 +118,10 @@ class MtpStep(OwnWeights):
             joined.reverse()
         residual_TE = self._projection(torch.cat(joined, dim=1))
         hidden_TE = rms_norm(residual_TE, layer.input_norm_E, eps, unit_offset)
-        hidden_TE = layer.mix(hidden_TE, positions_T, self._cos_sin_PD, attention)
+        hidden_TE = layer.attend(
+            layer.index, hidden_TE, positions_T, self._cos_sin_PD, attention, rows_R
+        )
+        residual_TE = selected(residual_TE, rows_R)
         hidden_TE = add_rms_norm(hidden_TE, residual_TE, layer.mlp_norm_E, eps, unit_offset)
         hidden_TE = layer.feed_forward(hidden_TE)
         return add_rms_norm(hidden_TE, residual_TE, self._final_norm_E, eps, unit_offset)

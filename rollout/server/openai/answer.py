@@ -38,16 +38,21 @@ class OutputTexts:
     def __init__(self, encoder: PromptEncoder) -> None:
         self.spelling = TokenSpelling(encoder.tokenizer)
         self.streams = TextStreams(encoder.tokenizer)
-        self._encoder = encoder
 
-    def whole(self, body: OpenAISamplingBody, stop: Sequence[str], rollout: Rollout) -> str:
-        """The rollout's text, as the body asks for it."""
-        if rollout.text is None:
+    def whole(
+        self,
+        body: OpenAISamplingBody,
+        stop: Sequence[str],
+        rollout: Rollout,
+        shown_ids: frozenset[int],
+    ) -> str:
+        """The rollout's text, as the body asks for it; ``shown_ids``: see `Detokenizer`."""
+        detokenizer = self.streams.detokenizer(body.skips_special_tokens, shown_ids)
+        if rollout.text is None or detokenizer is None:
             return ""
-        if body.skips_special_tokens and not body.include_stop_str_in_output:
+        if detokenizer.skips_all and not body.include_stop_str_in_output:
             return rollout.text
-        encoder = self._encoder
-        decode = encoder.decode if body.skips_special_tokens else encoder.decode_with_specials
+        decode = detokenizer.decode
         text = decode(rollout.token_ids)
         if rollout.finish_reason is not FinishReason.STOP:
             return text
@@ -112,6 +117,7 @@ class Answer(ABC, Generic[BodyType]):
     body: BodyType
     samples: Sequence[SampleRequest]  # one for each choice
     texts: OutputTexts
+    shown_ids: frozenset[int] = frozenset()  # special tokens in texts, though others are skipped
 
     @cached_property
     def writer(self) -> LogprobWriter:
@@ -141,7 +147,8 @@ class Answer(ABC, Generic[BodyType]):
 
     def text(self, index: int, rollout: Rollout) -> str:
         """The text of a choice."""
-        return self.texts.whole(self.body, self.samples[index].params.stop, rollout)
+        stop = self.samples[index].params.stop
+        return self.texts.whole(self.body, stop, rollout, self.shown_ids)
 
     def whole(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
         """The whole answer, as one object."""
@@ -153,7 +160,10 @@ class Answer(ABC, Generic[BodyType]):
         """The events of a stream."""
         heading, write = self.part_heading, self.part_writers()
         skips = self.body.skips_special_tokens
-        texts = [self.texts.streams.open(skips, sample.params.stop) for sample in self.samples]
+        texts = [
+            self.texts.streams.open(skips, sample.params.stop, self.shown_ids)
+            for sample in self.samples
+        ]
         no_usage = {"usage": None} if self.body.wants_usage else {}
         rollouts: dict[int, Rollout] = {}
         for opening in self.openings():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from rollout.errors import InvalidInputError
 from rollout.sampling.parameter_names import our_fields
 from rollout.server.body_fields import Biases, Listed, biases_by_id, refuse_unknown
+from rollout.server.openai.output_grammar import GrammarBody
 from rollout.types import SamplingParams
 
 HARMLESS = frozenset(
@@ -17,7 +18,7 @@ HARMLESS = frozenset(
         # Caches and scheduling: no token depends on them
         "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_salt",
         "priority", "stream_interval",
-        # Of tools, which are refused themselves
+        # Of tools, which text completions refuse themselves
         "parallel_tool_calls",
     }
 )  # fmt: skip
@@ -29,11 +30,9 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class OpenAISamplingBody(BaseModel):
+class OpenAISamplingBody(GrammarBody):
     """OpenAI's sampling fields and vLLM's. Null means the default; for other fields see
     `refuse_unknown`."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = Field(None, description="the served one's name; default: it")
     n: int | None = None
@@ -86,6 +85,10 @@ class OpenAISamplingBody(BaseModel):
     def sampling_params(self, max_tokens: int, seed: int, top_logprobs: int) -> SamplingParams:
         """The engine's sampling parameters. Raises InvalidInputError naming the body's field."""
         given = our_fields({name: getattr(self, name) for name in type(self).model_fields})
+        for kind in ("json_schema", "regex"):
+            given.pop(kind, None)
+        if self.grammar is not None:
+            given |= [self.grammar]
         given["logit_bias"] = biases_by_id(self.logit_bias, "logit_bias")
         given.setdefault("seed", seed)
         try:

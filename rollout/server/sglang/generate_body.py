@@ -71,6 +71,8 @@ class SglangSamplingBody(BaseModel):
     stop: str | Listed[str] | None = None
     stop_token_ids: Listed[int | None] | None = None
     ignore_eos: bool | None = None
+    json_schema: str | None = None
+    regex: str | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     n: int | None = None

@@ -9,7 +9,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rollout.types import Batch, DraftTrees, EntryResult, FinishReason, Scheduled, StepTimes
+from rollout.types import (
+    Batch,
+    DraftTrees,
+    EntryResult,
+    FinishReason,
+    Remaining,
+    Scheduled,
+    StepTimes,
+    Tail,
+)
 from spec_workers.budget import LearnedBudget, Verified
 from spec_workers.budget.cost_curve import CostCurve
 from spec_workers.budget.gate import Gate
@@ -99,21 +108,21 @@ def results_of(trees: DraftTrees, accepted=0, reason=None):
 
 
 def step(budget, batch, prob, *, accepted=0, times=FREE) -> Verified:
-    floor = budget.floor(batch)
-    verified = budget.choose(batch, None if floor is None else chains(batch, prob))
+    floors_B = budget.floors(batch)
+    verified = budget.choose(batch, None if floors_B is None else chains(batch, prob))
     budget.observe(batch, verified, results_of(verified.trees, accepted), times)
     return verified
 
 
 def test_nothing_is_verified_where_nodes_cost_more_than_they_bring():
     budget, batch = make_budget(proportional), batch_of(4)
-    assert budget.floor(batch) == pytest.approx(1.0)
+    assert budget.floors(batch) is None
     assert budget.choose(batch, chains(batch, 0.99)).trees.num_nodes == 0
 
 
 def test_free_nodes_are_verified_however_improbable():
     budget, batch = make_budget(lambda rows: 0 * rows + 9.0), batch_of(2)
-    assert budget.floor(batch) == pytest.approx(0.02)
+    assert budget.floors(batch) == pytest.approx([0.02, 0.02])
     step(budget, batch, 0.9)  # some: from now on a little is enough
     assert budget.choose(batch, chains(batch, 0.2)).trees.num_nodes == 32
 
@@ -139,7 +148,8 @@ def test_no_node_below_the_floor_would_have_been_bought():
         slope = rng.uniform(0.0, 3.0)
         budget = make_budget(lambda rows, slope=slope: np.maximum(14.0, 10 + slope * rows))
         batch = batch_of(int(rng.integers(1, 9)))
-        floor = budget.floor(batch)
+        floors_B = budget.floors(batch)
+        floor = 0.98 if floors_B is None else floors_B.min()
         step(budget, batch, 0.95)
         verified = budget.choose(batch, chains(batch, float(rng.uniform(0.3, 0.95))))
         assert verified.values_N.min(initial=1.0) >= min(floor, 1.0) - 1e-9 or floor == 0.02
@@ -181,9 +191,10 @@ def test_prices_are_those_of_this_batch_whatever_came_before():
         fresh = make_budget()
         verified, expected = budget.choose(batch, None), fresh.choose(batch, None)
         assert verified.forecast == expected.forecast
-        assert budget.floor(batch) == fresh.floor(batch)
-        assert budget.token_ms(batch) == fresh.token_ms(batch)
-        assert (budget.token_ms(batch) > 0) == any(entry.samples for entry in batch.entries)
+        np.testing.assert_array_equal(budget.floors(batch), fresh.floors(batch))
+        np.testing.assert_array_equal(budget.token_ms(batch), fresh.token_ms(batch))
+        some = any(entry.samples for entry in batch.entries)
+        assert (budget.token_ms(batch) > 0).tolist() == [some] * len(batch.entries)
         if rng.random() < 0.5:
             budget.observe(batch, verified, results_of(verified.trees), FREE)
 
@@ -204,7 +215,7 @@ def test_prices_are_looked_up_while_the_batch_is_the_same():
 def test_prefill_alone():
     budget = make_budget()
     batch = batch_of(2, samples=False, run_len=30)
-    assert budget.floor(batch) is None
+    assert budget.floors(batch) is None
     verified = budget.choose(batch, None)
     assert verified.forecast is None
     assert verified.trees.num_nodes == 0
@@ -216,7 +227,7 @@ def test_prefill_alone():
 
 def test_a_batch_of_nobody():
     budget, batch = make_budget(), Batch(step=0, entries=[])
-    assert budget.floor(batch) is None
+    assert budget.floors(batch) is None
     verified = budget.choose(batch, None)
     budget.observe(batch, verified, [], FREE)
     assert verified.forecast is None
@@ -224,7 +235,7 @@ def test_a_batch_of_nobody():
 
 def test_without_draft_slots_nothing_is_asked_for():
     budget, batch = make_budget(), batch_of(3, slots=0)
-    assert budget.floor(batch) is None
+    assert budget.floors(batch) is None
     for _ in range(100):
         verified = step(budget, batch, 0.9)
         assert verified.proposed is None
@@ -235,7 +246,7 @@ def test_without_draft_slots_nothing_is_asked_for():
 def test_where_nothing_may_be_drafted_the_forecast_is_that_of_the_step():
     budget, batch = make_budget(), batch_of(5, slots=0)
     verified = budget.choose(batch, None)
-    assert budget.token_ms(batch) == pytest.approx(float(ramp(5)) / 5)
+    assert budget.token_ms(batch) == pytest.approx(np.full(5, float(ramp(5)) / 5))
     assert verified.forecast.plain_ms == verified.forecast.predicted_ms == float(ramp(5))
 
 
@@ -425,3 +436,77 @@ def test_slow_drafting_now_and_then_does_not_close_it(usual_ms, stays_open):
         drafting = StepTimes(draft=300.0 if number % 20 == 5 else usual_ms)
         step(budget, batch, 0.9, accepted=1, times=drafting if opened[-1] else FREE)
     assert all(opened) == stays_open
+
+
+def tail_of(limits, replaced=0.0):
+    """The requests that are numbered so have so many tokens left."""
+    return Tail(replaced=replaced, remaining=lambda each: Remaining(1e9, limits[each.request_id]))
+
+
+@pytest.mark.parametrize("replaced", [0.0, 1.0])
+def test_where_nobody_waits_the_longest_request_is_drafted_for(replaced):
+    budget, batch = make_budget(lambda rows: 10.0 + 1.0 * rows), batch_of(4)
+    trees = chains(batch, 0.8, 4)
+    as_of_a_queue = np.diff(budget.choose(batch, trees).trees.offsets_B1).tolist()
+    assert as_of_a_queue[0] > 0
+    batch = batch_of(4)
+    batch.tail = tail_of([50, 50, 90, 50], replaced)
+    chosen = np.diff(budget.choose(batch, trees).trees.offsets_B1).tolist()
+    if replaced:
+        assert chosen == as_of_a_queue
+    else:
+        assert chosen[2] > as_of_a_queue[2]
+        assert chosen[:2] + chosen[3:] == [0, 0, 0], "their tokens only spare their own rows"
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_tokens_of_requests_that_end_together_close_the_gate(waits):
+    """One of them accepts a token in each step. Where none waits that spares no step."""
+    width = 16
+    budget = make_budget(
+        lambda rows: 10.0 + np.minimum(rows, width) + 0.01 * np.maximum(rows - width, 0)
+    )
+    for number in range(60):
+        batch = batch_of(width)
+        batch.tail = None if waits else tail_of([60 - number] * width)
+        verified = budget.choose(batch, chains(batch, 0.06, 1) if budget.is_open else None)
+        results = results_of(verified.trees)
+        if verified.trees.num_nodes:
+            results[number % width] = EntryResult(token_ids=[0, 9], path=[1], num_drafted=1)
+        budget.observe(batch, verified, results, StepTimes(draft=0.5))
+    assert budget.is_open == waits
+
+
+def test_whether_anybody_waits_is_asked_in_each_step():
+    budget, batch = make_budget(), batch_of(4)
+    waiting = budget.token_ms(batch)
+    batch = batch_of(4)
+    batch.tail = tail_of([50, 50, 90, 50])
+    assert budget.token_ms(batch).argmax() == 2
+    assert budget.token_ms(batch_of(4)).tolist() == waiting.tolist()
+
+
+def test_only_requests_whose_tokens_could_pay_are_asked_about():
+    budget, batch = make_budget(lambda rows: 10.0 + 1.0 * rows), batch_of(4)
+    batch.tail = tail_of([50, 50, 90, 50])
+    floors_B = budget.floors(batch)
+    assert (floors_B <= 1.0).tolist() == [False, False, True, False]
+    assert floors_B[2] < 0.2
+
+
+def test_where_no_token_could_pay_nothing_is_asked_and_the_gate_closes():
+    budget, batch = make_budget(proportional), batch_of(4)
+    for _ in range(30):
+        verified = step(budget, batch, 0.9)
+        assert verified.proposed is None
+    assert not budget.is_open
+
+
+def test_a_token_that_saves_nothing_is_not_asked_for_even_for_nothing():
+    """Rows are free, and other requests run on for long."""
+    budget, batch = make_budget(lambda rows: 0 * rows + 9.0), batch_of(40)
+    batch.tail = tail_of([1] + [4000] * 39)
+    assert budget.token_ms(batch)[0] == 0.0
+    floors_B = budget.floors(batch)
+    assert floors_B[0] > 1.0
+    assert floors_B[1:] == pytest.approx([0.02] * 39)

@@ -32,14 +32,14 @@ def batch_of(ids, step=0, slots=SLOTS) -> Batch:
 
 def test_halves_that_take_turns_keep_their_prices() -> None:
     known, cost = KnownPrices(), CountingCost()
-    first = known.of(batch_of([0, 1]), cost, 0)
-    other = known.of(batch_of([2, 3, 4]), cost, 0)
+    first = known.of(batch_of([0, 1]), cost, 0, 0.5)
+    other = known.of(batch_of([2, 3, 4]), cost, 0, 0.5)
     for step in range(1, 16):
-        assert known.of(batch_of([0, 1], step), cost, step) is first
-        assert known.of(batch_of([2, 3, 4], step), cost, step) is other
+        assert known.of(batch_of([0, 1], step), cost, step, 0.5) is first
+        assert known.of(batch_of([2, 3, 4], step), cost, step, 0.5) is other
     assert cost.asked == 2
     assert (first.width, other.width) == (2, 3)
-    assert known.of(batch_of([0, 1]), cost, 16) is not first  # contexts grew meanwhile
+    assert known.of(batch_of([0, 1]), cost, 16, 0.5) is not first  # contexts grew meanwhile
     assert cost.asked == 3
 
 
@@ -47,16 +47,16 @@ def test_what_prices_depend_on_is_priced_anew() -> None:
     known, cost = KnownPrices(), CountingCost()
     batches = [batch_of([0, 1]), batch_of([0, 2]), batch_of([0, 1], slots=SLOTS[:1])]
     for count, batch in enumerate(batches, start=1):
-        known.of(batch, cost, 0)
-        assert known.of(batch, cost, 0) is known.of(batch, cost, 1)
+        known.of(batch, cost, 0, 0.5)
+        assert known.of(batch, cost, 0, 0.5) is known.of(batch, cost, 1, 0.5)
         assert cost.asked == count
 
 
 def test_few_batches_are_remembered() -> None:
     known, cost = KnownPrices(), CountingCost()
     for number in range(5):
-        known.of(batch_of([number]), cost, 0)
-    known.of(batch_of([4]), cost, 0)
+        known.of(batch_of([number]), cost, 0, 0.5)
+    known.of(batch_of([4]), cost, 0, 0.5)
     assert cost.asked == 5
-    known.of(batch_of([0]), cost, 0)
+    known.of(batch_of([0]), cost, 0, 0.5)
     assert cost.asked == 6

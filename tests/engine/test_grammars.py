@@ -1,0 +1,154 @@
+"""Outputs that obey a grammar: whatever is drafted, and beside requests without one."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout import InvalidInputError, Rollout, RolloutEngine, SamplingParams
+from rollout.engine import grammars
+from rollout.types import FinishReason
+from tests.helpers.text_model import save_byte_model
+
+pytest.importorskip("llguidance")
+
+REGEX = r"(ab|abc|é){2,5}-[0-9]{3}"
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["one", "other"]},
+        "flags": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 3},
+    },
+    "required": ["kind", "flags"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+OBEDIENT = {"regex": REGEX}, {"json_schema": json.dumps(SCHEMA)}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_byte_model(tmp_path_factory.mktemp("byte-model"), max_positions=256)
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> RolloutEngine:
+    return RolloutEngine.from_pretrained(model, max_running=8)
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> RolloutEngine:
+    return RolloutEngine.from_pretrained(model, "none", max_running=8)
+
+
+def params(**fields: Any) -> SamplingParams:
+    return SamplingParams(**{"n": 4, "seed": 3, "max_new_tokens": 80, **fields})
+
+
+def same(one: list[Rollout], other: list[Rollout]) -> bool:
+    return all(
+        (a.token_ids, a.logprobs, a.finish_reason) == (b.token_ids, b.logprobs, b.finish_reason)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def test_outputs_obey_with_drafts_as_without(engine: RolloutEngine, plain: RolloutEngine) -> None:
+    """Twice, so that the second time the corpus knows the outputs and drafts are accepted."""
+    prompts = ["x", "x", "yz"]
+    asked = [params(regex=REGEX), params(temperature=0.8), params(**OBEDIENT[1], top_p=0.9)]
+    expected = plain.generate(prompts, asked)
+    for _ in range(2):
+        rollouts = engine.generate(prompts, asked)
+        assert same(rollouts, expected)
+    assert sum(rollout.stats.accepted for rollout in rollouts[:4]) > 0
+    assert sum(rollout.stats.accepted for rollout in rollouts[8:]) > 0
+    texts = [engine.encoder.decode(rollout.token_ids[:-1]) for rollout in rollouts]  # but the end
+    for text, rollout in zip(texts[:4], rollouts, strict=False):
+        assert re.fullmatch(REGEX, text)
+        assert rollout.finish_reason is FinishReason.STOP
+    for text in texts[8:]:
+        value = json.loads(text)
+        assert value["kind"] in ("one", "other")
+        assert 2 <= len(value["flags"]) <= 3
+
+
+def test_logprobs_are_those_without_it(engine: RolloutEngine) -> None:
+    """As for tokens that a minimum length forbids: trainers recompute them."""
+    (rollout,) = engine.generate(["x"], params(n=1, regex=REGEX, temperature=0.7))
+    scored = engine.score(rollout.prompt_ids, rollout.token_ids, SamplingParams(temperature=0.7))
+    assert rollout.logprobs == scored
+
+
+@pytest.mark.parametrize("fields", OBEDIENT)
+def test_a_rollout_that_was_cut_goes_on(engine: RolloutEngine, fields: dict[str, str]) -> None:
+    (whole,) = engine.generate(["x"], params(n=1, **fields))
+    engine.submit(
+        whole.prompt_ids, params(n=1, **fields), partial_ids=whole.token_ids[:5],
+        request_seed=whole.seed,
+    )  # fmt: skip
+    rest: list[Rollout] = []
+    while engine.has_unfinished:
+        rest += engine.step()
+    assert rest[0].token_ids == whole.token_ids[5:]
+
+
+def test_a_partial_output_must_obey(engine: RolloutEngine) -> None:
+    with pytest.raises(InvalidInputError, match="must obey the request's regex"):
+        engine.submit([5], params(n=1, regex=REGEX), partial_ids=[5, 5, 5])
+    assert not engine.has_unfinished
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("sampling.regex", {"regex": "(a"}),
+        ("sampling.regex", {"regex": 1}),
+        ("sampling.regex", {"regex": r"[^\x00-\x{10FFFF}]"}),
+        ("sampling.json_schema", {"json_schema": '{"$ref": "#"}'}),
+        ("sampling.regex", {"regex": "a", "json_schema": "{}"}),
+        ("sampling.json_schema", {"json_schema": "{"}),
+        ("sampling.json_schema", {"json_schema": '{"type": "nothing"}'}),
+        ("sampling.json_schema", {"json_schema": "[" * 100_000}),
+        ("sampling.ignore_eos", {"regex": "a", "ignore_eos": True}),
+        ("sampling.min_new_tokens", {"regex": "a", "min_new_tokens": 2}),
+    ],
+)
+def test_what_is_no_grammar_is_named(
+    engine: RolloutEngine, field: str, fields: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidInputError) as refused:
+        engine.generate(["x"], params(**fields))
+    assert refused.value.field == field
+    assert not engine.has_unfinished
+
+
+def test_the_last_grammars_are_remembered(
+    engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "_MAX_COMPILED", 2)
+    known = grammars.Grammars(engine.encoder.tokenizer, engine.vocab_size, [1])
+    for regex in "abcab":
+        assert known.open(params(regex=regex), []) is not None
+        assert len(known._compiled) <= 2
+
+
+def test_a_request_whose_grammar_fails_ends_alone(
+    engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second token is one too many for this grammar's limits."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    known = engine.requests._grammars
+    tokens = known._tokens("regex", REGEX)
+    grammar = LLMatcher.grammar_from_lark('start: "a" rest\nrest: ("b" | "c") rest | "d"')
+    limits = LLParserLimits(step_max_items=12)
+    matcher = LLMatcher(tokens, grammar, limits=limits, log_level=0)
+    monkeypatch.setitem(known._compiled, ("regex", "fails"), matcher)
+    failed, other = engine.generate(["x", "y"], [params(n=1, regex="fails"), params(n=1)])
+    assert failed.finish_reason is FinishReason.ERROR
+    assert "the grammar has become too complex" in (failed.error or "")
+    assert other.finish_reason is not FinishReason.ERROR

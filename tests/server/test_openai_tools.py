@@ -1,0 +1,243 @@
+"""Agents' chats by the official client: tools, calls, reasoning."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.helpers.chain_model import save_chain_model
+from tests.helpers.text_model import save_byte_model
+from tests.server.conftest import Live, run_server
+from tests.server.openai_clients import client_of
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool['function']['name'] }} {% endfor %}"
+    "{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }} "
+    "{% for call in message['tool_calls'] %}"
+    "<tool_call> {{ call['function']['name'] }} {{ call['function']['arguments']['one'] }} "
+    "{% endfor %}{{ message['tool_call_id'] }} {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> "
+    "{% if enable_thinking is not defined or enable_thinking %}<think> {% endif %}{% endif %}"
+)
+CHAIN = (
+    '<think> hm hm, </think> So: <tool_call> {"name": "add", "arguments": {"one": 7}} '
+    "</tool_call> over"
+)
+OTHERS = ("add", "<user>", "<tool>", "7", "fifteen", "call_1")
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {"type": "object", "properties": {"one": {"type": "integer"}}},
+            "strict": True,
+        },
+    }
+]
+MESSAGES: list[Any] = [{"role": "user", "content": "fifteen"}]
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    model = save_chain_model(
+        tmp_path_factory.mktemp("agent"),
+        [CHAIN, "<assistant> plain"],
+        others=OTHERS,
+        special=("<tool_call>", "</tool_call>"),
+        chat_template=TEMPLATE,
+    )
+    with run_server(model, {"spec": "none"}, {}) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def byte_live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    model = save_byte_model(tmp_path_factory.mktemp("byte-model"), max_positions=256)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    settings["chat_template"] += "{% if tools %}{% endif %}"
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    with run_server(model, {}, {}) as live:
+        yield live
+
+
+def ask(live: Live, **asked: Any) -> Any:
+    return client_of(live).chat.completions.create(
+        **{
+            "model": live.serving.model_name,
+            "messages": MESSAGES,
+            "tools": TOOLS,
+            "temperature": 0,
+            "max_tokens": 40,
+            **asked,
+        }
+    )
+
+
+def test_a_call_comes_as_a_call(live: Live) -> None:
+    (choice,) = ask(live).choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.reasoning_content == "hm hm,"
+    assert choice.message.content == "So: over"
+    (call,) = choice.message.tool_calls
+    assert (call.type, call.function.name) == ("function", "add")
+    assert json.loads(call.function.arguments) == {"one": 7}
+    assert len(call.id) > 9
+
+
+@pytest.mark.parametrize("extra", [{}, {"stream_reasoning": False, "return_token_ids": True}])
+def test_a_stream_says_the_same(live: Live, extra: dict[str, Any]) -> None:
+    chunks = list(ask(live, stream=True, n=2, extra_body=extra))
+    for index in range(2):
+        deltas = [part.delta for chunk in chunks for part in chunk.choices if part.index == index]
+        assert "".join(delta.content or "" for delta in deltas) == "So: over"
+        reasoning = [
+            delta.reasoning_content for delta in deltas if "reasoning_content" in delta.model_extra
+        ]
+        assert "".join(reasoning) == "hm hm,"
+        assert not extra or len(reasoning) == 1
+        (call,) = [call for delta in deltas for call in delta.tool_calls or ()]
+        assert (call.index, call.function.name) == (0, "add")
+        assert json.loads(call.function.arguments) == {"one": 7}
+        reasons = [
+            part.finish_reason for chunk in chunks for part in chunk.choices if part.index == index
+        ]
+        assert reasons[-1] == "tool_calls"
+
+
+def test_the_loop_goes_on(live: Live) -> None:
+    """The official client sends back the message that it got, with `content` and much else."""
+    message = ask(live).choices[0].message.model_dump()
+    call = message["tool_calls"][0] | {"id": "call_1"}
+    history = [
+        *MESSAGES,
+        message | {"content": None, "tool_calls": [call]},
+        {
+            "role": "tool",
+            "tool_call_id": "call_1",
+            "content": [{"type": "text", "text": "fifteen"}],
+        },
+    ]
+    answer = ask(live, messages=history, max_tokens=1, extra_body={"return_token_ids": True})
+    tokenizer = live.serving.encoder.tokenizer
+    assert tokenizer.decode(answer.prompt_token_ids) == (
+        "add <user> fifteen <assistant> <tool_call> add 7 <tool> fifteen call_1 <assistant> <think>"
+    )
+
+
+def test_a_call_that_is_cut_by_length_is_text(live: Live) -> None:
+    (choice,) = ask(live, max_tokens=8).choices
+    assert choice.finish_reason == "length"
+    assert choice.message.tool_calls is None
+    assert choice.message.content == 'So: <tool_call> {"name": "add", "arguments":'
+    chunks = list(ask(live, max_tokens=8, stream=True))
+    shown = "".join(part.delta.content or "" for chunk in chunks for part in chunk.choices)
+    assert shown == choice.message.content
+
+
+def test_without_calls_they_are_text(live: Live) -> None:
+    """Clients that find calls themselves get what the model wrote after the tools."""
+    extra = {"return_token_ids": True, "skip_special_tokens": False}
+    answer = ask(live, tool_choice="none", extra_body=extra)
+    (choice,) = answer.choices
+    assert choice.message.tool_calls is None
+    assert choice.message.content == (
+        'So: <tool_call> {"name": "add", "arguments": {"one": 7}} </tool_call> over </s>'
+    )
+    assert answer.prompt_token_ids == ask(live, extra_body=extra).prompt_token_ids
+
+
+def test_reasoning_may_stay_in_the_content(live: Live) -> None:
+    (choice,) = ask(live, extra_body={"separate_reasoning": False}).choices
+    assert choice.message.content == "hm hm, </think> So: over"
+    assert not hasattr(choice.message, "reasoning_content")
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"enable_thinking": False},
+        {"reasoning_effort": "none"},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}},
+    ],
+)
+def test_the_template_is_asked_not_to_think(live: Live, extra: dict[str, Any]) -> None:
+    (choice,) = ask(live, extra_body=extra).choices
+    assert choice.message.content == "plain"
+    assert choice.message.reasoning_content is None
+    assert choice.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("tool_choice", {"tool_choice": {"type": "function", "function": {"name": "sub"}}}),
+        ("tool_choice", {"tool_choice": "required", "extra_body": {"regex": "a"}}),
+        ("regex", {"extra_body": {"regex": "a"}}),
+        ("json_schema", {"tool_choice": "required"}),  # after the reasoning that has begun
+    ],
+)
+def test_what_excludes_calls_is_named(live: Live, field: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(live, **fields)
+    assert refused.value.param == field
+
+
+def parameters(name: str) -> dict[str, Any]:
+    """A schema that one text alone obeys, but for spaces."""
+    return {
+        "$defs": {f"{name}_value": {"const": 1}},
+        "type": "object",
+        "properties": {name: {"$ref": f"#/$defs/{name}_value"}},
+        "required": [name],
+        "additionalProperties": False,
+    }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_may_be_forced(byte_live: Live, stream: bool) -> None:
+    """A model of random weights, whose template says nothing of how it writes calls."""
+    pytest.importorskip("llguidance")
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": parameters(name)}}
+        for name in ("one", "two")
+    ]
+    spaces = byte_live.serving.encoder.tokenizer(" \n\t\r")["input_ids"]
+    for choice in "required", {"type": "function", "function": {"name": "two"}}:
+        asked = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+        answer = ask(
+            byte_live,
+            **asked,
+            seed=1,
+            max_tokens=100,
+            stream=stream,
+            temperature=1,
+            logit_bias=dict.fromkeys(map(str, spaces), -100),
+        )
+        parts = [part for chunk in answer for part in chunk.choices] if stream else answer.choices
+        messages = [part.delta if stream else part.message for part in parts]
+        (call,) = [call for message in messages for call in message.tool_calls or ()]
+        assert json.loads(call.function.arguments) == {call.function.name: 1}
+        assert choice == "required" or call.function.name == "two"
+        assert parts[-1].finish_reason == "tool_calls"
+
+
+def test_definitions_that_differ_are_named(byte_live: Live) -> None:
+    tools: list[Any] = [
+        {
+            "type": "function",
+            "function": {"name": name, "parameters": {"$defs": {"x": {"const": name}}}},
+        }
+        for name in ("one", "two")
+    ]
+    with pytest.raises(openai.BadRequestError, match="is defined twice") as refused:
+        ask(byte_live, tools=tools, tool_choice="required")
+    assert refused.value.param == "tools"
+    for parameters in {"$defs": 1}, {"$defs": [1]}:
+        tools[0]["function"]["parameters"] = parameters
+        with pytest.raises(openai.BadRequestError):
+            ask(byte_live, tools=tools, tool_choice="required")

@@ -1,0 +1,128 @@
+"""Batches that nobody waits behind, played to their end through the budget on a made-up machine."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from rollout.types import (
+    Batch,
+    EntryResult,
+    FinishReason,
+    Remaining,
+    Scheduled,
+    StepTimes,
+    Tail,
+)
+from spec_workers.budget import LearnedBudget
+from spec_workers.budget.cost_curve import CostCurve
+from spec_workers.budget.node_values import NodeValues
+from spec_workers.budget.step_cost import StepCost
+from tests.helpers.requests import make_request, make_trees
+
+SLOTS = 2
+DRAFTING = 0.2  # milliseconds of a step that proposes
+
+
+class Machine(CostCurve):
+    """A forward costs 12 milliseconds and 1.15 for each row."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 4096, 512)
+
+    is_known = True
+
+    def observe(self, num_rows, longest_context, milliseconds, steps=1) -> None: ...
+
+    def milliseconds(self, rows, longest_context=0):
+        return 12.0 + 1.15 * np.asarray(rows, dtype=np.float64)
+
+
+def speedup(*, width, limit, mean, found, right, knows_tail, batches):
+    """Plain decoding's time over that with drafts.
+
+    Args:
+        mean: tokens after which a request ends, if its limit does not end it.
+        found: share of the requests that have a chain of two draft tokens, in each step.
+        right: probability of each to be right, where those before it were.
+    """
+    rng, machine = np.random.default_rng(1), Machine()
+    budget = LearnedBudget(StepCost("here", machine), NodeValues(("any",)), 0.02)
+    plain_ms = ours_ms = 0.0
+    for number in range(batches):
+        lengths = np.minimum(rng.geometric(1 / mean, width), limit)
+        alive = (lengths[:, None] > np.arange(lengths.max())).sum(axis=0)
+        plain_ms += float(machine.milliseconds(alive).sum())
+        requests = [make_request([1], request_id=number * width + i) for i in range(width)]
+        done = dict.fromkeys(range(width), 0)
+        while done:
+            entries = [
+                Scheduled(
+                    request=requests[i],
+                    start=0,
+                    run_len=1,
+                    draft_slots=np.arange(min(SLOTS, limit - done[i] - 1) if budget.is_open else 0),
+                )
+                for i in done
+            ]
+            batch = Batch(step=0, entries=entries)
+            if knows_tail:
+                left = {requests[i].request_id: limit - count for i, count in done.items()}
+                batch.tail = Tail(replaced=0.0, remaining=partial(remaining, mean=mean, left=left))
+            proposed = propose(budget, batch, rng, found, right)
+            verified = budget.choose(batch, proposed)
+            results = []
+            for i, size in zip(list(done), np.diff(verified.trees.offsets_B1), strict=True):
+                path = int(rng.geometric(1 - right)) - 1  # of the right chain's tokens
+                accepted = min(path, int(size), int(lengths[i]) - done[i] - 1)
+                done[i] += 1 + accepted
+                ends = done[i] >= lengths[i]
+                results.append(
+                    EntryResult(
+                        token_ids=[*range(accepted), accepted if path > accepted else 99],
+                        path=list(range(1, accepted + 1)),
+                        num_drafted=int(size),
+                        finish_reason=FinishReason.LENGTH if ends else None,
+                    )
+                )
+            done = {i: count for i, count in done.items() if count < lengths[i]}
+            drafting = 0.0 if proposed is None else DRAFTING
+            rows = len(entries) + verified.trees.num_nodes
+            ours_ms += float(machine.milliseconds(rows)) + drafting
+            budget.observe(batch, verified, results, StepTimes(draft=drafting))
+    return plain_ms / ours_ms
+
+
+def remaining(request, *, mean, left):
+    return Remaining(mean, left[request.request_id])
+
+
+def propose(budget, batch, rng, found, right):
+    floors_B = budget.floors(batch)
+    if floors_B is None or budget.takes_plain_turn():
+        return None
+    sizes = [
+        entry.draft_slots.size * int(rng.random() < found and floor <= 1.0)
+        for entry, floor in zip(batch.entries, floors_B, strict=True)
+    ]
+    trees = make_trees([(list(range(size)), list(range(size))) for size in sizes])
+    trees.probs_N = right ** trees.depths_N.astype(np.float32)
+    return trees
+
+
+@pytest.mark.parametrize(
+    ("width", "limit", "mean", "found", "right", "least"),
+    [
+        (4, 48, 1e9, 0.45, 0.6, 1.06),
+        (8, 48, 1e9, 0.6, 0.7, 1.05),
+        (8, 48, 1e9, 0.3, 0.5, 0.99),
+        (16, 200, 60, 0.6, 0.7, 1.2),
+    ],
+)
+def test_to_know_the_tail_costs_nothing_and_may_gain(width, limit, mean, found, right, least):
+    case = {"width": width, "limit": limit, "mean": mean, "found": found, "right": right}
+    ours, as_of_a_queue = (speedup(**case, knows_tail=knows, batches=12) for knows in (True, False))
+    assert ours > as_of_a_queue - 0.01
+    assert ours > least
