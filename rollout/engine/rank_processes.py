@@ -18,17 +18,14 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 from rollout.config import EngineConfig
 from rollout.engine.engine import RolloutEngine
 from rollout.engine.protocol import Engine
-from rollout.engine.spmd import follow, leading
+from rollout.engine.spmd import check_ranks, follow, leading
 from rollout.engine.worker import WorkerFactory
 from rollout.errors import RolloutError
-from rollout.models.head_parts import check_shares
-from rollout.models.spec import ModelSpec
 from rollout.parallel import host_store, launch_variables
 from rollout.parallel.launcher import end_ranks, failure, start_rank
 
@@ -47,7 +44,7 @@ def open_on_ranks(config: EngineConfig, factory: WorkerFactory) -> RolloutEngine
     open_engine = partial(RolloutEngine.from_config, config, factory)
     if config.parallel.size == 1:
         return open_engine()
-    check_shares(ModelSpec.read(Path(config.model.path)), config.parallel.size)
+    check_ranks(config.parallel, config.model)
     with ExitStack() as ranks:
         port = ranks.enter_context(_other_ranks(config, factory))
         # Where a launcher has started this process, it is the rank of something else there.

@@ -125,3 +125,9 @@ def test_a_rank_that_is_gone_ends_the_others(ranks):
     assert lost["lost"].startswith("ParallelError: rank 0 of 2: a rank is gone")
     assert lost["again"] == lost["lost"]
     assert lost["seconds"] < 25
+
+
+def test_more_processes_than_ranks_are_several_models(tmp_path):
+    first, second = [["0", "1"], ["2", "3"]]
+    found = launch("tests.helpers.model_ranks", tmp_path, ranks=4)
+    assert found == [[0, first], [1, first], [0, second], [1, second]]
