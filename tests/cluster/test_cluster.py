@@ -16,7 +16,7 @@ from rollout.cluster.cluster import RolloutCluster
 from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.engine.loop import EngineLoop
 from rollout.engine.protocol import Engine
-from rollout.errors import EngineStateError, InvalidInputError, OutOfMemoryError
+from rollout.errors import EngineStateError, InvalidInputError, OutOfMemoryError, ParallelError
 from tests.cluster.thread_pool import ThreadPool
 from tests.cluster.workload import PARAMS, PROMPTS, content, drain, key, ngram, rejoined, submit_all
 from tests.helpers.hang import HANG_SECONDS, wait_until
@@ -151,6 +151,21 @@ def test_an_error_of_the_engine_is_the_callers(make_cluster):
     with pytest.raises(EngineStateError):
         cluster.resume_memory(["weights"])
     assert cluster.can_run
+
+
+def test_a_call_that_loses_a_rank_is_the_death_of_an_idle_replica_too(make_cluster):
+    cluster, pool = make_cluster(1)
+    replica = pool.living["replica-0"]
+
+    def lose() -> None:
+        raise ParallelError("rank 1 is gone")
+
+    replica.host._loop._engine.flush_cache = lose
+    wait_until(lambda: replica.host._news._seconds_to_report() is None, cluster.step)
+    with pytest.raises(ParallelError, match="rank 1 is gone"):
+        replica.call("flush_cache").result(HANG_SECONDS)
+    wait_until(lambda: len(pool.lives) == 2, cluster.step)
+    rejoined(cluster)
 
 
 def test_an_aborted_request_ends_at_once_with_what_is_known(make_cluster):

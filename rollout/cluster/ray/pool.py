@@ -134,7 +134,8 @@ class RayPool:
         self._heartbeats.close()
         self._opener.shutdown(cancel_futures=True)
         try:
-            closing = [each.replica.actor.close.remote() for each in named.values()]
+            opened = [each.replica for each in named.values() if each.is_open]
+            closing = [replica.actor.close.remote() for replica in opened]
             if closing:
                 ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_SECONDS)
             for each in named.values():
