@@ -142,7 +142,7 @@ class ParallelConfig:
     """Ranks that run one model. Each makes the same calls to its own engine."""
 
     mode: ParallelMode = ParallelMode.none
-    size: int = 1  # processes: as many as the launcher started
+    size: int = 1  # processes: as many as the launcher started, or a divisor of them
     tensor_size: int = 1  # with lockstep: consecutive ranks that run the same requests
     timeout: float = 300.0  # seconds that a rank waits for the others before it gives up
     check: bool = False  # compare, in each step, what ranks drafted and sampled

@@ -75,6 +75,11 @@ def run_spmd(
     ``lead`` is handed the function that opens the engine, on all ranks then. Raises what both
     raise, and ParallelError where a rank is lost.
     """
+    if config.size > 1 and is_launched():
+        num_processes = int(os.environ["WORLD_SIZE"])
+        if num_processes != config.size:
+            remedy = f"must be the {num_processes} processes that were launched: they are one's"
+            raise InvalidInputError("parallel.size", config.size, remedy)
     if rank_of(config):
         follow(config, open_engine)
         return None

@@ -167,14 +167,16 @@ class WeightUpdates:
         """Take buckets that another process of this host holds.
 
         ``handles``: one or several, all valid now, or an iterator that asks the sender for the next
-        when the last is loaded: of `SharedMemorySender` or `CudaIpcSender`. Raises
-        InvalidInputError, naming the field, for handles malformed or outdated.
+        when the last is loaded: of `SharedMemorySender` or `CudaIpcSender`. The sender may fill
+        their memory anew when this returns: all ranks have read it. Raises InvalidInputError,
+        naming the field, for handles malformed or outdated.
         """
         try:
             with self._worker.weights.broadcast_failures():
                 self._load(self.handles.tensors(handles), options)
         finally:
             self.handles.release_removed()
+            self._worker.ranks.all.numbers(0)  # waits for all
 
     def init_weights_update_group(
         self,

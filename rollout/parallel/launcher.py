@@ -29,7 +29,7 @@ def main() -> int:
     """Run the ranks of `sys.argv` to their end and return the exit code."""
     size, *command = sys.argv[1:]
     store = host_store()
-    ranks = [_started(rank, int(size), store.port, command) for rank in range(int(size))]
+    ranks = [start_rank(rank, int(size), store.port, command) for rank in range(int(size))]
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         ranks[0].send_signal(number)
@@ -42,20 +42,22 @@ def main() -> int:
     failed = _failed(ranks)
     for rank, code in failed.items():
         if code < 0:
-            name = signal.Signals(-code).name
-            print(f"error: rank {rank} of {size} was killed by {name}", file=sys.stderr, flush=True)
-    _end(ranks, terminate=bool(failed))
+            print(f"error: {failure(rank, int(size), code)}", file=sys.stderr, flush=True)
+    end_ranks(ranks, terminate=bool(failed))
     code = min((failed or _failed(ranks)).values(), default=0)
     return code if code >= 0 else _EXIT_SIGNAL - code
 
 
-def _started(rank: int, size: int, port: int, command: Sequence[str]) -> subprocess.Popen[bytes]:
+def start_rank(
+    rank: int, size: int, port: int, command: Sequence[str], *, stdin: int | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a rank that ends with this process. ``command``: a module and its arguments."""
     rank_process = [sys.executable, "-m", "rollout.parallel.rank_process", str(os.getpid())]
     variables = launch_variables(rank, size, port, rank)
     if size > 1:  # they share the processors
         variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     return subprocess.Popen(
-        [*rank_process, *command], env=os.environ | variables, start_new_session=True
+        [*rank_process, *command], env=os.environ | variables, start_new_session=True, stdin=stdin
     )
 
 
@@ -65,7 +67,14 @@ def _failed(ranks: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:
     return {rank: code for rank, code in codes.items() if code}
 
 
-def _end(ranks: Sequence[subprocess.Popen[bytes]], *, terminate: bool) -> None:
+def failure(rank: int, size: int, code: int) -> str:
+    """A line that says how a rank's process has ended. ``code``: negative for a signal."""
+    if code < 0:
+        return f"rank {rank} of {size} was killed by {signal.Signals(-code).name}"
+    return f"rank {rank} of {size} has ended with exit code {code}"
+
+
+def end_ranks(ranks: Sequence[subprocess.Popen[bytes]], *, terminate: bool) -> None:
     """Wait for all to end, and kill what takes too long."""
     if terminate:
         for process in ranks:

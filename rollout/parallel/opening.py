@@ -132,31 +132,33 @@ def open_ranks(
 ) -> ModelRanks:
     """Connect to the other ranks, if any, by torchrun's variables.
 
-    These are RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    These are RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Where more processes were launched than
+    ``config.size``, each so many that follow one another are the ranks of one model.
 
     Args:
         patience: seconds that ranks wait for each other once connected; default: config.timeout.
 
-    Raises InvalidInputError if the environment has another size, ParallelError if ranks do not come
-    in time.
+    Raises InvalidInputError if the launched processes do not make whole groups, ParallelError if
+    ranks do not come in time.
     """
     if config.size == 1:
         return ONE_RANK
     missing = [name for name in _VARIABLES if not os.environ.get(name)]
-    if missing or int(os.environ["WORLD_SIZE"]) != config.size:
+    if missing or int(os.environ["WORLD_SIZE"]) % config.size:
         found = f"{', '.join(missing)} not set" if missing else os.environ["WORLD_SIZE"]
         raise InvalidInputError(
             "parallel.size", config.size,
-            f"needs as many processes, but the environment has WORLD_SIZE: {found}; "
+            f"needs as many processes, or a multiple, but the environment has WORLD_SIZE: {found}; "
             f"start it with torchrun --nproc-per-node {config.size}",
         )  # fmt: skip
-    rank = int(os.environ["RANK"])
+    process, num_processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    model, rank = divmod(process, config.size)
 
     def meet() -> tuple[Store, int]:
         timeout = timedelta(seconds=config.timeout)
-        store, _, _ = next(iter(rendezvous("env://", rank, config.size, timeout=timeout)))
-        # A rank counts its groups, so that each has its own keys in the store.
-        return store, store.add(f"specrollout/opened/{rank}", 1)
+        store, _, _ = next(iter(rendezvous("env://", process, num_processes, timeout=timeout)))
+        # A process counts its groups, so that each has its own keys in the store.
+        return store, store.add(f"specrollout/opened/{process}", 1)
 
     try:
         store, number = answered(meet, config.timeout)
@@ -170,7 +172,7 @@ def open_ranks(
         if len(members) == 1:
             return SingleRank()
         return ProcessRanks(
-            PrefixStore(f"specrollout/{number}/{name}", store),
+            PrefixStore(f"specrollout/{model}/{number}/{name}", store),
             members.index(rank),
             len(members),
             device=device,

@@ -24,6 +24,7 @@ class ServedEngine:
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
         self.loop = EngineLoop(engine)
         self.refusal = ""
         """Why there are no weights to serve, until an update succeeds."""
@@ -88,3 +89,8 @@ class ServedEngine:
                 [tag for tag in tags if tag in engine.released_tags]
             )
         )
+
+    def close(self) -> None:
+        """Abort what runs, and end the engine's thread and the engine."""
+        self.loop.close()
+        self._engine.close()

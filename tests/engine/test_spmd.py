@@ -19,9 +19,9 @@ from rollout.engine import call_guard, spmd
 from rollout.engine.draft_corpus import CorpusDelta
 from rollout.engine.protocol import Ranks, methods_on
 from rollout.engine.replica_protocol import ReplicaEngine
-from rollout.engine.spmd import Rank0Engine
+from rollout.engine.spmd import Rank0Engine, run_spmd
 from rollout.errors import EngineStateError, InvalidInputError, ParallelError
-from rollout.parallel import ModelRanks, RankGroup, SingleRank
+from rollout.parallel import ModelRanks, RankGroup, SingleRank, launch_variables
 from rollout.weights.bucket import PackedBucket, buckets
 from spec_workers.corpus.outbox import CorpusOutbox
 from tests.helpers.hang import HANG_SECONDS
@@ -141,6 +141,14 @@ def test_bytes_that_follow_a_call_are_the_same_on_all_ranks():
         for delta, wanted in zip(learned, deltas, strict=True):
             for each in fields(CorpusDelta):
                 assert np.array_equal(getattr(delta, each.name), getattr(wanted, each.name))
+
+
+def test_a_job_of_fewer_ranks_than_were_launched_is_refused(monkeypatch):
+    for name, value in launch_variables(0, 4, 1, 0).items():
+        monkeypatch.setenv(name, value)
+    config = ParallelConfig(mode=ParallelMode.tensor, size=2)
+    with pytest.raises(InvalidInputError, match=r"parallel\.size=2: must be the 4 processes"):
+        run_spmd(config, None, None)
 
 
 def without_a_model() -> RolloutEngine:

@@ -25,6 +25,7 @@ from rollout.errors import RolloutError
 from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.group import WeightGroup
 from rollout.weights.parts import CheckpointSource
+from rollout.weights.shared_memory import SharedMemorySender
 from spec_workers import rank_agreement
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.ports import free_port
@@ -110,6 +111,24 @@ def sent(engine: RolloutEngine, folder: str) -> None:
         sender.join(HANG_SECONDS)
 
 
+def returned_early(engine: RolloutEngine, tensors: dict[str, torch.Tensor]) -> bool:
+    """An update from shared memory that rank 1 begins to read late: whether rank 0's call had
+    returned by then, after which a sender fills the memory anew."""
+    note = Path(sys.argv[1]).with_name("returned")
+    with SharedMemorySender(1 << 21, num_segments=1) as sender:
+        handles = [json.dumps(handle) for handle in sender.handles(tensors.items())]
+        (handle,) = map(json.loads, engine.worker.ranks.tensor.exchange(handles[0])[:1])
+        engine.begin_weight_update()
+        deadline = time.monotonic() + RANK  # seconds, of rank 1 alone
+        while time.monotonic() < deadline and not note.exists():
+            time.sleep(0.01)
+        early = note.exists()
+        engine.update_weights_from_ipc(handle)
+        note.touch()
+        engine.end_weight_update()
+    return early
+
+
 def updates(folder: str, other: str) -> tuple[dict, dict]:
     engine = engine_of(folder)
     first = stored(folder)
@@ -127,6 +146,8 @@ def updates(folder: str, other: str) -> tuple[dict, dict]:
     engine.release_memory()
     engine.resume_memory()
     found["resumed"] = engine.weights_digest()
+    own["returned early"] = returned_early(engine, first)
+    found["from shared memory"] = engine.weights_digest()
     engine.update_weights_from_disk(other)
 
     name = "model.norm.weight"

@@ -81,6 +81,8 @@ def test_an_update_reaches_all_ranks_or_none(folders, ranks):
     assert first["version"] == 9
     assert first["serves"]
     assert first["sent"] == first["resumed"] == first["healed"] == before
+    assert first["from shared memory"] == before
+    assert [rank["own"]["updates"]["returned early"] for rank in ranks] == [False, False]
 
 
 def test_what_fails_on_one_rank_fails_on_all(ranks):
@@ -153,3 +155,9 @@ def test_a_rank_that_is_gone_in_the_middle_of_an_update_ends_the_others(ranks):
     assert not lost["serves"]
     assert "torn" in lost["lost"]
     assert lost["seconds"] < 15
+
+
+def test_more_processes_than_ranks_are_several_models(tmp_path):
+    first, second = [["0", "1"], ["2", "3"]]
+    found = launch("tests.helpers.model_ranks", tmp_path, ranks=4)
+    assert found == [[0, first], [1, first], [0, second], [1, second]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import threading
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from rollout.trainers.openrlhf.options import ActorSettings, OwnOptions, model_f
 from rollout.trainers.openrlhf.sampling import VllmSamplingParams
 from rollout.trainers.openrlhf.stand_ins import (
     BACKEND_VARIABLE,
+    GROUP,
     TIMEOUT_VARIABLE,
     PyNcclCommunicator,
     StatelessProcessGroup,
@@ -35,7 +35,7 @@ class TwoCalls:
         return {"tokens": [output.outputs[0].token_ids for output in outputs], "outputs": outputs}
 
 
-def make_actor(model, *, sync_timeout=20.0, seed=3, resumed_from="") -> RolloutActor:
+def make_actor(model, *, sync_timeout=20.0, seed=3, resumed_from="", size=1) -> RolloutActor:
     options = OwnOptions(
         spec_options={"calibration_seconds": 0},
         overrides={"kv_bytes": 2_000_000, "device": "cpu"},
@@ -43,7 +43,8 @@ def make_actor(model, *, sync_timeout=20.0, seed=3, resumed_from="") -> RolloutA
     )
     settings = ActorSettings(
         model=str(model), seed=seed, resumed_from=resumed_from, max_context_len=64,
-        prefix_cache=True, kv_fraction=0.3, dtype="float32", options=options,
+        prefix_cache=True, kv_fraction=0.3, dtype="float32", tensor_parallel_size=size,
+        options=options,
     )  # fmt: skip
     return RolloutActor(settings, TwoCalls)
 
@@ -62,22 +63,28 @@ def responses(actor, prompt="say one", num_samples=3):
 class Trainer:
     """The sending side of the group, as OpenRLHF's rank 0 is."""
 
-    def __init__(self, actor, monkeypatch, timeout):
+    def __init__(self, actor, group):
+        self.actor, self.group = actor, group
+
+    @classmethod
+    async def of(cls, actor, monkeypatch, timeout, *, size=1, has_vllm=False):
+        """``size``: ranks of the actor's engine. ``has_vllm``: it receives as where vllm is
+        installed."""
         monkeypatch.setenv(BACKEND_VARIABLE, "gloo")
         monkeypatch.setenv(TIMEOUT_VARIABLE, str(timeout))
-        port, made = free_port(), {}
+        address = ("127.0.0.1", free_port())
 
-        def join(rank):
-            place = StatelessProcessGroup.create("127.0.0.1", port, rank, 2)
-            made[rank] = PyNcclCommunicator(place, "cpu")
+        def communicator(rank):
+            place = StatelessProcessGroup.create(*address, rank, size + 1)
+            return asyncio.to_thread(PyNcclCommunicator, place, "cpu")
 
-        threads = [threading.Thread(target=join, args=(rank,), daemon=True) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        self.actor, self.group = actor, made[0]
-        actor.join_group(made[1])
+        if has_vllm:
+            group, receiver = await asyncio.gather(communicator(0), communicator(1))
+            actor._weights.receive_from(receiver)
+        else:
+            joining = actor.init_process_group(*address, 1, size + 1, GROUP, "gloo", False)
+            group, _ = await asyncio.gather(communicator(0), joining)
+        return cls(actor, group)
 
     async def send(self, name, tensor, *, last=False):
         call = self.actor.update_weight(name, tensor.dtype, tensor.shape, empty_cache=last)
@@ -150,7 +157,7 @@ def test_what_is_ours_goes_over_openrlhfs_arguments(model):
     def memory(**overrides):
         settings = ActorSettings(
             model=str(model), seed=3, resumed_from="", max_context_len=64, prefix_cache=True,
-            kv_fraction=0.3, dtype="float32",
+            kv_fraction=0.3, dtype="float32", tensor_parallel_size=1,
             options=OwnOptions(spec="none", overrides={"max_kv_tokens": 256} | overrides),
         )  # fmt: skip
         return settings.make_engine().config.memory
@@ -166,9 +173,10 @@ def test_images_are_refused(actor):
         asyncio.run(actor.generate([1], PARAMS, {"image": [1]}))
 
 
-def test_an_update_is_one_version(actor, monkeypatch, weights):
+@pytest.mark.parametrize("has_vllm", [False, True])
+def test_an_update_is_one_version(actor, monkeypatch, weights, has_vllm):
     async def run():
-        trainer = Trainer(actor, monkeypatch, 20)
+        trainer = await Trainer.of(actor, monkeypatch, 20, has_vllm=has_vllm)
         names = list(weights)
         for name in names[:-1]:
             await trainer.send(name, weights[name])
@@ -191,7 +199,7 @@ def test_a_trainer_that_dies_leaves_an_engine_that_refuses(model, monkeypatch, w
     names = list(weights)
 
     async def run():
-        trainer = Trainer(actor, monkeypatch, 20)
+        trainer = await Trainer.of(actor, monkeypatch, 20)
         await trainer.send(names[0], weights[names[0]])
         waiting = asyncio.ensure_future(responses(actor))
         with pytest.raises(WeightUpdateError, match="came for 3 seconds"):
@@ -207,7 +215,7 @@ def test_a_trainer_that_dies_leaves_an_engine_that_refuses(model, monkeypatch, w
 
 def test_a_parameter_without_a_place_fails_the_update(actor, monkeypatch, weights):
     async def run():
-        trainer = Trainer(actor, monkeypatch, 20)
+        trainer = await Trainer.of(actor, monkeypatch, 20)
         with pytest.raises(InvalidInputError, match=r"model\.unknown"):
             await trainer.send("model.unknown", torch.ones(3))
         return await responses(actor)  # nothing had been written: the old weights serve
@@ -221,7 +229,7 @@ def test_a_pause_keeps_requests_and_an_update_splits_them(actor, monkeypatch, we
     held = HeldEngine(3)  # by then 35 of 40 tokens at most
 
     async def run():
-        trainer = Trainer(actor, monkeypatch, 20)
+        trainer = await Trainer.of(actor, monkeypatch, 20)
         await actor._engine.call(held.hold)
         running = asyncio.ensure_future(
             actor.generate_responses("say one", None, long, 64, None, 2)
@@ -240,9 +248,33 @@ def test_a_pause_keeps_requests_and_an_update_splits_them(actor, monkeypatch, we
     assert all(log["specrollout/weight_version_max"] == 1 for log in logs)
 
 
+def test_two_ranks_are_one_engine(model, monkeypatch, weights):
+    """Each rank receives the trainer's parameters by itself."""
+
+    def outcome(size):
+        actor = make_actor(model, size=size)
+
+        async def run():
+            before = await responses(actor)
+            trainer = await Trainer.of(actor, monkeypatch, 20, size=size)
+            await actor.sleep()
+            await actor.wake_up(["weights"])
+            await trainer.send_all(weights)
+            await actor.wake_up()
+            after = await responses(actor)
+            digest = await actor._engine.call(lambda engine: engine.weights_digest())
+            return [sample["tokens"] for sample in (*before, *after)], digest
+
+        found = asyncio.run(run())
+        actor.close()
+        return found
+
+    assert outcome(2) == outcome(1)
+
+
 def test_sleep_and_wake_as_the_trainer_calls_them(actor, monkeypatch, weights):
     async def run():
-        trainer = Trainer(actor, monkeypatch, 20)
+        trainer = await Trainer.of(actor, monkeypatch, 20)
         await actor.sleep()
         await actor.wake_up()
         before = await responses(actor)

@@ -79,7 +79,7 @@ def test_the_checkpoint_that_a_run_goes_on_from(tmp_path):
     "refused",
     [
         "--vllm.num_engines 0",
-        "--vllm.tensor_parallel_size 2",
+        "--vllm.tensor_parallel_size 0",
         "--vllm.sync_backend mpi",
         "--vllm.sync_with_ray",
         "--vllm.gpu_memory_utilization 1.0",
@@ -108,6 +108,15 @@ def test_cuda_ipc_is_refused_with_the_way_out():
         read("--train.colocate_all", has_vllm=True)
     # Asynchronous training shares no GPU with the engines, whatever is colocated besides.
     assert read("--train.colocate_all --train.async_enable --vllm.sync_backend nccl", has_vllm=True)
+
+
+def test_a_model_that_cannot_be_partitioned_so_is_refused(tiny_model_path):
+    model = f"--actor.model_name_or_path {tiny_model_path} --vllm.tensor_parallel_size"
+    assert read(f"{model} 2")
+    with pytest.raises(InvalidInputError, match=r"^--vllm\.tensor_parallel_size=3: must divide"):
+        read(f"{model} 3")
+    with pytest.raises(InvalidInputError, match=r"^--vllm\.tensor_parallel_size=2: .*vllm"):
+        read(f"{model} 2", has_vllm=True)
 
 
 def test_sampling_parameters_of_vllm():

@@ -140,7 +140,7 @@ def test_a_later_turn_asks_nothing_of_the_other_ranks(model: Path) -> None:
     """Asleep or not: TRL's tool loop generates on those ranks alone whose samples called one."""
     with one_rank():
         generation = alone(model, enable_sleep_mode=True, max_completion_length=4)
-        generation._colocated._model = DistributedDataParallel(generation._model)
+        generation._generation._model = DistributedDataParallel(generation._model)
         generation.sync_weights()
         with mock.patch.object(distributed, "all_reduce", side_effect=AssertionError):
             generation.generate([[7, 8]], None, 1)
@@ -189,7 +189,14 @@ def test_rloo(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"vllm_mode": "server"}, "vllm_mode='server'"),
+        (
+            {
+                "vllm_mode": "server",
+                "vllm_server_base_url": "http://127.0.0.1:9",
+                "vllm_server_timeout": 0.1,
+            },
+            "vllm_server_base_url='http://127.0.0.1:9'",
+        ),
         ({"vllm_structured_outputs_regex": "a+"}, "vllm_structured_outputs_regex"),
         ({"vllm_model_impl": "transformers"}, "vllm_model_impl"),
         ({"vllm_max_model_length": 4096}, "max_context_len=4096"),
@@ -235,10 +242,26 @@ def alone(
 
 
 def test_what_takes_several_gpus_to_ask_for_is_refused(model: Path) -> None:
-    with pytest.raises(InvalidInputError, match="vllm_tensor_parallel_size=2"):
+    with pytest.raises(InvalidInputError, match=r"vllm_tensor_parallel_size=2.*1 processes"):
         alone(model, tensor_parallel_size=2)
+    with pytest.raises(InvalidInputError, match=r"vllm_tensor_parallel_size=3.*query heads"):
+        alone(model, tensor_parallel_size=3, num_processes=3)
+    with pytest.raises(InvalidInputError, match=r"vllm_tensor_parallel_size=2.*cluster"):
+        alone(model, tensor_parallel_size=2, cluster="ray")
     with pytest.raises(InvalidInputError, match="fsdp_version=1"):
         alone(model, fsdp_version=1)
+
+
+def test_what_a_server_has_for_itself_is_refused(model: Path) -> None:
+    for options, field in (
+        ({"tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2"),
+        ({"cluster": "ray"}, "cluster='ray'"),
+        ({"overrides": {"kv_bytes": 1 << 20}}, "kv_bytes=1048576"),
+    ):
+        with pytest.raises(InvalidInputError, match=field):
+            alone(model, mode="server", **options)
+    with pytest.raises(InvalidInputError, match="vllm_mode='elsewhere'"):
+        alone(model, mode="elsewhere")
 
 
 def test_processes_that_would_take_replicas_from_each_other_are_refused(

@@ -1,4 +1,4 @@
-"""GRPO in two processes, each with an engine of its own."""
+"""GRPO in two processes, each with an engine of its own, and with one of two ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def samples_of_one(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     return run(by_rollout_func(model, folder, **options)).completion_ids[0]
 
 
-@pytest.mark.parametrize("way", ["rollout_func", "generation"])
+@pytest.mark.parametrize("way", ["rollout_func", "tensor", "generation"])
 def test_two_processes(
     by_rank: list[dict[str, Any]], samples_of_one: list[list[int]], way: str
 ) -> None:
@@ -44,7 +44,8 @@ def test_two_processes(
     assert ranks[0]["digest"] == ranks[1]["digest"]
     for rank in ranks:
         assert rank["sharded"] == (way == "generation")
-        assert len(rank["logp_differences"]) == (2 if way == "generation" else 0)
+        assert rank["ranks"] == (2 if way == "tensor" else 1)
+        assert len(rank["logp_differences"]) == (0 if way == "rollout_func" else 2)
         assert all(difference < 2e-5 for difference in rank["logp_differences"])
     first = [*ranks[0]["completion_ids"][0], *ranks[1]["completion_ids"][0]]
     assert samples_of_one == first

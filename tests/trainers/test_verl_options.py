@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout.config import DType
+from rollout.config import DType, ParallelMode
 from rollout.errors import InvalidInputError
 from rollout.trainers.verl.options import HARMLESS, HONOURED, REFUSED, server_options
 from rollout.trainers.verl.sampling import ResponseLimits, engine_params
@@ -92,6 +92,12 @@ def test_fields_are_taken_over(options):
     assert options(logprobs_mode="raw_logprobs").raw_logprobs
 
 
+def test_the_ranks_of_a_replica_are_verls(options):
+    parallel = options(tensor_model_parallel_size=2).engine_config().parallel
+    assert (parallel.mode, parallel.size) == (ParallelMode.tensor, 2)
+    assert options().engine_config().parallel.size == 1
+
+
 def test_every_field_is_sorted_once():
     assert not HONOURED & HARMLESS
     assert not (HONOURED | HARMLESS) & REFUSED.keys()
@@ -100,7 +106,8 @@ def test_every_field_is_sorted_once():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tensor_model_parallel_size", 2),
+        ("tensor_model_parallel_size", 3),  # of 6 query heads and 2 kv heads
+        ("tensor_model_parallel_size", 0),
         ("pipeline_model_parallel_size", 2),
         ("data_parallel_size", 4),
         ("expert_parallel_size", 2),
@@ -131,6 +138,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(options, field, value):
         ({"spec": "medusa"}, "spec='medusa'"),
         ({"spec_options": {"nodes": 4}}, r"spec\.nodes=4"),
         ({"sleep_level": 3}, r"specrollout\.sleep_level=3"),
+        ({"parallel": {"size": 2}}, r"specrollout\.parallel=.*tensor_model_parallel_size"),
         ({"dtype": "int8"}, r"model\.dtype='int8'"),
     ],
 )

@@ -28,28 +28,38 @@ SHARES: dict[str, Any] = {"per_device_train_batch_size": 4, "num_generations": 8
 
 
 def by_way(way: str, folder: Path) -> dict[str, Any]:
-    """``generation`` is sharded by ZeRO-3, and its engine sleeps while the trainer steps."""
+    """``generation`` is sharded by ZeRO-3, and its engine sleeps while the trainer steps; so does
+    that of ``tensor``, whose ranks are both processes."""
     build, options = by_rollout_func, {}
     if way == "generation":
         build, options = by_generation, {"deepspeed": ZERO3, "vllm_enable_sleep_mode": True}
+    elif way == "tensor":
+        build = by_generation
+        options = {"vllm_tensor_parallel_size": 2, "vllm_enable_sleep_mode": True}
     trainer = build(folder / "model", folder / way, **SHARES, **options)
     record = run(trainer)
     engine = engine_of(trainer)
-    if way == "generation":
-        if distributed.get_rank() == 0:  # as when its samples alone called a tool
+    num_ranks = engine.worker.ranks.tensor.size
+    if way != "rollout_func":
+        # As when its samples alone called a tool; ranks of one model do so together.
+        if way == "generation" and distributed.get_rank() == 0:
             trainer.vllm_generation.generate([[7, 8]], None, 1)
         engine.resume_memory()
+    version = engine.weight_version
+    if way == "tensor":  # it sleeps without the weights, which nothing is sharded of
+        trainer.vllm_generation.sync_weights()
     return {
         "sharded": trainer.is_deepspeed_enabled,
+        "ranks": num_ranks,
         "completion_ids": record.completion_ids,
         "digest": engine.weights_digest(),
-        "version": engine.weight_version,
+        "version": version,
         "logp_differences": record.column("sampling/sampling_logp_difference/max"),
     }
 
 
 def main(output: Path) -> None:
-    results = {way: by_way(way, output.parent) for way in ("rollout_func", "generation")}
+    results = {way: by_way(way, output.parent) for way in ("rollout_func", "tensor", "generation")}
     output.write_text(json.dumps(results))
     distributed.barrier()
     os._exit(0)  # DeepSpeed's threads sometimes abort while the interpreter ends

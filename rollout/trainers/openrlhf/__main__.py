@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from rollout.errors import EngineStateError, InvalidInputError
+from rollout.errors import EngineStateError, RolloutError
 from rollout.trainers.openrlhf import stand_ins
 from rollout.trainers.openrlhf.arguments import TrainerArguments, read_arguments
 from rollout.trainers.openrlhf.options import OwnOptions, split_arguments
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> None:
             has_vllm=stand_ins.is_installed("vllm"),
             has_flash_attn=stand_ins.is_installed("flash_attn"),
         )
-    except InvalidInputError as error:
+    except RolloutError as error:
         sys.exit(f"error: {error}")
     stand_ins.install()
     _start_ray(options, trainer)

@@ -16,7 +16,8 @@ from rollout.sampling.noise import derive_seed
 from rollout.trainers.openrlhf.options import ActorSettings
 from rollout.trainers.openrlhf.sample import Executor, Sample, SampleSeeds
 from rollout.trainers.openrlhf.sampling import RequestOutput, engine_params, request_output
-from rollout.trainers.openrlhf.weight_sync import Communicator, WeightSync
+from rollout.trainers.openrlhf.stand_ins import is_installed
+from rollout.trainers.openrlhf.weight_sync import WeightSync
 from rollout.trainers.served_engine import ServedEngine
 from rollout.types import FinishReason, Rollout
 
@@ -131,20 +132,19 @@ class RolloutActor:
         backend: str,
         use_ray: bool,
     ) -> None:
-        """Meet the trainer's rank 0, as OpenRLHF's own vLLM workers do."""
-        from openrlhf.utils.distributed_util import stateless_init_process_group
-
+        """Meet the trainer's rank 0, as OpenRLHF's own vLLM workers do: each rank of the engine."""
         if use_ray:
             raise InvalidInputError("--vllm.sync_with_ray", use_ray, "is not implemented")
+        if not is_installed("vllm"):
+            await self._weights.join(master_address, master_port, rank_offset, world_size, backend)
+            return
+        from openrlhf.utils.distributed_util import stateless_init_process_group
+
         meet = partial(
             stateless_init_process_group,
             master_address, master_port, rank_offset, world_size, self._device,
         )  # fmt: skip
-        self.join_group(await asyncio.to_thread(meet))
-
-    def join_group(self, group: Communicator) -> None:
-        """Receive updates through this group from now on."""
-        self._weights.join(group)
+        self._weights.receive_from(await asyncio.to_thread(meet))
 
     async def update_weight(
         self, name: str, dtype: torch.dtype, shape: Sequence[int], empty_cache: bool = False
@@ -170,5 +170,5 @@ class RolloutActor:
         await self._engine.resume(_TAGS if tags is None else tags)
 
     def close(self) -> None:
-        """Abort what runs and end the engine's thread."""
-        self._engine.loop.close()
+        """Abort what runs and end the engine."""
+        self._engine.close()

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rollout.errors import InvalidInputError
+from rollout.trainers.tensor_parallel import tensor_parallel
+
+SIZE = "vllm.tensor_parallel_size"
 
 _VALUES: dict[str, tuple[type, object]] = {
     "vllm.num_engines": (int, None),
-    "vllm.tensor_parallel_size": (int, 1),
+    SIZE: (int, 1),
     "vllm.sync_backend": (str, "nccl"),
     "vllm.gpu_memory_utilization": (float, 0.95),
     "data.max_images_per_prompt": (int, 0),
@@ -25,6 +28,7 @@ _VALUES: dict[str, tuple[type, object]] = {
     "ds.ring_attn_size": (int, 1),
     "ds.lora.rank": (int, 0),
     "ckpt.path": (str, "./ckpt/checkpoints_ppo_ray"),
+    "actor.model_name_or_path": (str, None),
 }
 _FLAGS = (
     "vllm.sync_with_ray",
@@ -45,7 +49,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("vllm.num_engines", lambda n: (n or 0) > 0, "must be >= 1"),
-    ("vllm.tensor_parallel_size", lambda n: n == 1, "must be 1: give more engines instead"),
+    (SIZE, lambda n: n > 0, "must be >= 1"),
     ("vllm.sync_backend", lambda name: name in ("nccl", "gloo"), "must be nccl or gloo"),
     ("vllm.sync_with_ray", lambda on: not on, "is not implemented: leave it out"),
     ("vllm.gpu_memory_utilization", lambda x: 0 < x < 1, "must be in (0, 1)"),
@@ -100,6 +104,12 @@ def read_arguments(
         if given["vllm.sync_backend"] != "gloo":
             refuse("vllm.sync_backend", "must be gloo with --train.colocate_all: CUDA IPC is not "
                    "implemented")  # fmt: skip
+    if has_vllm and given[SIZE] > 1:
+        # Its trainer would broadcast as vllm does, which rank 0 of an engine alone could receive.
+        refuse(SIZE, "must be 1 beside an installed vllm")
+    model = given["actor.model_name_or_path"]
+    if model is not None and Path(model).is_dir():  # of others the actors look
+        tensor_parallel(given[SIZE], model, f"--{SIZE}")
     if not has_flash_attn:
         for name, is_fine, remedy in _RULES_WITHOUT_FLASH_ATTN:
             if not is_fine(given[name]):

@@ -15,8 +15,11 @@ import yaml
 from rollout.checked import checked_flag, checked_seconds
 from rollout.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig, engine_config
 from rollout.engine.engine import RolloutEngine
+from rollout.engine.rank_processes import open_on_ranks
 from rollout.engine.worker import worker_factory
 from rollout.errors import InvalidInputError
+from rollout.trainers.openrlhf.arguments import SIZE
+from rollout.trainers.tensor_parallel import tensor_parallel
 
 PREFIX = "--specrollout."
 
@@ -29,6 +32,7 @@ _GIVEN_BY_OPENRLHF = {
     "path": "--actor.model_name_or_path",
     "max_context_len": "--data.max_len",
     "prefix_cache": "--vllm.enable_prefix_caching",
+    "parallel": f"--{SIZE}",
 }
 
 
@@ -110,20 +114,18 @@ class ActorSettings:
     prefix_cache: bool
     kv_fraction: float  # of the memory free once the model is read; an override goes before it
     dtype: str  # the trainer's parameters'; an override of the options goes before it
+    tensor_parallel_size: int
     options: OwnOptions
 
     def make_engine(self) -> RolloutEngine:
-        """Read the model. Raises what `RolloutEngine.from_pretrained` does."""
-        options = self.options
+        """Read the model, on as many ranks as it has. Raises what `open_on_ranks` does."""
+        options, folder = self.options, model_folder(self.model)
         given = {
+            **tensor_parallel(self.tensor_parallel_size, folder, f"--{SIZE}"),
             "max_context_len": self.max_context_len,
             "prefix_cache": self.prefix_cache,
             "kv_fraction": self.kv_fraction,
             "dtype": self.dtype,
         }
-        return RolloutEngine.from_pretrained(
-            model_folder(self.model),
-            options.spec,
-            spec_options=options.spec_options,
-            **given | options.overrides,
-        )
+        config = engine_config(folder, given | options.overrides)
+        return open_on_ranks(config, worker_factory(options.spec, **options.spec_options))

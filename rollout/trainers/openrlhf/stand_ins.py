@@ -29,6 +29,9 @@ TIMEOUT_VARIABLE = "SPECROLLOUT_SYNC_TIMEOUT"
 """Environment variables of every Ray worker, set by the launcher: OpenRLHF's trainer hands on
 neither backend nor timeout."""
 
+GROUP = "openrlhf"
+"""The name of the weight group, whose rank 0 is the trainer and whose others are engines' ranks."""
+
 
 @dataclass(frozen=True, slots=True)
 class StatelessProcessGroup:
@@ -46,9 +49,10 @@ class StatelessProcessGroup:
 
 
 class PyNcclCommunicator:
-    """Broadcasts by ``--vllm.sync_backend``: nccl, or gloo, which goes through host memory.
+    """The trainer's end of the weight group. Broadcasts by ``--vllm.sync_backend``: nccl, or gloo,
+    which goes through host memory.
 
-    Made by all of them at once: returns when they have met. Raises WeightUpdateError where they do
+    Engines join at the same time: returns when all have met. Raises WeightUpdateError where they do
     not within ``--specrollout.sync_timeout``.
     """
 
@@ -59,7 +63,7 @@ class PyNcclCommunicator:
             master_port=group.port,
             rank=group.rank,
             world_size=group.world_size,
-            group_name="openrlhf",
+            group_name=GROUP,
             backend=os.environ[BACKEND_VARIABLE],
             timeout=float(os.environ[TIMEOUT_VARIABLE]),
         )

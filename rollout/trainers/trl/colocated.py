@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
+from rollout.engine.engine import RolloutEngine
 from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError
+from rollout.parallel import RankGroup, SingleRank
 from rollout.sampling.noise import derive_seed
 from rollout.trainers.hook import RolloutHook
 from rollout.types import FinishReason, MemoryTag, Rollout, SamplingParams
@@ -59,6 +62,9 @@ _log = logging.getLogger(__name__)
 class ColocatedEngine:
     """One engine, or one cluster, for each process of one trainer.
 
+    Where the processes' engines are ranks of one model, all generate the prompts of all, and each
+    returns its own.
+
     With ``sleep`` its weights and KV have memory only from a `sync` or the start of a batch to the
     batch's end. The weights' values are kept only where a `sync` is a collective, for `generate` is
     none; elsewhere they are taken anew from the trainer's model.
@@ -73,6 +79,9 @@ class ColocatedEngine:
         self._sleep = sleep
         self._hook: RolloutHook | None = None
         self._values_kept = True  # of the weights, by an engine that sleeps
+        self._ranks: RankGroup = SingleRank()
+        if isinstance(engine, RolloutEngine):
+            self._ranks = engine.worker.ranks.tensor
         self._fall_asleep()
 
     def sync(self) -> None:
@@ -96,7 +105,7 @@ class ColocatedEngine:
     ) -> list[Rollout]:
         """One rollout for each prompt, in their order; a prompt's samples follow one another.
 
-        After the first `sync` a process may call it without the others.
+        After the first `sync` a process may call it without those it shares no model with.
 
         Raises InvalidInputError or OutOfMemoryError, showing the prompt, before anything is run.
         """
@@ -106,8 +115,9 @@ class ColocatedEngine:
         if not self._values_kept and MemoryTag.WEIGHTS in self.engine.released_tags:
             self.sync()
         self.engine.resume_memory()  # the rest; nothing where nothing is released
+        all_prompts, all_seeds, own = self._gathered(prompts, seeds)
         try:
-            rollouts = self._run(prompts, params, seeds, samples_per_prompt)
+            rollouts = self._run(all_prompts, params, all_seeds, samples_per_prompt)[own]
         finally:
             self._fall_asleep()
         for rollout in rollouts:
@@ -116,6 +126,20 @@ class ColocatedEngine:
                     "a rollout failed after %d tokens: %s", len(rollout.token_ids), rollout.error
                 )
         return rollouts
+
+    def _gathered(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]
+    ) -> tuple[list[list[int]], list[int], slice]:
+        """The prompts and seeds of all ranks of the model, in rank order, and which are this
+        rank's."""
+        told = self._ranks.exchange(json.dumps([[list(each) for each in prompts], list(seeds)]))
+        parts = [json.loads(text) for text in told]
+        first = sum(len(theirs) for theirs, _ in parts[: self._ranks.rank])
+        return (
+            [prompt for theirs, _ in parts for prompt in theirs],
+            [seed for _, theirs in parts for seed in theirs],
+            slice(first, first + len(prompts)),
+        )
 
     def _fall_asleep(self) -> None:
         if self._sleep:

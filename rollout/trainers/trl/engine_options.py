@@ -11,6 +11,9 @@ from huggingface_hub import try_to_load_from_cache
 
 from rollout.errors import InvalidInputError
 from rollout.scheduler.step_limits import StepLimits
+from rollout.trainers.tensor_parallel import tensor_parallel
+
+_SIZE = "vllm_tensor_parallel_size"
 
 
 def model_folder(model: Any) -> str:
@@ -82,13 +85,40 @@ def require_room_for_each(accelerator: Any, cluster_options: Mapping[str, Any]) 
         )  # fmt: skip
 
 
+def rank_overrides(
+    size: int, model_path: str, *, num_processes: int, in_process: bool
+) -> Mapping[str, Mapping[str, Any]]:
+    """Overrides that make each ``size`` processes of the trainer the ranks of one model.
+
+    Raises InvalidInputError for a size that does not divide the processes, or the model.
+    """
+    if size != 1 and not in_process:
+        raise InvalidInputError(_SIZE, size, "must be 1 with a cluster")
+    overrides = tensor_parallel(size, model_path, _SIZE)
+    if num_processes % size:
+        raise InvalidInputError(_SIZE, size, f"must divide the trainer's {num_processes} processes")
+    return overrides
+
+
+def require_servers_own(
+    tensor_parallel_size: int, cluster: str, overrides: Mapping[str, Any]
+) -> None:
+    """Raises InvalidInputError for options of an engine that the server has made already."""
+    if tensor_parallel_size != 1:
+        remedy = "is the server's: specrollout serve parallel=tensor parallel.size=N"
+        raise InvalidInputError(_SIZE, tensor_parallel_size, remedy)
+    for name, value in {"cluster": None if cluster == "none" else cluster, **overrides}.items():
+        if value is not None:
+            remedy = "is the server's with vllm_mode=server: give it to `specrollout serve`"
+            raise InvalidInputError(name, value, remedy)
+
+
 def require_supported(
     *,
     accelerator: Any,
     processing_class: Any,
     mode: str,
     structured_outputs_regex: str | None,
-    tensor_parallel_size: int,
     model_impl: str,
 ) -> None:
     """Raises InvalidInputError, by the name TRL's config has for it, for what we do not have."""
@@ -98,21 +128,13 @@ def require_supported(
             type(processing_class).__name__,
             "images are not supported; give a tokenizer",
         )
-    if mode != "colocate":
-        raise InvalidInputError(
-            "vllm_mode", mode, "must be colocate: the engine runs in the trainer's process"
-        )
+    if mode not in ("colocate", "server"):
+        raise InvalidInputError("vllm_mode", mode, "must be colocate or server")
     if structured_outputs_regex is not None:
         raise InvalidInputError(
             "vllm_structured_outputs_regex",
             structured_outputs_regex,
             "is not supported; leave it out",
-        )
-    if tensor_parallel_size != 1:
-        raise InvalidInputError(
-            "vllm_tensor_parallel_size",
-            tensor_parallel_size,
-            "must be 1: each process has a whole engine",
         )
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     if fsdp is not None and fsdp.fsdp_version == 1:

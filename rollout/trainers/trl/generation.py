@@ -10,15 +10,19 @@ from typing import Any
 import torch
 
 from rollout.cluster.opening import open_pretrained
+from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError
 from rollout.trainers.trl.colocated import ColocatedEngine, TrlSampleSeeds
 from rollout.trainers.trl.engine_options import (
     engine_overrides,
     model_folder,
+    rank_overrides,
     require_room_for_each,
+    require_servers_own,
     require_supported,
 )
 from rollout.trainers.trl.sampling import completion_of, sampling_params
+from rollout.trainers.trl.server_engine import ServerEngine, ServerGeneration
 from rollout.types import Rollout
 
 
@@ -26,9 +30,9 @@ class SpecGeneration:
     """Stands in for trl.generation.vllm_generation.VLLMGeneration, whose arguments it takes.
 
     Arguments after TRL's own come from `specrollout_generation`.
-    Arguments that are about a vLLM server (``server_*``, ``group_port``) say nothing here, nor does
-    ``trust_remote_code``: no code of a checkpoint is ever run. Those that cannot be honoured raise
-    InvalidInputError.
+    With ``mode="server"`` the engine is that of a `specrollout serve`. ``group_port`` says nothing
+    here, nor does ``trust_remote_code``: no code of a checkpoint is ever run. Arguments that cannot
+    be honoured raise InvalidInputError.
     """
 
     def __init__(
@@ -71,11 +75,8 @@ class SpecGeneration:
             processing_class=processing_class,
             mode=mode,
             structured_outputs_regex=structured_outputs_regex,
-            tensor_parallel_size=tensor_parallel_size,
             model_impl=model_impl,
         )
-        if cluster != "none":
-            require_room_for_each(accelerator, cluster_options or {})
         self._model = model
         self._with_logprobs = logprobs is not None
         self._filler_id = _eos_token_ids(model, processing_class)[0]
@@ -90,29 +91,47 @@ class SpecGeneration:
             top_logprobs=logprobs or 0,
             generation_kwargs=generation_kwargs,
         )
-        self.engine = open_pretrained(
-            model_path or model_folder(model),
-            spec,
-            spec_options=spec_options,
-            cluster=cluster,
-            cluster_options=cluster_options,
-            **engine_overrides(
-                overrides,
-                model=model,
-                accelerator=accelerator,
-                in_process=cluster == "none",
-                gpu_memory_utilization=gpu_memory_utilization,
-                max_model_length=max_model_length,
-                max_num_seqs=max_num_seqs,
-            ),
-        )
         rank = accelerator.process_index
         run_seed = (generation_kwargs or {}).get("seed")
         if run_seed is None:  # most trainers have seeded torch with their seed plus the rank
             run_seed = torch.initial_seed() - rank
-        self._colocated = ColocatedEngine(
-            self.engine, model, TrlSampleSeeds(run_seed, rank), sleep=enable_sleep_mode
-        )
+        seeds = TrlSampleSeeds(run_seed, rank)
+        self.engine: Engine | ServerEngine
+        self._generation: ColocatedEngine | ServerGeneration
+        if mode == "server":
+            require_servers_own(tensor_parallel_size, cluster, overrides)
+            host = "127.0.0.1" if server_host == "0.0.0.0" else server_host
+            url = server_base_url or f"http://{host}:{server_port}"
+            self.engine = self.vllm_client = served = ServerEngine(url, server_timeout)
+            self._generation = ServerGeneration(served, model, seeds, accelerator)
+        else:
+            in_process = cluster == "none"
+            if not in_process:
+                require_room_for_each(accelerator, cluster_options or {})
+            folder = model_path or model_folder(model)
+            ranks = rank_overrides(
+                tensor_parallel_size,
+                folder,
+                num_processes=accelerator.num_processes,
+                in_process=in_process,
+            )
+            self.engine = engine = open_pretrained(
+                folder,
+                spec,
+                spec_options=spec_options,
+                cluster=cluster,
+                cluster_options=cluster_options,
+                **engine_overrides(
+                    {**ranks, **overrides},
+                    model=model,
+                    accelerator=accelerator,
+                    in_process=in_process,
+                    gpu_memory_utilization=gpu_memory_utilization,
+                    max_model_length=max_model_length,
+                    max_num_seqs=max_num_seqs,
+                ),
+            )
+            self._generation = ColocatedEngine(engine, model, seeds, sleep=enable_sleep_mode)
         self._num_syncs = 0
         # Where TRL's tool loop looks up how long a conversation may become.
         limit = self.engine.max_context_len
@@ -122,7 +141,7 @@ class SpecGeneration:
 
     def sync_weights(self) -> None:
         """Take the trainer's weights. A collective: every process calls it."""
-        self._colocated.sync()
+        self._generation.sync()
         self._num_syncs += 1
 
     def generate(
@@ -148,7 +167,7 @@ class SpecGeneration:
         # TRL's profiler knows the global step, which a resumed run goes on counting. Not all of its
         # trainers hand one over.
         with profiler or nullcontext():
-            rollouts = self._colocated.generate(
+            rollouts = self._generation.generate(
                 prompts,
                 self._params,
                 samples_per_prompt=num_generations,

@@ -1,4 +1,4 @@
-"""The rollout of one of verl's trainer workers: the way to its replica's server, on its host."""
+"""The rollout of one of verl's workers: the way to its replica's server, on its host."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from rollout.weights.shared_memory import SharedMemorySender
 
 
 class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl is untyped here
-    """A replica is one process, so every worker is the leader of its own."""
-
-    is_leader_rank = True
+    """A replica has a worker for each of its ranks; the first of them is the leader, which alone
+    calls the server."""
 
     def __init__(
         self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1
     ) -> None:
-        """``replica_rank``: -1 in a hybrid worker, whose replica has the worker's own rank."""
+        """``replica_rank``: -1 in a hybrid worker, of whose group each replica has a part."""
         super().__init__(config, model_config, device_mesh)
-        self.replica_rank = int(os.environ["RANK"]) if replica_rank == -1 else replica_rank
+        replica, rank = divmod(int(os.environ["RANK"]), config.tensor_model_parallel_size)
+        self.replica_rank = replica if replica_rank == -1 else replica_rank
+        self.is_leader_rank = rank == 0
         self.sleep_level = 2
         self._handle: Any = None
 
     async def resume(self, tags: list[str]) -> None:
         """``tags``: weights, kv_cache."""
-        if self.config.free_cache_engine:
+        if self.config.free_cache_engine and self.is_leader_rank:
             await self._server.wake_up.remote(tags=tags)
 
     async def release(self) -> None:
         """Give the server's memory back."""
-        if self.config.free_cache_engine:
+        if self.config.free_cache_engine and self.is_leader_rank:
             await self._server.sleep.remote()
 
     @torch.no_grad()
@@ -56,6 +57,9 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl is untyped here
         if kwargs.get("peft_config") is not None:
             remedy = "adapters are served merged: +actor_rollout_ref.model.lora.merge=True"
             raise InvalidInputError("peft_config", kwargs["peft_config"], remedy)
+        if not self.is_leader_rank:
+            await _exhaust(weights)
+            return
         megabytes = self.config.checkpoint_engine.update_weights_bucket_megabytes
         await send_weights(
             self._server, weights, global_steps=global_steps, bucket_bytes=megabytes << 20
@@ -125,6 +129,16 @@ class _Update:
     async def call(self, method: str, *arguments: Any) -> None:
         if (started := self.start(method, *arguments)) is not None:
             await self.wait(started)
+
+
+async def _exhaust(weights: WorkerWeights) -> None:
+    """Take part in gathering the weights that the leader sends."""
+    if isinstance(weights, AsyncIterator):
+        async for _ in weights:
+            pass
+    else:
+        for _ in weights:
+            pass
 
 
 async def _handles(

@@ -9,11 +9,13 @@ from typing import Any
 from rollout.config import EngineConfig, engine_config
 from rollout.engine.worker import WorkerFactory, worker_factory
 from rollout.errors import InvalidInputError
+from rollout.trainers.tensor_parallel import tensor_parallel
 from rollout.trainers.verl.sampling import ResponseLimits
 
 NAME = "specrollout"
 _FIELD = "actor_rollout_ref.rollout"
 OWN = f"{_FIELD}.engine_kwargs.{NAME}"
+SIZE = f"{_FIELD}.tensor_model_parallel_size"
 
 
 def server_name(replica_rank: int, suffix: str = "") -> str:
@@ -27,6 +29,7 @@ HONOURED = frozenset({
     "max_num_batched_tokens", "max_num_seqs", "max_model_len", "logprobs_mode",
     "enable_prefix_caching", "load_format", "engine_kwargs", "calculate_log_probs",
     "full_determinism", "checkpoint_engine", "enable_rollout_routing_replay",
+    "tensor_model_parallel_size",
 })  # fmt: skip
 """Fields of verl's RolloutConfig that reach the engine or its server."""
 
@@ -58,12 +61,12 @@ def _is_off(value: Any) -> bool:
 
 
 REFUSED: Mapping[str, tuple[_Check, str]] = {
-    "tensor_model_parallel_size": (_is_one, "must be 1: a replica is one process; verl starts one "
-                                            "replica for each worker"),
-    "pipeline_model_parallel_size": (_is_one, "must be 1"),
-    "data_parallel_size": (_is_one, "must be 1: verl starts one replica for each worker"),
-    "expert_parallel_size": (_is_one, "must be 1"),
-    "moe_tensor_parallel_size": (_is_one, "must be 1"),
+    "pipeline_model_parallel_size": (_is_one, "must be 1: a model is split by "
+                                              "tensor_model_parallel_size alone"),
+    "data_parallel_size": (_is_one, "must be 1: verl starts as many replicas as find room"),
+    "expert_parallel_size": (_is_one, "must be 1: experts are split by tensor_model_parallel_size"),
+    "moe_tensor_parallel_size": (_is_one, "must be 1: experts are split by "
+                                          "tensor_model_parallel_size"),
     "cudagraph_capture_sizes": (_is_off, "must be null: specrollout captures graphs by "
                                            "itself, see memory.graph_rows"),
     "over_sample_rate": (_is_off, "must be 0: ending stragglers early is not offered"),
@@ -142,6 +145,8 @@ def server_options(
     _refuse_model(model)
 
     own = dict(own)
+    if "parallel" in own:
+        raise InvalidInputError(f"{OWN}.parallel", own["parallel"], f"is set by {SIZE}")
     spec, spec_options = own.pop("spec", "ngram"), own.pop("spec_options", None) or {}
     sleep_level = own.pop("sleep_level", 2)
     if sleep_level not in (1, 2):
@@ -160,6 +165,7 @@ def server_options(
         "max_context_len": rollout.max_model_len,
         "prefix_cache": rollout.enable_prefix_caching,
         "record_routes": replays,
+        **tensor_parallel(rollout.tensor_model_parallel_size, model.local_path, SIZE),
     } | own
     eos = getattr(model.tokenizer, "eos_token_id", None)
     options = ServerOptions(

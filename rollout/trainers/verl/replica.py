@@ -1,7 +1,8 @@
-"""One replica: a server process beside the worker whose devices it shares or owns."""
+"""One replica: a server beside the workers whose devices it shares or owns."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import ray
@@ -12,7 +13,7 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
 from rollout.errors import InvalidInputError
 from rollout.trainers.verl.configuration import options_of
-from rollout.trainers.verl.options import NAME, server_name
+from rollout.trainers.verl.options import NAME, SIZE, server_name
 from rollout.trainers.verl.sampling import RequestSeeds
 from rollout.trainers.verl.server import Server
 
@@ -34,13 +35,28 @@ class Replica(RolloutReplica):  # type: ignore[misc]  # verl is untyped here
             if asked:
                 remedy = f"a {role} model is asked over HTTP, which is not offered: take vllm"
                 raise InvalidInputError("rollout.name", NAME, remedy)
-        options_of(config, model_config, standalone=False)
+        options = options_of(config, model_config, standalone=False)
+        size = options.engine_config().parallel.size
+        if size > gpus_per_node:
+            remedy = f"must be at most n_gpus_per_node={gpus_per_node}: a replica is on one node"
+            raise InvalidInputError(SIZE, size, remedy)
         super().__init__(replica_rank, config, model_config, gpus_per_node, name_suffix=name_suffix)
 
     async def launch_servers(self) -> None:
-        """One server, on the node and the devices of the replica's worker."""
-        (worker,) = self.workers
-        node_id, devices = await worker.__ray_call__.remote(_place_of)
+        """One server, on the node and the devices of the replica's workers."""
+        if self.rollout_mode is RolloutMode.STANDALONE:
+            gpus = self.config.nnodes * self.config.n_gpus_per_node
+            if gpus % len(self.workers):
+                remedy = f"must divide the {gpus} GPUs of the rollout: some would be idle"
+                raise InvalidInputError(SIZE, len(self.workers), remedy)
+        places = await asyncio.gather(
+            *(worker.__ray_call__.remote(_place_of) for worker in self.workers)
+        )
+        node_id, _ = places[0]
+        if any(node != node_id for node, _ in places):
+            remedy = "the workers of a replica are on several nodes: it must divide n_gpus_per_node"
+            raise InvalidInputError(SIZE, len(places), remedy)
+        devices = ",".join(devices for _, devices in places)
         seeds = ray.remote(RequestSeeds).options(
             name=f"{NAME}_request_seeds", get_if_exists=True, num_cpus=0
         )

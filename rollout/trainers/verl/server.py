@@ -1,4 +1,7 @@
-"""The server of one replica: an engine on its loop, as a Ray actor whose methods verl calls."""
+"""The server of one replica: an engine on its loop, as a Ray actor whose methods verl calls.
+
+Of several ranks the actor's process is the first, and starts the others.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from verl.utils import normalize_token_ids
 from verl.workers.rollout.replica import TokenOutput
 
 from rollout.engine.engine import RolloutEngine
+from rollout.engine.rank_processes import open_on_ranks
 from rollout.engine.tokenizer import prompt_group
 from rollout.errors import InvalidInputError, RolloutError
 from rollout.trainers.served_engine import ServedEngine
@@ -49,7 +53,7 @@ class Server:
 
     def _make_engine(self) -> RolloutEngine:
         options = self._options
-        engine = RolloutEngine.from_config(options.engine_config(), options.worker_factory())
+        engine = open_on_ranks(options.engine_config(), options.worker_factory())
         if options.weights_come_first:
             engine.release_memory(("weights",), keep_weights=False)
             engine.resume_memory(("weights",))

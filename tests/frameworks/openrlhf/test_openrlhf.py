@@ -67,6 +67,16 @@ def test_zero_3_two_actors_two_engines_and_evaluation(task):
     assert "Evaluation completed" in run.log
 
 
+def test_an_engine_of_two_ranks_on_the_gpus_of_two_actors(task):
+    run = run_trainer(
+        task,
+        f"{FLOAT32} --ds.zero_stage 2 --actor.num_gpus_per_node 2 --vllm.tensor_parallel_size 2"
+        " --train.colocate_all --vllm.enable_sleep",
+        float32=True,
+    )
+    assert_follows_the_trainer(run, within=1e-6)
+
+
 def test_zero_2_in_bfloat16(task):
     """Two implementations in bfloat16 differ by its rounding, token by token."""
     assert_follows_the_trainer(run_trainer(task, "--ds.zero_stage 2"), within=0.03)
@@ -97,8 +107,8 @@ def test_asynchronous_training_with_partial_rollouts(task):
 
 
 def test_mistakes_are_refused_before_anything_starts():
-    with pytest.raises(SystemExit, match=r"--vllm\.tensor_parallel_size=2"):
-        main(["--vllm.num_engines", "1", "--vllm.tensor_parallel_size", "2"])
+    with pytest.raises(SystemExit, match=r"--vllm\.tensor_parallel_size=0"):
+        main(["--vllm.num_engines", "1", "--vllm.tensor_parallel_size", "0"])
 
 
 class ParserMadeError(Exception):

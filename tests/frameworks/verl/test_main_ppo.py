@@ -67,6 +67,15 @@ def test_sync_with_one_worker_and_with_two(checkpoint, tmp_path):
     assert grad_norms[1] == pytest.approx(grad_norms[0], rel=1e-4)
 
 
+def test_a_replica_of_two_ranks_on_the_devices_of_two_workers(checkpoint, tmp_path):
+    overrides = [f"{ROLLOUT}.tensor_model_parallel_size=2"]
+    outcome = run_main_ppo(checkpoint, tmp_path, *overrides, workers=2)
+    diffs = differences(outcome)
+    assert len(diffs) == 2
+    assert max(diffs) < 1e-6
+    assert set(re.findall(r"replica (\d), step", outcome.output)) == {"0"}
+
+
 def test_separate_async_with_rollouts_cut_by_updates(checkpoint, tmp_path):
     """Weights are sent and requests cut; the learning rate is 0, so the oracle still holds."""
     still = "actor_rollout_ref.actor.optim.lr=0"

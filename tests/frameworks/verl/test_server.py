@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from dataclasses import fields
+from unittest import mock
 
 import pytest
 import ray
@@ -91,8 +93,14 @@ def generate(server, prompt, **sampling):
     )
 
 
+def adapter_of(model_config, worker_rank, **options):
+    with mock.patch.dict(os.environ, RANK=str(worker_rank)):
+        config = rollout_config(**options.pop("changes", {}))
+        return ServerAdapter(config, model_config, None, **options)
+
+
 def update(model_config, weights, step=None, rank=0):
-    adapter = ServerAdapter(rollout_config(), model_config, None, replica_rank=rank)
+    adapter = adapter_of(model_config, 0, replica_rank=rank)
     asyncio.run(adapter.update_weights(weights, global_steps=step))
 
 
@@ -234,6 +242,40 @@ def test_a_standalone_server_takes_weights_that_come_asynchronously(
     assert outputs[0].log_probs == outputs[1].log_probs
 
 
+def test_two_ranks_are_one_server(launch, model_config, tensors):
+    """Each of two workers takes part in an update, and the first one brings it."""
+    both = {"tensor_model_parallel_size": 2, "load_format": "dummy"}
+    outputs = []
+    for size, rank in ((1, 10), (2, 11)):
+        changes = both | {"tensor_model_parallel_size": size}
+        server = launch(rank, seeds=ray.remote(RequestSeeds).remote(42), **changes)
+        ray.get(server.sleep.remote())
+        workers = [
+            adapter_of(model_config, rank * size + worker, changes=changes)
+            for worker in range(size)
+        ]
+        taken = []
+
+        def counted(taken=taken):
+            for name, tensor in tensors:
+                taken.append(name)
+                yield name, tensor * 1.5
+
+        async def synced(workers=workers, counted=counted):
+            for worker in workers:
+                await worker.resume(["weights"])
+                await worker.update_weights(counted(), global_steps=3)
+                await worker.resume(["kv_cache"])
+
+        assert [worker.replica_rank for worker in workers] == [rank] * size
+        asyncio.run(synced())
+        assert len(taken) == size * len(tensors)
+        found = ray.get([generate(server, [9, 8, token], max_tokens=40) for token in range(5, 9)])
+        assert {output.extra_fields["global_steps"] for output in found} == {3}
+        outputs.append([(output.token_ids, output.log_probs) for output in found])
+    assert outputs[0] == outputs[1]
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep(launch, model_config, tensors, level):
     own = rollout_config().engine_kwargs[NAME] | {"sleep_level": level}
@@ -251,8 +293,9 @@ def test_sleep(launch, model_config, tensors, level):
 
 def test_what_cannot_be_honoured_is_refused(server, model_config):
     replica = RolloutReplicaRegistry.get(NAME)
-    with pytest.raises(InvalidInputError, match="tensor_model_parallel_size=2"):
-        replica(0, rollout_config(tensor_model_parallel_size=2), model_config)
+    for size, gpus, remedy in ((3, 8, "4 query heads"), (4, 2, "n_gpus_per_node=2")):
+        with pytest.raises(InvalidInputError, match=f"tensor_model_parallel_size={size}.*{remedy}"):
+            replica(0, rollout_config(tensor_model_parallel_size=size), model_config, gpus)
     with pytest.raises(InvalidInputError, match="reward model"):
         replica(0, rollout_config(), model_config, is_reward_model=True)
     with pytest.raises(InvalidInputError, match="image_data"):

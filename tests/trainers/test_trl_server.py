@@ -1,0 +1,79 @@
+"""GRPO with ``vllm_mode="server"`` and a server of two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("trl")
+
+import torch
+
+from rollout.errors import RolloutError
+from rollout.trainers.trl import server_engine
+from rollout.trainers.trl.colocated import ColocatedEngine, TrlSampleSeeds
+from rollout.trainers.trl.server_engine import ServerEngine
+from rollout.types import Rollout, SamplingParams
+from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.trl_runs import by_generation, run, small_engine
+from tests.server.server_process import served
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+
+@pytest.fixture(scope="module")
+def url(model: Path) -> Iterator[str]:
+    with served(model, "parallel=tensor", "parallel.size=2") as (_, url):
+        yield url
+
+
+def seen(rollouts: list[Rollout]) -> list[tuple[object, ...]]:
+    return [
+        (each.token_ids, each.logprobs, each.extras.top_logprobs, each.finish_reason)
+        for each in rollouts
+    ]
+
+
+def test_rollouts_are_those_of_an_engine_in_the_process(
+    model: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_engine, "_PROMPTS_OF_CALL", 2)  # fewer than there are
+    params = SamplingParams(
+        max_new_tokens=20, temperature=0.8, top_p=0.9, top_logprobs=2, stop_token_ids=[2],
+        ignore_eos=True, logit_bias={7: 1.0}, repetition_penalty=1.1,
+    )  # fmt: skip
+    prompts, seeds = [[7, 8], [7, 8], [9, 10, 11]], TrlSampleSeeds(2**63 + 5, 0)
+    own = ColocatedEngine(small_engine(model), torch.nn.Linear(1, 1), seeds)
+    wanted = own.generate(prompts, params, samples_per_prompt=1, step=0, training=True)
+    found = ServerEngine(url, HANG_SECONDS).generate(
+        prompts, params, [rollout.seed for rollout in wanted]
+    )
+    assert seen(found) == seen(wanted)
+
+
+def test_a_run_is_that_of_an_engine_in_the_process(model: Path, url: str, tmp_path: Path) -> None:
+    own = run(by_generation(model, tmp_path / "own"))
+    trainer = by_generation(
+        model,
+        tmp_path / "served",
+        vllm_mode="server",
+        vllm_server_base_url=url,
+        vllm_server_timeout=HANG_SECONDS,
+    )
+    trainer.train()
+    assert trainer.reward_funcs[0].completion_ids == own.completion_ids
+    engine = trainer.vllm_generation.engine
+    assert engine.weight_version == 3
+
+    def failing() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(trainer.model.named_parameters())[:3]
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        engine.update_weights_from_tensor(failing())
+    with pytest.raises(RolloutError, match=r"/update_weights_from_tensor: 400: .*unknown"):
+        engine.update_weights_from_tensor([("unknown", torch.ones(3))])
+    trainer.vllm_generation.sync_weights()
+    assert engine.generate([[5]], SamplingParams(max_new_tokens=3), [1])[0].token_ids
