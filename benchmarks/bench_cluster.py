@@ -29,7 +29,7 @@ from harness.rows import Row, row
 from rollout import Rollout, RolloutEngine, SamplingParams
 from rollout.cluster.cluster import RolloutCluster
 from rollout.cluster.config import ClusterConfig, ClusterKind
-from rollout.cluster.opening import open_with
+from rollout.cluster.open_engine import open_with
 from rollout.config import EngineConfig, engine_config
 from rollout.engine.protocol import Engine
 from rollout.engine.worker import worker_factory

@@ -15,7 +15,7 @@ from harness.rows import Row, row
 from harness.timing import clock_cost, cpu_clock, in_fresh_process
 
 from ngram_native import Corpus
-from spec_workers.corpus.external_loads import ExternalLoads
+from spec_workers.corpus.external_loader import ExternalLoader
 
 LONGEST = 5.0  # times the median, at most
 SMALL = 8 << 20
@@ -111,7 +111,7 @@ def removal_here_rows(settings: Settings) -> list[Row]:
     """CPU time: the removal between two batches, as an engine does it, makes that step longer."""
     documents = real_text(settings.external_text, TOKENS)
     corpus, times = full_corpus(settings, cpu_clock)
-    loads = ExternalLoads(corpus, max_tokens=2 * TOKENS)
+    loads = ExternalLoader(corpus, max_tokens=2 * TOKENS)
     steps = map(sum, times)
     usual, removals, slow, later = [], [], [], []
     for _ in range(num_rounds(settings)):

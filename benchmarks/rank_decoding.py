@@ -26,7 +26,7 @@ from rollout import RolloutEngine, SamplingParams
 from rollout.config import ParallelConfig, ParallelMode
 from rollout.engine.spmd import OpenEngine, run_spmd
 from rollout.models.loader import Progress
-from rollout.parallel.opening import host_store, launch_variables
+from rollout.parallel.model_ranks import host_store, launch_variables
 
 PROMPT = list(range(1, 17))
 RATIO_BAR = 1.4

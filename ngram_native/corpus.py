@@ -188,7 +188,7 @@ class Corpus:
     def add_external(self, name: str, documents: Sequence[NDArray[np.int32]]) -> None:
         """Index documents as an immutable scope; other calls continue meanwhile.
 
-        The corpus is published whole when the call returns. `ExternalLoads` does it in the
+        The corpus is published whole when the call returns. `ExternalLoader` does it in the
         background. Refused, with nothing loaded, if the name is taken or ``max_external_bytes``
         would be exceeded.
 

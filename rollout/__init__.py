@@ -11,7 +11,7 @@ if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
 from rollout.config import EngineConfig
 from rollout.engine.draft_corpus import ExternalCorpus, ExternalState, Publishing
 from rollout.engine.engine import RolloutEngine
-from rollout.engine.loop import EngineLoop
+from rollout.engine.engine_loop import EngineLoop
 from rollout.errors import (
     EngineStateError,
     InvalidInputError,

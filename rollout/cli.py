@@ -28,13 +28,13 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.markup import escape
 
-from rollout.checked import did_you_mean
-from rollout.composition import checked_config, register_schema
 from rollout.engine.spmd import launch_ranks
 from rollout.engine.worker import factory_of
 from rollout.errors import InvalidInputError, RolloutError
+from rollout.hydra_config import checked_config, register_schema
 from rollout.offline import JobResult, JobStatus, RunConfig, SweepTable, run_job
 from rollout.parallel import is_launched
+from rollout.validation import did_you_mean
 
 EXIT_ERROR = 1
 EXIT_BAD_INPUT = 2

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from rollout.checked import (
+from rollout.errors import InvalidInputError
+from rollout.validation import (
     checked_flag,
     checked_int,
     checked_member,
@@ -19,7 +20,6 @@ from rollout.checked import (
     checked_path,
     checked_seconds,
 )
-from rollout.errors import InvalidInputError
 
 
 class DType(enum.StrEnum):

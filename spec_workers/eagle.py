@@ -12,8 +12,8 @@ from rollout.models.loader import Progress
 from rollout.types import Batch, DraftTrees, Request
 from spec_workers.budget import DraftBudget
 from spec_workers.features.feature_recorder import FeatureRingOptions
+from spec_workers.neural.draft_factory import open_eagle
 from spec_workers.neural.drafter import NeuralDrafter
-from spec_workers.neural.opening import open_eagle
 from spec_workers.observation import Observation
 from spec_workers.options import EagleOptions, NeuralOptions, takes
 from spec_workers.target import TargetWorker

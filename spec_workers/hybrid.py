@@ -19,8 +19,8 @@ from spec_workers.budget import DraftBudget
 from spec_workers.corpus.ngram_corpus import NgramCorpus
 from spec_workers.draft_tree import indices_within, only_roots
 from spec_workers.features.feature_recorder import FeatureRingOptions
+from spec_workers.neural.draft_factory import open_chain, open_eagle
 from spec_workers.neural.drafter import NeuralDrafter
-from spec_workers.neural.opening import open_chain, open_eagle
 from spec_workers.neural_gate import NeuralGate
 from spec_workers.ngram import SOURCES, NgramWorker, open_corpus
 from spec_workers.observation import Observation

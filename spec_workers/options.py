@@ -9,11 +9,11 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rollout.checked import did_you_mean
 from rollout.config import EngineConfig, ParallelMode
 from rollout.errors import InvalidInputError
 from rollout.models.loader import Progress
 from rollout.types import MAX_TREE_NODES
+from rollout.validation import did_you_mean
 from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget
 from spec_workers.features.feature_recorder import FeatureRingOptions
 from spec_workers.target import TargetWorker

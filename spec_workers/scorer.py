@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rollout.errors import OutOfMemoryError
-from rollout.memory.cache import CacheMemory
+from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.parallel import RankGroup
 from rollout.runner.model_runner import ModelRunner
 from rollout.sampling.rows import rows_of_continuation
@@ -22,7 +22,7 @@ class Scorer:
     """Computes logprobs of given tokens, in chunks, beside the requests that run."""
 
     def __init__(
-        self, memory: CacheMemory, runner: ModelRunner, ranks: RankGroup, chunk_len: int
+        self, memory: KVCacheManager, runner: ModelRunner, ranks: RankGroup, chunk_len: int
     ) -> None:
         """
         Args:
@@ -83,7 +83,7 @@ class Scorer:
             memory.release(row, tokens[:computed])
 
 
-def lone_run(memory: CacheMemory, request: Request, start: int, run_len: int) -> Batch:
+def lone_run(memory: KVCacheManager, request: Request, start: int, run_len: int) -> Batch:
     """One run and no drafts, of a request that the scheduler does not know. It has a row, and slots
     for its tokens."""
     run = memory.state_run(request.row, start, start + run_len, request.prompt_len)
@@ -97,7 +97,7 @@ def lone_run(memory: CacheMemory, request: Request, start: int, run_len: int) ->
     return Batch(step=0, entries=[entry])
 
 
-def _advance(memory: CacheMemory, batch: Batch) -> None:
+def _advance(memory: KVCacheManager, batch: Batch) -> None:
     """A lone run was run: its request goes on from there."""
     [entry] = batch.entries
     memory.commit([entry], [[]])
@@ -107,7 +107,7 @@ def _advance(memory: CacheMemory, batch: Batch) -> None:
         memory.share(entry.request.row, shared)
 
 
-def _what_is_short(memory: CacheMemory) -> str:
+def _what_is_short(memory: KVCacheManager) -> str:
     states = memory.states
     if states is not None and not states.can_admit:
         return (

@@ -131,7 +131,7 @@ class TargetWorker:
             self.graphs: ForwardGraphs | None = None
             if self.ranks.all.size == 1:  # in captured ones ranks could not wait for each other
                 self.graphs = forward_graphs(config.memory, self.model, self.minimum_rows, capture)
-            self.residency = MemorySaver(
+            self.memory_saver = MemorySaver(
                 self.weights,
                 memory.pools,
                 graphs=None if self.graphs is None else self.graphs.runs,

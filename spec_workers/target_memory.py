@@ -10,22 +10,22 @@ import torch
 
 from rollout.config import EngineConfig, MemoryConfig
 from rollout.errors import InvalidInputError
-from rollout.memory.cache import CacheMemory
+from rollout.memory.host_memory import free_bytes
+from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.memory.kv_pool import KvPool
 from rollout.memory.routes_pool import RoutesPool
 from rollout.memory.sizing import kv_fraction, memory_budget, num_kv_slots, state_sizes
 from rollout.memory.state_pool import StatePool
 from rollout.memory.state_slots import StateSizes
-from rollout.memory.system import free_bytes
 from rollout.models.causal_lm import CausalLM
 from rollout.models.experts_config import ExpertsSpec
 from rollout.models.spec import ModelSpec
 from rollout.parallel import RankGroup
-from rollout.runner.activations import activation_bytes, warm_up
 from rollout.runner.dummy_run import DummyRun
 from rollout.runner.graphs import Buckets, ForwardGraphs
 from rollout.runner.graphs.capture import Capture, CudaCapture
 from rollout.runner.memory_saver import MemoryPool
+from rollout.runner.profile_run import activation_bytes, warm_up
 from rollout.scheduler.step_limits import StepLimits
 from spec_workers.draft_sizing import DraftBytes
 
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 class TargetMemory:
     """The index of the target's memory and the pools it tells of."""
 
-    index: CacheMemory  # who owns which slot
+    index: KVCacheManager  # who owns which slot
     kv_pool: KvPool
     state_pool: StatePool | None  # of targets with recurrent layers
 
@@ -82,7 +82,7 @@ def target_memory(
         state_bytes=state_bytes,
     )
     num_slots = min(ranks.numbers(num_slots))
-    index = CacheMemory(
+    index = KVCacheManager(
         num_slots,
         max_running + 1,  # scoring borrows one between steps
         spec.max_context_len,

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from rollout.memory.cache import CacheMemory
+from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.runner.model_runner import ModelRunner
 from rollout.types import FinishReason, Request, SamplingParams
 from spec_workers.draft_tree import only_roots
@@ -35,7 +35,7 @@ class _NeverStops:
 
 @contextmanager
 def trial_forwards(
-    memory: CacheMemory, runner: ModelRunner, sizes: Sequence[int]
+    memory: KVCacheManager, runner: ModelRunner, sizes: Sequence[int]
 ) -> Iterator[TrialForwards]:
     """Forwards of so many rows of one request, each to be run as often as wanted.
 

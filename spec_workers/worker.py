@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rollout.engine.draft_corpus import DraftCorpus
 from rollout.engine.worker import FinishStep
-from rollout.memory.cache import CacheMemory
+from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.ops import gpu
 from rollout.parallel import ModelRanks
@@ -74,7 +74,7 @@ class SpecWorker:
         self._learning = StepLearning(self.budget, is_deferred=is_deferred)
 
     @property
-    def memory(self) -> CacheMemory:
+    def memory(self) -> KVCacheManager:
         """Ownership of KV slots; the target's."""
         return self.target.memory
 
@@ -92,9 +92,9 @@ class SpecWorker:
         return self.target.weights
 
     @property
-    def residency(self) -> MemorySaver:
+    def memory_saver(self) -> MemorySaver:
         """The memory of those models, and of their KV."""
-        return self.target.residency
+        return self.target.memory_saver
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -193,7 +193,7 @@ class SpecWorker:
         self.prepare(batch)
         self.drafting_is_steady = True
         floors_B = self.budget.floors(batch)
-        if floors_B is not None and self.budget.takes_plain_turn():
+        if floors_B is not None and self.budget.wants_plain_step():
             floors_B = None
         proposed = None if floors_B is None else self.propose(batch, floors_B)
         verified = self.budget.choose(batch, proposed)

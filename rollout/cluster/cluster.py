@@ -343,7 +343,7 @@ class RolloutCluster:
     def died(self, name: str, reason: str) -> None:
         """Queue a dead replica's requests again, before those that wait and in their order. See
         `Listener`."""
-        self.reports.bury(name)
+        self.reports.note_death(name)
         for request_id in reversed(self._router.leave(name)):
             self._try_again(self._flights[request_id], reason)
         self.weights.abandon_if_dead()

@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from rollout.checked import checked_member
 from rollout.cluster.replica import Replica, ReplicaDiedError
 from rollout.cluster.replica_corpus_sync import (
     POLL_SECONDS,
@@ -22,6 +21,7 @@ from rollout.cluster.replica_corpus_sync import (
 from rollout.cluster.replica_manager import WAIT_SECONDS, ReplicaManager
 from rollout.engine.draft_corpus import ExternalCorpus, ExternalState, Publishing, check_name
 from rollout.errors import InvalidInputError
+from rollout.validation import checked_member
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from functools import partial
 
 from rollout.cluster.messages import ClusterMetrics, Ended, Growth, Report, Submission
 from rollout.engine.engine import RolloutEngine
-from rollout.engine.loop import EngineLoop, RequestHandle
+from rollout.engine.engine_loop import EngineLoop, RequestHandle
 from rollout.errors import EngineStateError
 from rollout.types import FinishReason, Request, RequestStats, Rollout, TokenExtras
 

@@ -32,7 +32,7 @@ class ReplicaReports:
         if report.status is not None:
             self.statuses[name] = report.status
 
-    def bury(self, name: str) -> None:
+    def note_death(self, name: str) -> None:
         """A replica has died: what it did still counts."""
         report = self._reports.pop(name, None)
         if report is not None:

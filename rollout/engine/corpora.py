@@ -10,13 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout.checked import (
-    checked_flag,
-    checked_iterable,
-    checked_member,
-    checked_path,
-    checked_seconds,
-)
 from rollout.engine.corpus_documents import FileDocuments, documents_from
 from rollout.engine.draft_corpus import (
     CorpusDelta,
@@ -27,10 +20,17 @@ from rollout.engine.draft_corpus import (
     check_name,
 )
 from rollout.engine.learned_file import learned_file, load_learned, save_learned
-from rollout.engine.steps import StepRunner
+from rollout.engine.step_runner import StepRunner
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.engine.worker import Worker
 from rollout.errors import InvalidInputError
+from rollout.validation import (
+    checked_flag,
+    checked_iterable,
+    checked_member,
+    checked_path,
+    checked_seconds,
+)
 
 log = logging.getLogger(__name__)
 

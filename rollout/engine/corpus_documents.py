@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.checked import checked_path
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.errors import InvalidInputError
+from rollout.validation import checked_path
 
 _BATCH_TOKENS = 1 << 16
 _MAX_LINE_BYTES = 64 << 20  # a document is held whole, several times while it is encoded

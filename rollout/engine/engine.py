@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Concatenate
 
-from rollout.checked import checked_int, checked_path
 from rollout.config import EngineConfig, engine_config
 from rollout.engine.call_guard import CallGuard, exclusive
 from rollout.engine.corpora import Corpora
@@ -23,7 +22,7 @@ from rollout.engine.lifecycle import Lifecycle
 from rollout.engine.metrics import EngineMetrics, EngineStatus, StepMetrics
 from rollout.engine.protocol import P, Part, T, part_call
 from rollout.engine.requests import RequestFactory
-from rollout.engine.steps import StepRunner
+from rollout.engine.step_runner import StepRunner
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.engine.weights import WeightUpdates
 from rollout.engine.worker import Worker, WorkerFactory, shared_settings, worker_factory
@@ -33,6 +32,7 @@ from rollout.parallel.agreement import check_alike
 from rollout.scheduler import LengthForecast, Scheduler, TwoBatchOverlap
 from rollout.scheduler.step_limits import StepLimits
 from rollout.types import MemoryTag, Prompt, Request, Rollout, SamplingParams
+from rollout.validation import checked_int, checked_path
 
 
 def _call(part: str, method: Callable[Concatenate[Part, P], T]) -> Callable[Concatenate[Any, P], T]:
@@ -334,7 +334,7 @@ class RolloutEngine:
     @exclusive
     def flush_cache(self) -> None:
         """Drop KV and prefix cache; running requests recompute theirs. The corpus stays."""
-        self.steps.leave_old_weights(retract=True, abort=False)
+        self.steps.drop_kv(retract=True, abort=False)
 
     @exclusive
     def check_integrity(self) -> None:

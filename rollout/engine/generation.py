@@ -6,16 +6,16 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import closing
 
-from rollout.checked import checked_iterable
 from rollout.engine.corpora import Corpora
 from rollout.engine.lifecycle import Lifecycle
 from rollout.engine.requests import RequestFactory
-from rollout.engine.steps import StepRunner
+from rollout.engine.step_runner import StepRunner
 from rollout.engine.streaming import RolloutStream, in_order_of_plain_decoding
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.engine.worker import Worker
 from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.types import Prompt, Request, Rollout, SamplingParams, TokenExtras
+from rollout.validation import checked_iterable
 
 _MAX_REQUESTS = 1 << 22
 """The most requests of one call: each takes some kilobytes from the first step to the last."""

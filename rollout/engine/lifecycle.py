@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rollout.checked import checked_flag, checked_iterable, checked_member
-from rollout.engine.steps import StepRunner
+from rollout.engine.step_runner import StepRunner
 from rollout.engine.worker import Worker
 from rollout.errors import EngineStateError
 from rollout.types import MemoryTag, PauseMode
+from rollout.validation import checked_flag, checked_iterable, checked_member
 from rollout.weights.shared_memory import HandleReceiver
 
 
@@ -49,7 +49,7 @@ class Lifecycle:
     @property
     def released_tags(self) -> frozenset[MemoryTag]:
         """The memory that `release_memory` released and `resume_memory` has not resumed."""
-        return self._worker.residency.released
+        return self._worker.memory_saver.released
 
     def release_memory(
         self, tags: Iterable[MemoryTag | str] = ("kv_cache", "weights"), keep_weights: bool = True
@@ -75,13 +75,13 @@ class Lifecycle:
         """
         wanted = _memory_tags(tags)
         keep_weights = checked_flag(keep_weights, "keep_weights")
-        residency = self._worker.residency
-        residency.require_held(wanted)
+        memory_saver = self._worker.memory_saver
+        memory_saver.require_held(wanted)
         self._steps.drain()
         if MemoryTag.KV_CACHE in wanted:
-            self._steps.leave_old_weights(retract=True, abort=False)
+            self._steps.drop_kv(retract=True, abort=False)
         self._handles.release()
-        freed = residency.release(wanted, keep_weights)
+        freed = memory_saver.release(wanted, keep_weights)
         return {tag.value: num_bytes for tag, num_bytes in freed.items()}
 
     def resume_memory(self, tags: Iterable[MemoryTag | str] | None = None) -> None:
@@ -92,7 +92,7 @@ class Lifecycle:
         released.
         """
         released = self.released_tags
-        self._worker.residency.resume(
+        self._worker.memory_saver.resume(
             [tag for tag in MemoryTag if tag in released] if tags is None else _memory_tags(tags)
         )
 
@@ -101,8 +101,8 @@ class Lifecycle:
         """Why no step can run now; empty when one can."""
         if self.is_paused:
             return "generation is paused: call continue_generation()"
-        if self._worker.residency.unavailable_reason:
-            return self._worker.residency.unavailable_reason
+        if self._worker.memory_saver.unavailable_reason:
+            return self._worker.memory_saver.unavailable_reason
         weights = self._worker.weights
         if weights.is_under_way and not weights.serves:
             return "a weight update is under way: call end_weight_update() when all of it has come"
@@ -116,7 +116,7 @@ class Lifecycle:
     def require_running(self) -> None:
         """Raises EngineStateError while paused or without memory, WeightUpdateError while weights
         are not whole."""
-        if not self._worker.residency.unavailable_reason:
+        if not self._worker.memory_saver.unavailable_reason:
             self._worker.weights.require_whole()
         if not self.can_run:
             raise EngineStateError(self.unavailable_reason)

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rollout.checked import checked_int
 from rollout.engine.grammars import Grammars
 from rollout.engine.tokenizer import PromptEncoder, prompt_group
 from rollout.errors import InvalidInputError
 from rollout.sampling.noise import derive_seed
 from rollout.types import FinishReason, Request, Rollout, SamplingParams
+from rollout.validation import checked_int
 
 Decode = Callable[[Sequence[int]], str]
 

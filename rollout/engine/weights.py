@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from rollout.checked import (
+from rollout.engine.step_runner import StepRunner
+from rollout.engine.worker import Worker
+from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
+from rollout.validation import (
     checked_flag,
     checked_int,
     checked_iterable,
     checked_name,
     checked_path,
 )
-from rollout.engine.steps import StepRunner
-from rollout.engine.worker import Worker
-from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
 from rollout.weights.bucket import (
     FlattenedBucket,
     PackedBucket,
@@ -97,7 +97,7 @@ class WeightUpdates:
             options = weights.options
             try:
                 if weights.reaches_target:
-                    self._steps.leave_old_weights(
+                    self._steps.drop_kv(
                         retract=options.flush_cache, abort=options.abort_all_requests
                     )
                 elif options.abort_all_requests:

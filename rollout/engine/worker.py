@@ -19,16 +19,16 @@ from typing import Any, Protocol
 import torch
 import yaml
 
-from rollout.checked import checked_name, did_you_mean
 from rollout.config import EngineConfig
 from rollout.engine.draft_corpus import DraftCorpus
 from rollout.errors import InvalidInputError
-from rollout.memory.cache import CacheMemory
+from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.models.loader import Progress
 from rollout.parallel import ModelRanks
 from rollout.runner.memory_saver import MemorySaver
 from rollout.scheduler.step_limits import StepLimits
 from rollout.types import Batch, Request, StepResult, TokenExtras
+from rollout.validation import checked_name, did_you_mean
 from rollout.weights.transaction import WeightTransaction
 
 FinishStep = Callable[[], StepResult]
@@ -43,7 +43,7 @@ class Worker(Protocol):
     """
 
     @property
-    def memory(self) -> CacheMemory: ...
+    def memory(self) -> KVCacheManager: ...
 
     @property
     def vocab_size(self) -> int: ...
@@ -71,7 +71,7 @@ class Worker(Protocol):
         ...
 
     @property
-    def residency(self) -> MemorySaver:
+    def memory_saver(self) -> MemorySaver:
         """The memory of the same models, and of their KV."""
         ...
 

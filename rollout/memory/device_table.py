@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout.memory.cache import CacheMemory
+from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.memory.transfers import A
 from rollout.ops import gpu
 from rollout.ops.ragged import ranges
@@ -41,14 +41,14 @@ class DeviceTable:
     """``tensor``, int32 [max_rows, max_context_len], equals the host's table where a batch reads
     it.
 
-    Positions [0, known) of a row are up to date while CacheMemory.row_versions is unchanged for the
-    row: its entries of computed positions change only together with that version. Entries from the
-    start of a run on may have changed, since a step that failed frees its slots. So a step sends
+    Positions [0, known) of a row are up to date while KVCacheManager.row_versions is unchanged for
+    the row: its entries of computed positions change only together with that version. Entries from
+    the start of a run on may have changed, since a step that failed frees its slots. So a step sends
     [min(known, start), end): one or a few tokens, or all of a row that is new or has moved. On the
     CPU the tensor is a view of the host's table and nothing is sent.
     """
 
-    def __init__(self, memory: CacheMemory, device: torch.device) -> None:
+    def __init__(self, memory: KVCacheManager, device: torch.device) -> None:
         self._table = memory.req_to_token.table
         self._versions_Q = memory.row_versions
         self._is_view = not gpu.runs_on(device)

@@ -13,7 +13,7 @@ from rollout.errors import IntegrityError
 class ReqToToken:
     """``table[row, position]`` is the KV slot of that position, int32 [max_rows, max_context_len].
 
-    CacheMemory knows who owns the slots, and up to which position a row's entries are valid.
+    KVCacheManager knows who owns the slots, and up to which position a row's entries are valid.
     """
 
     def __init__(self, max_rows: int, max_context_len: int) -> None:

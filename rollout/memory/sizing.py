@@ -6,9 +6,9 @@ import torch
 
 from rollout.config import MemoryConfig
 from rollout.errors import OutOfMemoryError
+from rollout.memory.host_memory import free_bytes
 from rollout.memory.kv_pool import KvPool
 from rollout.memory.state_slots import SLOTS_PER_ROW, StateSizes
-from rollout.memory.system import free_bytes
 from rollout.models.spec import ModelSpec
 
 _MAX_SLOTS_OF_CPU = 1 << 18

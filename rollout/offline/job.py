@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 
 from rich.console import Console
 
-from rollout.cluster.opening import open_with
+from rollout.cluster.open_engine import open_with
 from rollout.engine.protocol import Engine
 from rollout.engine.spmd import OpenEngine, run_spmd
 from rollout.engine.worker import WorkerFactory

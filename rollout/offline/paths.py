@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollout.durable import SHARED_SCRATCH, scratch_file
+from rollout.durable_files import SHARED_SCRATCH, scratch_file
 from rollout.engine.learned_file import learned_file
 from rollout.errors import InvalidInputError
 from rollout.offline.config import RunConfig

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rollout.durable import whole_file
+from rollout.durable_files import whole_file
 from rollout.errors import InvalidInputError
 from rollout.offline.config import OutputConfig
 from rollout.offline.sink import OutputError, cannot_write

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rollout.durable import sync_folder, whole_file
+from rollout.durable_files import sync_folder, whole_file
 from rollout.errors import RolloutError
 
 

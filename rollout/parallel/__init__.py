@@ -1,6 +1,6 @@
 """Ranks: processes that run one model."""
 
-from rollout.parallel.opening import (
+from rollout.parallel.model_ranks import (
     ONE_RANK,
     ModelRanks,
     host_store,

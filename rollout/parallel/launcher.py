@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from rollout.parallel.opening import host_store, launch_variables
+from rollout.parallel.model_ranks import host_store, launch_variables
 
 _EXIT_SIGNAL = 128  # plus the signal's number, as shells do
 _POLL_SECONDS = 0.05

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rollout.engine.plain_pace import HALF_INTERVAL
-from rollout.report.figures import count
+from rollout.report.key_figures import count
 from rollout.report.learned import NUM_TENTHS, calibration, cost_curve
 from rollout.report.panels import Chart, Panel, make_line, make_panel, panels_or, short, time_unit
 from rollout.report.rollouts import RolloutTexts

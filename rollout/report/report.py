@@ -11,7 +11,7 @@ from rich.console import Console
 
 from rollout.errors import InvalidInputError
 from rollout.report.charts import charts
-from rollout.report.figures import figures, name_runs
+from rollout.report.key_figures import figures, name_runs
 from rollout.report.page import PAGE_BEGIN, render_page
 from rollout.report.reading import read_log
 from rollout.report.rollouts import RolloutTexts

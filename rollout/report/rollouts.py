@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.report.figures import decimal
+from rollout.report.key_figures import decimal
 from rollout.report.run import Run, number
 
 MAX_ROLLOUTS = 200  # whose texts a report holds, for all runs

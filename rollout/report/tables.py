@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rollout.report.figures import UNKNOWN, count, decimal
+from rollout.report.key_figures import UNKNOWN, count, decimal
 from rollout.report.learned import SOURCES, NodeValues, node_values
 from rollout.report.rollouts import RolloutText, RolloutTexts
 from rollout.report.run import Log, Run, ratio, total

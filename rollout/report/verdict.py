@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rollout.engine.plain_pace import HALF_INTERVAL, Saving
-from rollout.report.figures import (
+from rollout.report.key_figures import (
     UNKNOWN,
     accept_length,
     count,

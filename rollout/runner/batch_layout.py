@@ -34,7 +34,7 @@ class StepArrays(Generic[A]):
     """The inputs of a forward: per entry its causal run, then its draft nodes. Filled by
     `StepArrays.of`, but for the last three. Arrays are never written to.
 
-    What captured forwards read comes first, in order: see `CapturedRuns.place`.
+    What captured forwards read comes first, in order: see `GraphRunner.place`.
     """
 
     input_ids_T: A  # int64

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollout.errors import EngineStateError, WeightUpdateError
-from rollout.memory.system import free_bytes, return_freed_memory
+from rollout.memory.host_memory import free_bytes, return_freed_memory
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.types import MemoryTag
 from rollout.weights.parts import WeightParts

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout.memory.cache import CacheMemory
 from rollout.memory.device_table import DeviceTable
+from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.memory.kv_pool import KvPool
 from rollout.memory.routes_pool import StepRoutes
 from rollout.memory.state_pool import StatePool
@@ -54,7 +54,7 @@ class ModelRunner:
         *,
         model: CausalLM,
         kv_pool: KvPool,
-        memory: CacheMemory,
+        memory: KVCacheManager,
         state_pool: StatePool | None = None,
         minimum_rows: int,
         device: torch.device,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rollout.memory.cache import CacheMemory
+from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.memory.state_slots import StateRun
 from rollout.scheduler.length_forecast import LengthForecast
 from rollout.scheduler.replacement_rate import ReplacementRate
@@ -61,7 +61,7 @@ class Scheduler:
     def __init__(
         self,
         limits: StepLimits,
-        memory: CacheMemory,
+        memory: KVCacheManager,
         max_draft_tokens: Callable[[], int],
         lengths: LengthForecast,
     ) -> None:
@@ -158,7 +158,7 @@ class Scheduler:
     def commit(self, batch: Batch, result: StepResult) -> list[Request]:
         """Book a step's results: append tokens, advance KV lengths. Returns the finished requests.
 
-        The worker has already committed the accepted drafts' slots (CacheMemory.commit).
+        The worker has already committed the accepted drafts' slots (KVCacheManager.commit).
         """
         self.memory.end_step(batch.step, booked=True)
         finished = []
@@ -212,7 +212,7 @@ class Scheduler:
         change.
 
         Tokens and logprobs stay; the KV is computed again under the new weights. The prefix cache
-        is not touched: CacheMemory.reset() drops it. There must be no batch in flight.
+        is not touched: KVCacheManager.reset() drops it. There must be no batch in flight.
         """
         self.memory.drop_steps()
         for request in reversed(self._running):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollout.memory.cache import CacheMemory
+from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.types import Request
 
 WINDOW = 64
@@ -69,7 +69,7 @@ class WaitingQueue:
 
     def candidates(
         self,
-        memory: CacheMemory,
+        memory: KVCacheManager,
         prefilling: set[bytes],
         expected_remaining: Callable[[Request], float],
     ) -> list[QueuedRequest]:

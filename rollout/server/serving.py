@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
-from rollout.engine.loop import EngineLoop, OnTokens, RequestHandle
+from rollout.engine.engine_loop import EngineLoop, OnTokens, RequestHandle
 from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.sampling.noise import derive_seed

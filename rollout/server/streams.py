@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from rollout.engine.loop import OnTokens, RequestHandle
+from rollout.engine.engine_loop import OnTokens, RequestHandle
 from rollout.errors import RolloutError
 from rollout.server.errors import error_body
 from rollout.server.json_route import json_bytes

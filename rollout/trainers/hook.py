@@ -12,7 +12,7 @@ from torch import nn
 
 from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.trainers.parameter_source import BUCKET_BYTES
-from rollout.trainers.source import weight_source
+from rollout.trainers.weight_source import weight_source
 from rollout.trainers.weight_stream import WeightStream
 from rollout.weights.manifest import UpdateOptions
 

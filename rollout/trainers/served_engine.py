@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from rollout.engine.engine import RolloutEngine
-from rollout.engine.loop import EngineLoop
+from rollout.engine.engine_loop import EngineLoop
 from rollout.errors import WeightUpdateError
 from rollout.types import Prompt, Rollout, SamplingParams
 

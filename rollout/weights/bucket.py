@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout.checked import checked_iterable
 from rollout.errors import InvalidInputError
+from rollout.validation import checked_iterable
 from rollout.weights.bucket_layout import (
     ALIGNMENT,
     BucketEntry,

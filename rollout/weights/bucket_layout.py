@@ -13,8 +13,8 @@ from typing import Any, Self
 
 import torch
 
-from rollout.checked import checked_int, checked_list, checked_name, checked_object
 from rollout.errors import InvalidInputError
+from rollout.validation import checked_int, checked_list, checked_name, checked_object
 from rollout.weights.manifest import Manifest, Slices, TensorSpec, dtype_name, named_dtype
 
 ALIGNMENT = 64  # bytes: a cache line, and a multiple of every dtype's size

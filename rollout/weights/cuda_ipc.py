@@ -13,8 +13,8 @@ from typing import Any, Self
 
 import torch
 
-from rollout.checked import checked_hex, checked_int, checked_name, checked_object
 from rollout.errors import EngineStateError, InvalidInputError
+from rollout.validation import checked_hex, checked_int, checked_name, checked_object
 from rollout.weights.bucket import (
     DEFAULT_BUCKET_BYTES,
     FlattenedBucket,

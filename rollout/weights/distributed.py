@@ -33,8 +33,8 @@ from typing import Any, Self
 
 import torch
 
-from rollout.checked import checked_int, checked_list, checked_name
 from rollout.errors import InvalidInputError, WeightUpdateError
+from rollout.validation import checked_int, checked_list, checked_name
 from rollout.weights.bucket import FlattenedBucket
 from rollout.weights.bucket_layout import BucketEntry, BucketLayout, layouts, sliced_layout
 from rollout.weights.group import BroadcastGroup, WeightGroup

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from rollout.checked import checked_seconds
 from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
+from rollout.validation import checked_seconds
 from rollout.weights.bucket import CACHED_BUCKET_BYTES, FlattenedBucket, buckets
 from rollout.weights.bucket_layout import (
     BucketEntry,

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from rollout.checked import checked_int, checked_name, checked_seconds
 from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.parallel.time_limit import answered, within
+from rollout.validation import checked_int, checked_name, checked_seconds
 from rollout.weights.group_store import GroupStore
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from rollout.checked import checked_int, checked_name, checked_seconds
 from rollout.errors import InvalidInputError
+from rollout.validation import checked_int, checked_name, checked_seconds
 from rollout.weights.distributed import DistributedSource, announced_manifest
 from rollout.weights.group import BroadcastGroup, WeightGroup
 from rollout.weights.group_store import GroupStore

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 
-from rollout.checked import checked_flag, checked_int, checked_list, checked_seconds
 from rollout.errors import InvalidInputError
 from rollout.models.layers.weight_loader import TensorSlice
+from rollout.validation import checked_flag, checked_int, checked_list, checked_seconds
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import torch
 
-from rollout.checked import checked_hex
 from rollout.errors import InvalidInputError, WeightUpdateError
+from rollout.validation import checked_hex
 
 _FOLDER = Path("/dev/shm")
 

@@ -14,8 +14,8 @@ from typing import Any, Self
 
 import torch
 
-from rollout.checked import checked_int, checked_iterable, checked_name, checked_object
 from rollout.errors import EngineStateError, InvalidInputError
+from rollout.validation import checked_int, checked_iterable, checked_name, checked_object
 from rollout.weights import cuda_ipc
 from rollout.weights.bucket import (
     CACHED_BUCKET_BYTES,

@@ -40,7 +40,7 @@ class DraftBudget(Protocol):
         can. None: propose nothing."""
         ...
 
-    def takes_plain_turn(self) -> bool:
+    def wants_plain_step(self) -> bool:
         """Whether a step that could draft decodes plainly, to be compared with. Asked once each."""
         ...
 
@@ -88,7 +88,7 @@ class FixedBudget:
     def floors(self, batch: Batch) -> NDArray[np.float64] | None:
         return np.full(len(batch.entries), self._min_probability)
 
-    def takes_plain_turn(self) -> bool:
+    def wants_plain_step(self) -> bool:
         return False
 
     def choose(self, batch: Batch, proposed: DraftTrees | None) -> Verified:

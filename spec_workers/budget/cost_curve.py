@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spec_workers.budget.loaded import table
+from spec_workers.budget.learned_json import table
 
 
 def isotonic(values: Sequence[float], weights: Sequence[float]) -> list[float]:

@@ -27,7 +27,7 @@ def calibrate(target: TargetWorker, budget: DraftBudget, seconds: float) -> None
     """
     if not seconds or not isinstance(budget, LearnedBudget) or target.ranks.rows.size > 1:
         return
-    if not budget.cost.is_known and not target.residency.unavailable_reason:
+    if not budget.cost.is_known and not target.memory_saver.unavailable_reason:
         time_forwards(target, budget.cost.curve, seconds)
 
 

@@ -17,7 +17,7 @@ from rollout.types import Batch, DraftTrees, EntryResult, Request, StepForecast,
 from spec_workers.budget.budget import Verified
 from spec_workers.budget.cost_curve import CostCurve
 from spec_workers.budget.gate import Gate
-from spec_workers.budget.loaded import mapping
+from spec_workers.budget.learned_json import mapping
 from spec_workers.budget.node_values import NodeValues, RequestTrust
 from spec_workers.budget.prices import Choice, KnownPrices, Prices, choose_nodes, falling
 from spec_workers.budget.step_cost import StepCost
@@ -108,7 +108,7 @@ class LearnedBudget:
         prices.is_hopeless = bool(least_B.min() == np.inf)
         return None if prices.is_hopeless else np.maximum(self._min_probability, least_B)
 
-    def takes_plain_turn(self) -> bool:
+    def wants_plain_step(self) -> bool:
         self._turns += 1
         return self._turns % _PLAIN_EVERY == 0 or self._turns in _FIRST_PLAIN
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spec_workers.budget.loaded import table
+from spec_workers.budget.learned_json import table
 
 DEPTHS = ("1", "2", "3-4", "5+")
 _BUCKET_OF_DEPTH = np.array([0, 0, 1, 2, 2, 3])

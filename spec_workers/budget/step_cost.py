@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rollout.types import StepTimes
 from spec_workers.budget.cost_curve import CostCurve, checked_curve
-from spec_workers.budget.loaded import MAX_VALUE, mapping, table
+from spec_workers.budget.learned_json import MAX_VALUE, mapping, table
 
 _NOISE = 0.1  # milliseconds, of one step
 _FIRST_STEP, _FIRST_EACH = 1.0, 0.03  # milliseconds that either may cost

@@ -21,7 +21,7 @@ READING_SHARE = 0.9
 class ExternalLoad:
     """Reads and indexes documents on the thread that calls `run`; other threads may cancel it.
 
-    The lock of its `ExternalLoads` guards every write, except to ``num_tokens`` and ``_is_read``,
+    The lock of its `ExternalLoader` guards every write, except to ``num_tokens`` and ``_is_read``,
     which only the loading thread writes.
     """
 

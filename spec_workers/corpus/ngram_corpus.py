@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ngram_native import Corpus
-from rollout.checked import checked_path
-from rollout.durable import whole_file
+from rollout.durable_files import whole_file
 from rollout.engine.draft_corpus import (
     CorpusDelta,
     ExternalCorpus,
@@ -23,7 +22,8 @@ from rollout.engine.draft_corpus import (
 )
 from rollout.errors import IntegrityError, InvalidInputError
 from rollout.parallel import RankGroup, SingleRank
-from spec_workers.corpus.external_loads import ExternalLoads
+from rollout.validation import checked_path
+from spec_workers.corpus.external_loader import ExternalLoader
 from spec_workers.corpus.feed import CorpusFeed
 from spec_workers.corpus.inbox import CorpusInbox
 from spec_workers.corpus.outbox import CorpusOutbox
@@ -82,7 +82,7 @@ class NgramCorpus:
         self.outbox: CorpusOutbox | None = None  # while it is shared
         self.inbox: CorpusInbox | None = None  # while it is shared
         self._vocab_size = vocab_size
-        self._loads = ExternalLoads(self.corpus, max_tokens=max_external_tokens)
+        self._loads = ExternalLoader(self.corpus, max_tokens=max_external_tokens)
         self._group: RankGroup = SingleRank()  # those that draft alike
         self._ranks: RankLoads | None = None  # where others must draft alike
         self.initial_path = corpus_path

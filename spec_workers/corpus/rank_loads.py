@@ -8,7 +8,7 @@ from contextlib import suppress
 from rollout.engine.draft_corpus import ExternalState
 from rollout.errors import InvalidInputError
 from rollout.parallel import RankGroup
-from spec_workers.corpus.external_loads import ExternalLoads
+from spec_workers.corpus.external_loader import ExternalLoader
 
 _ABSENT = "absent"
 
@@ -19,7 +19,7 @@ class RankLoads:
     Each rank loads its own, on its own threads, in its own time.
     """
 
-    def __init__(self, loads: ExternalLoads, group: RankGroup) -> None:
+    def __init__(self, loads: ExternalLoader, group: RankGroup) -> None:
         self._loads = loads
         self._group = group
         self._names: set[str] = set()  # begun, and neither published nor failed

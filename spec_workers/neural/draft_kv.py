@@ -13,7 +13,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from rollout.errors import IntegrityError
-from rollout.memory.cache import CacheMemory
+from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.memory.kv_pool import KvPool
 from rollout.models.draft_model import DraftSpec
 from rollout.types import Request
@@ -33,7 +33,7 @@ class DraftKv:
 
     A row of ``table`` holds those slots alone, in the order of their positions: a position whose
     slot is not the request's own is not attended to. While a request runs on, its row grows at the
-    end; it is made anew where ``CacheMemory.row_versions`` tells that the target's row changed.
+    end; it is made anew where ``KVCacheManager.row_versions`` tells that the target's row changed.
 
     With a horizon of K the last K - 1 computed positions wait for tokens, and meanwhile their slots
     may have become the prefix cache's, and others' too. What is written for those goes into slots
@@ -42,7 +42,7 @@ class DraftKv:
 
     def __init__(
         self,
-        memory: CacheMemory,
+        memory: KVCacheManager,
         target_pool: KvPool,
         spec: DraftSpec,
         *,

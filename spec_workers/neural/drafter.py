@@ -27,7 +27,7 @@ from rollout.memory.transfers import upload
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.draft_model import DraftModel
 from rollout.ops import gpu
-from rollout.runner.graphs.captured_runs import CapturedRuns
+from rollout.runner.graphs.graph_runner import GraphRunner
 from rollout.types import Batch, DraftTrees, Request, Scheduled
 from spec_workers.draft_tree import only_roots, spread
 from spec_workers.neural.arrays import Arrays, DeviceArrays
@@ -57,7 +57,7 @@ class NeuralDrafter:
         topk: int,
         num_draft_tokens: int,
         lockstep: bool = False,
-        graphs: CapturedRuns | None = None,
+        graphs: GraphRunner | None = None,
     ) -> None:
         """
         Args:
@@ -204,7 +204,7 @@ class NeuralDrafter:
         """Positions extended; trees grown, levels and nodes run for them. Over its life."""
         return {f"draft/{name}": float(count) for name, count in self._counters.items()}
 
-    def _make_proposer(self, arrays: Arrays, graphs: CapturedRuns | None) -> TreeProposer:
+    def _make_proposer(self, arrays: Arrays, graphs: GraphRunner | None) -> TreeProposer:
         levels = DraftLevels(
             self.runners,
             self._state,

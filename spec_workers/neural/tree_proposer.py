@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from rollout.config import MemoryConfig
 from rollout.memory.transfers import upload
 from rollout.runner.graphs.capture import CudaCapture
-from rollout.runner.graphs.captured_runs import CapturedRuns
+from rollout.runner.graphs.graph_runner import GraphRunner
 from rollout.types import Batch
 from spec_workers.neural.arrays import Array, Arrays
 from spec_workers.neural.draft_levels import DraftLevels
@@ -67,7 +67,7 @@ class TreeProposer:
         num_steps: int,
         device: torch.device,
         lockstep: bool,
-        graphs: CapturedRuns | None = None,
+        graphs: GraphRunner | None = None,
     ) -> None:
         """
         Args:
@@ -215,18 +215,18 @@ def padded_count(count: int) -> int:
     return power // 4 * 3 if power >= 4 and count <= power // 4 * 3 else power
 
 
-def proposal_graphs(config: MemoryConfig, target: TargetWorker) -> CapturedRuns | None:
+def proposal_graphs(config: MemoryConfig, target: TargetWorker) -> GraphRunner | None:
     """Graphs of proposals; None where nothing is to be captured. They may use what the target's
     graphs leave of the bound, and are dropped when memory is released."""
     device = target.model.device
     if device.type != "cuda" or not config.graph_bytes or target.ranks.all.size > 1:
         return None
     forwards = None if target.graphs is None else target.graphs.runs
-    graphs = CapturedRuns(
+    graphs = GraphRunner(
         "proposals",
         max_bytes=lambda: config.graph_bytes - (0 if forwards is None else forwards.num_bytes),
         capture=CudaCapture(device),
         device=device,
     )
-    target.residency.add_graphs(graphs)
+    target.memory_saver.add_graphs(graphs)
     return graphs

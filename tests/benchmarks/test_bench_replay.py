@@ -14,7 +14,7 @@ from harness.roofline import Ceilings
 from harness.shapes import Shape, write_config, write_draft
 from harness.traces import Trace, trace_of
 
-from rollout.runner.graphs.captured_runs import CapturedRuns
+from rollout.runner.graphs.graph_runner import GraphRunner
 from spec_workers.neural.arrays import DeviceArrays
 from tests.helpers.replaying import ReplayingCapture
 
@@ -64,7 +64,7 @@ def test_a_draft_is_told_what_was_recorded_as_often_as_is_said(
     def force(drafter, *args) -> None:
         if on_device:
             cpu = torch.device("cpu")
-            graphs = CapturedRuns(
+            graphs = GraphRunner(
                 "proposals", max_bytes=lambda: 1 << 20, capture=ReplayingCapture(), device=cpu
             )
             drafter._proposer = drafter._make_proposer(DeviceArrays(cpu), graphs)

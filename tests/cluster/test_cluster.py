@@ -14,7 +14,7 @@ import pytest
 from rollout import FinishReason, RolloutEngine, SamplingParams
 from rollout.cluster.cluster import RolloutCluster
 from rollout.cluster.config import ClusterConfig, ClusterKind
-from rollout.engine.loop import EngineLoop
+from rollout.engine.engine_loop import EngineLoop
 from rollout.engine.protocol import Engine
 from rollout.errors import EngineStateError, InvalidInputError, OutOfMemoryError, ParallelError
 from tests.cluster.thread_pool import ThreadPool

@@ -8,7 +8,7 @@ import pytest
 
 from rollout import RolloutEngine
 from rollout.cluster.config import ClusterConfig, ClusterKind
-from rollout.cluster.opening import open_pretrained, open_with
+from rollout.cluster.open_engine import open_pretrained, open_with
 from rollout.config import ParallelConfig, ParallelMode
 from rollout.errors import InvalidInputError
 from tests.cluster.workload import ngram

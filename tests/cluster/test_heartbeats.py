@@ -11,7 +11,7 @@ import pytest
 
 from rollout import RolloutEngine
 from rollout.cluster.ray.heartbeats import Heartbeats
-from rollout.engine.loop import EngineLoop
+from rollout.engine.engine_loop import EngineLoop
 from tests.cluster.workload import ngram
 from tests.helpers.hang import HANG_SECONDS
 

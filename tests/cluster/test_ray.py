@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from rollout import ExternalState
 from rollout.cluster.cluster import RolloutCluster
 from rollout.cluster.config import ClusterConfig, ClusterKind
-from rollout.cluster.opening import open_with
+from rollout.cluster.open_engine import open_with
 from rollout.cluster.ray.pool import RayPool
 from rollout.cluster.ray.replica import import_failure
 from rollout.config import EngineConfig

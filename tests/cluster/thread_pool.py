@@ -12,9 +12,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from rollout.cluster.cluster import RolloutCluster
-from rollout.cluster.host import ReplicaHost
 from rollout.cluster.messages import Submission
 from rollout.cluster.replica import Died, Event, Opened, ReplicaDiedError, Reported
+from rollout.cluster.replica_host import ReplicaHost
 from rollout.config import EngineConfig
 from rollout.engine.worker import WorkerFactory
 from tests.helpers.hang import HANG_SECONDS

@@ -13,10 +13,10 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from rollout.cluster.config import ClusterConfig, ClusterKind
-from rollout.composition import checked_config, register_schema
 from rollout.config import EngineConfig
 from rollout.engine.worker import factory_of, worker_factory
 from rollout.errors import InvalidInputError
+from rollout.hydra_config import checked_config, register_schema
 from rollout.offline import OnError, RunConfig
 from rollout.types import SamplingParams
 

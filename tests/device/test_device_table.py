@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.memory.cache import CacheMemory
 from rollout.memory.device_table import DeviceTable
+from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.memory.transfers import upload
 from rollout.types import Scheduled
 from tests.helpers.requests import make_request
@@ -22,7 +22,7 @@ def changes_of(table, entries):
 def test_rows_of_a_batch_are_the_hosts_through_a_random_life(device, seed) -> None:
     """Prefixes are shared, accepted drafts committed, steps fail, rows go and come back."""
     rng = np.random.default_rng(seed)
-    memory = CacheMemory(160, 4, 60, prefix_cache=True)
+    memory = KVCacheManager(160, 4, 60, prefix_cache=True)
     table = DeviceTable(memory, device)
     table.tensor.fill_(-7)
     running: list = []
@@ -80,7 +80,7 @@ def test_rows_of_a_batch_are_the_hosts_through_a_random_life(device, seed) -> No
 
 
 def test_a_decode_step_sends_what_it_runs_alone(device) -> None:
-    memory = CacheMemory(40, 2, 30, prefix_cache=False)
+    memory = KVCacheManager(40, 2, 30, prefix_cache=False)
     table = DeviceTable(memory, device)
     row, _ = memory.admit(np.arange(8, dtype=np.int32), headroom=0)
     request = make_request(list(range(8)))

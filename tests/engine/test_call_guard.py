@@ -15,7 +15,7 @@ import pytest
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.engine import call_guard
-from rollout.engine.loop import EngineLoop
+from rollout.engine.engine_loop import EngineLoop
 from rollout.errors import EngineStateError
 from tests.helpers.hang import HANG_SECONDS
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rollout.runner.graphs.capture import CudaCapture
-from rollout.runner.graphs.captured_runs import CapturedRuns
+from rollout.runner.graphs.graph_runner import GraphRunner
 from spec_workers.neural.arrays import DeviceArrays
 from spec_workers.neural.guesses import Guesser
 from spec_workers.neural.tree_proposer import TreeProposer, TreesToGrow
@@ -41,7 +41,7 @@ class NoLevels(NoNetworks):
 @pytest.mark.parametrize("asked", ASKED)
 def test_a_proposal_waits_once(gpu: FakeGpu, asked, count) -> None:
     device = torch.device("cuda")
-    graphs = CapturedRuns(
+    graphs = GraphRunner(
         "proposals", max_bytes=lambda: 1 << 30, capture=CudaCapture(device), device=device
     )
     token_ids_D = torch.empty(VOCAB, dtype=torch.int64, device=device)

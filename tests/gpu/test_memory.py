@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.runner.activations import activation_bytes
 from rollout.runner.dummy_run import DummyRun
+from rollout.runner.profile_run import activation_bytes
 from tests.helpers.tiny_model import save_tiny_llama
 
 PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True, repetition_penalty=1.1)

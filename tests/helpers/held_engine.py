@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 from rollout import Rollout, RolloutEngine
-from rollout.engine.loop import EngineLoop
+from rollout.engine.engine_loop import EngineLoop
 from tests.helpers.hang import HANG_SECONDS
 
 

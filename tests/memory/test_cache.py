@@ -1,4 +1,4 @@
-"""CacheMemory under random operations, with the KV's content beside every slot."""
+"""KVCacheManager under random operations, with the KV's content beside every slot."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rollout.errors import IntegrityError
-from rollout.memory.cache import CacheMemory
+from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.types import Scheduled
 from tests.helpers.requests import make_request
 
@@ -15,13 +15,13 @@ def int32(values) -> np.ndarray:
     return np.array(values, dtype=np.int32)
 
 
-def admit(memory: CacheMemory, tokens: list[int]) -> tuple[int, int]:
+def admit(memory: KVCacheManager, tokens: list[int]) -> tuple[int, int]:
     admitted = memory.admit(int32(tokens), headroom=0)
     assert admitted is not None
     return admitted
 
 
-def compute(memory: CacheMemory, tokens: list[int]) -> int:
+def compute(memory: KVCacheManager, tokens: list[int]) -> int:
     """Admit and give every token a slot, as a prefill would."""
     row, _ = admit(memory, tokens)
     assert memory.extend(row, len(tokens)) == len(tokens)
@@ -29,7 +29,7 @@ def compute(memory: CacheMemory, tokens: list[int]) -> int:
 
 
 def test_the_last_token_is_always_left_to_run():
-    memory = CacheMemory(20, 2, 16, prefix_cache=True)
+    memory = KVCacheManager(20, 2, 16, prefix_cache=True)
     memory.release(compute(memory, [5, 6, 7]), [5, 6, 7])
     assert memory.cached_len(int32([5, 6, 7])) == 2
     assert memory.cached_len(int32([5, 6, 7, 8])) == 3
@@ -40,7 +40,7 @@ def test_the_last_token_is_always_left_to_run():
 
 
 def test_admission_counts_what_locking_takes_from_the_evictable():
-    memory = CacheMemory(10, 2, 16, prefix_cache=True)
+    memory = KVCacheManager(10, 2, 16, prefix_cache=True)
     memory.release(compute(memory, [1, 2, 3, 4, 5, 6]), [1, 2, 3, 4, 5, 6])
     # Ten slots: six cached, four free. The prefix found is no longer there to be evicted.
     tokens = int32([1, 2, 3, 4, 5, 6, 7])
@@ -51,7 +51,7 @@ def test_admission_counts_what_locking_takes_from_the_evictable():
 
 
 def test_extend_evicts_and_stops_where_nothing_is_left():
-    memory = CacheMemory(10, 3, 16, prefix_cache=True)
+    memory = KVCacheManager(10, 3, 16, prefix_cache=True)
     memory.release(compute(memory, [1, 2, 3, 4, 5, 6]), [1, 2, 3, 4, 5, 6])
     row = compute(memory, [9] * 4)
     assert memory.slots.available == 0
@@ -65,7 +65,7 @@ def test_extend_evicts_and_stops_where_nothing_is_left():
 
 
 def test_extend_gives_back_what_a_failed_step_left():
-    memory = CacheMemory(10, 1, 16, prefix_cache=True)
+    memory = KVCacheManager(10, 1, 16, prefix_cache=True)
     row = compute(memory, [1, 2])
     [drafts] = memory.reserve_drafts([3])
     memory.commit_paths([row], [2], [2], drafts[[0, 2]])
@@ -77,7 +77,7 @@ def test_extend_gives_back_what_a_failed_step_left():
 
 
 def test_rows_that_decode_are_extended_as_one_by_one():
-    together, single = (CacheMemory(20, 3, 16, prefix_cache=False) for _ in range(2))
+    together, single = (KVCacheManager(20, 3, 16, prefix_cache=False) for _ in range(2))
     lens = [3, 5, 2]
     for memory in (together, single):
         for length in lens:
@@ -97,7 +97,7 @@ def test_rows_that_decode_are_extended_as_one_by_one():
 
 
 def test_commit_paths_refuses_a_run_that_ended_elsewhere():
-    memory = CacheMemory(20, 2, 16, prefix_cache=True)
+    memory = KVCacheManager(20, 2, 16, prefix_cache=True)
     row = compute(memory, [1, 2])
     [drafts] = memory.reserve_drafts([2])
     with pytest.raises(AssertionError, match=r"runs ended at \[3\], slots at \[2\]"):
@@ -105,7 +105,7 @@ def test_commit_paths_refuses_a_run_that_ended_elsewhere():
 
 
 def test_the_paths_of_a_batch_move_as_one_by_one():
-    together, single = (CacheMemory(60, 4, 16, prefix_cache=False) for _ in range(2))
+    together, single = (KVCacheManager(60, 4, 16, prefix_cache=False) for _ in range(2))
     paths = [[1, 3], [], [2], [1, 2, 3]]
     for memory in (together, single):
         entries = []
@@ -131,7 +131,7 @@ def test_the_paths_of_a_batch_move_as_one_by_one():
 
 
 def test_share_moves_duplicates_over_to_the_tree():
-    memory = CacheMemory(20, 2, 16, prefix_cache=True)
+    memory = KVCacheManager(20, 2, 16, prefix_cache=True)
     tokens = [1, 2, 3]
     one, other = compute(memory, tokens), compute(memory, tokens)
     memory.share(one, tokens)
@@ -149,7 +149,7 @@ def test_share_moves_duplicates_over_to_the_tree():
 
 
 def test_without_prefix_cache_nothing_is_kept():
-    memory = CacheMemory(20, 2, 16, prefix_cache=False)
+    memory = KVCacheManager(20, 2, 16, prefix_cache=False)
     row = compute(memory, [1, 2, 3])
     memory.share(row, [1, 2, 3])
     memory.release(row, [1, 2, 3])
@@ -158,7 +158,7 @@ def test_without_prefix_cache_nothing_is_kept():
 
 
 def test_rows_held_through_reset_are_never_shared():
-    memory = CacheMemory(20, 3, 16, prefix_cache=True)
+    memory = KVCacheManager(20, 3, 16, prefix_cache=True)
     tokens = [1, 2, 3, 4]
     memory.release(compute(memory, tokens), tokens)
     row, cached_len = admit(memory, tokens)
@@ -177,7 +177,7 @@ def test_rows_held_through_reset_are_never_shared():
 
 
 def test_integrity_finds_a_row_that_left_its_prefix():
-    memory = CacheMemory(20, 2, 16, prefix_cache=True)
+    memory = KVCacheManager(20, 2, 16, prefix_cache=True)
     memory.release(compute(memory, [1, 2, 3]), [1, 2, 3])
     row, _ = admit(memory, [1, 2, 3])
     memory.req_to_token.table[row, 1] += 1
@@ -186,7 +186,7 @@ def test_integrity_finds_a_row_that_left_its_prefix():
 
 
 def test_integrity_finds_two_rows_on_one_slot():
-    memory = CacheMemory(20, 2, 16, prefix_cache=False)
+    memory = KVCacheManager(20, 2, 16, prefix_cache=False)
     one, other = compute(memory, [1, 2]), compute(memory, [3, 4])
     memory.req_to_token.table[one, 1] = memory.req_to_token.table[other, 0]
     with pytest.raises(IntegrityError, match="two owners"):
@@ -208,7 +208,7 @@ class Simulation:
         self.rng = np.random.default_rng(seed)
         self.num_slots = int(self.rng.integers(12, 80))
         max_rows = int(self.rng.integers(1, 6))
-        self.memory = CacheMemory(self.num_slots, max_rows, 30, prefix_cache=bool(seed % 5))
+        self.memory = KVCacheManager(self.num_slots, max_rows, 30, prefix_cache=bool(seed % 5))
         self.kv: dict[int, tuple[int, tuple[int, ...]]] = {}
         self.rows: dict[int, Row] = {}
         self.version = 0

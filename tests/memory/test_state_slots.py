@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rollout.errors import IntegrityError
-from rollout.memory.cache import CacheMemory
+from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.memory.state_slots import StateSizes
 from rollout.types import Scheduled
 from tests.helpers.requests import make_request
@@ -19,8 +19,8 @@ def int32(values) -> np.ndarray:
     return np.array(values, dtype=np.int32)
 
 
-def make_memory(states: int = 12, *, interval: int = 4, rows: int = 3, cache=True) -> CacheMemory:
-    return CacheMemory(60, rows, 40, cache, StateSizes(num_slots=states, interval=interval))
+def make_memory(states=12, *, interval=4, rows=3, cache=True) -> KVCacheManager:
+    return KVCacheManager(60, rows, 40, cache, StateSizes(num_slots=states, interval=interval))
 
 
 def schedule(memory, row, tokens, start, end, prompt_len, nodes=0) -> Scheduled:
@@ -251,7 +251,7 @@ class StateMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.memory = CacheMemory(70, 4, 40, True, StateSizes(num_slots=11, interval=3))
+        self.memory = KVCacheManager(70, 4, 40, True, StateSizes(num_slots=11, interval=3))
         self.held: dict[int, tuple[int, ...]] = {0: ()}
         self.rows: dict[int, list] = {}  # row -> [tokens, computed, prompt_len]
 

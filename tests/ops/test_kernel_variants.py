@@ -19,9 +19,9 @@ from rollout.models.layers.linear import Linear
 from rollout.ops import tree_accept
 from rollout.ops.grouped_matmul import RowGroups
 from rollout.ops.matmul.tiles import Tile, tile_for, tiles
-from rollout.runner.activations import warm_rows, warm_up
 from rollout.runner.batch_layout import StepArrays
 from rollout.runner.dummy_run import DummyRun
+from rollout.runner.profile_run import warm_rows, warm_up
 from rollout.sampling.sampler import sample_trees
 from tests.helpers.recorded_launches import RecordedOps, num_variants, recorded_launches
 from tests.helpers.replaying import ReplayingCapture, plain_factory

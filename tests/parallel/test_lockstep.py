@@ -7,7 +7,7 @@ import json
 import pytest
 
 from rollout import RolloutEngine
-from rollout.engine.loop import EngineLoop
+from rollout.engine.engine_loop import EngineLoop
 from rollout.errors import InvalidInputError
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.launch import launch

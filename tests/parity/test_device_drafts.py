@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rollout import RolloutEngine
-from rollout.runner.graphs.captured_runs import CapturedRuns
+from rollout.runner.graphs.graph_runner import GraphRunner
 from spec_workers.neural.arrays import DeviceArrays
 from spec_workers.neural.tree_proposer import TreeProposer
 from tests.helpers.compared import numbers
@@ -135,7 +135,7 @@ def test_a_proposal_that_no_graph_can_take_teaches_no_cost(models) -> None:
 
 def as_on_a_device(drafter, capture, **options) -> TreeProposer:
     cpu = torch.device("cpu")
-    graphs = CapturedRuns(
+    graphs = GraphRunner(
         "proposals",
         max_bytes=lambda: 50_000,
         capture=capture,

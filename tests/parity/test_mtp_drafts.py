@@ -58,7 +58,7 @@ def make_engine(target_path, chain_paths, *, topk=2, num_draft_tokens=6, **optio
             num_draft_tokens=num_draft_tokens,
         )
         for runner in drafter.runners:
-            target.residency.add_kv_pool(runner.kv.pool)
+            target.memory_saver.add_kv_pool(runner.kv.pool)
         return EagleWorker(target, drafter, budget=FixedBudget(0.01))
 
     def chains(config):

@@ -18,7 +18,7 @@ from rich.console import Console
 from rollout.errors import InvalidInputError
 from rollout.report import write_report
 from rollout.report.charts import charts
-from rollout.report.figures import figures, name_runs
+from rollout.report.key_figures import figures, name_runs
 from rollout.report.learned import calibration, cost_curve, node_values
 from rollout.report.panels import Chart
 from rollout.report.reading import read_log

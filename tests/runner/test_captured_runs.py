@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.runner.graphs.captured_runs import CapturedRuns
+from rollout.runner.graphs.graph_runner import GraphRunner
 from tests.helpers.replaying import ReplayingCapture
 
 CPU = torch.device("cpu")
 
 
-def runs_of(capture: ReplayingCapture, max_bytes: int = 10_000) -> CapturedRuns:
-    return CapturedRuns("sums", max_bytes=lambda: max_bytes, capture=capture, device=CPU)
+def runs_of(capture: ReplayingCapture, max_bytes: int = 10_000) -> GraphRunner:
+    return GraphRunner("sums", max_bytes=lambda: max_bytes, capture=capture, device=CPU)
 
 
-def summed(runs: CapturedRuns, numbers: list[int], others: int = 0) -> int:
+def summed(runs: GraphRunner, numbers: list[int], others: int = 0) -> int:
     arrays = {"numbers": np.array(numbers), "others": np.full(others, 9)}
     placed = runs.place(arrays)
     assert placed is not None
@@ -58,7 +58,7 @@ def test_what_was_captured_is_captured_again_as_soon_as_it_comes() -> None:
 def test_graphs_that_outgrow_what_is_left_go_and_come_back_more_slowly() -> None:
     capture = ReplayingCapture()
     left = [2500]
-    runs = CapturedRuns("sums", max_bytes=lambda: left[0], capture=capture, device=CPU)
+    runs = GraphRunner("sums", max_bytes=lambda: left[0], capture=capture, device=CPU)
     for _ in range(4):
         assert summed(runs, [1]) == 1
         assert summed(runs, [1, 2]) == 3

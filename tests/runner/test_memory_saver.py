@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.engine.loop import EngineLoop
+from rollout.engine.engine_loop import EngineLoop
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
 from rollout.models.loader import MODEL_CLASSES, load_model
 from rollout.models.spec import ModelSpec
@@ -84,7 +84,7 @@ def test_a_fork_that_ends_leaves_the_kept_weights(engine, folder):
     digest = engine.weights_digest()
     engine.release_memory(["weights"])
     (kept,) = folder.iterdir()
-    assert in_fork(engine.worker.residency._kept._remove) == 0
+    assert in_fork(engine.worker.memory_saver._kept._remove) == 0
     assert list(kept.iterdir())
     engine.resume_memory()
     assert not kept.exists()

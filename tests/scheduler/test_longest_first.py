@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout.memory.cache import CacheMemory
+from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.scheduler import LengthForecast, Scheduler
 from rollout.scheduler.step_limits import StepLimits
 from rollout.scheduler.waiting import MAX_OVERTAKEN
@@ -31,7 +31,7 @@ class Epoch:
     """One step of training: all samples of all groups, queued at once, until the last has ended."""
 
     def __init__(self, lengths_GS: np.ndarray, seats: int, lengths: LengthForecast) -> None:
-        memory = CacheMemory(20_000, seats, 1000, prefix_cache=True)
+        memory = KVCacheManager(20_000, seats, 1000, prefix_cache=True)
         limits = StepLimits(max_running=seats, max_step_tokens=64, chunk_len=32)
         self.scheduler = Scheduler(limits, memory, lambda: 0, lengths)
         self.lengths = {}

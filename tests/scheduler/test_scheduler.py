@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rollout.errors import InvalidInputError, OutOfMemoryError
-from rollout.memory.cache import CacheMemory
+from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.scheduler import LengthForecast, Scheduler
 from rollout.scheduler.step_limits import StepLimits
 from rollout.scheduler.waiting import MAX_OVERTAKEN
@@ -40,7 +40,7 @@ class Bench:
         drafts: int = 0,
         prefix_cache: bool = True,
     ) -> None:
-        self.memory = CacheMemory(slots, running, context, prefix_cache)
+        self.memory = KVCacheManager(slots, running, context, prefix_cache)
         limits = StepLimits(max_running=running, max_step_tokens=step_tokens, chunk_len=chunk)
         self.lengths = LengthForecast()
         self.scheduler = Scheduler(limits, self.memory, lambda: drafts, self.lengths)

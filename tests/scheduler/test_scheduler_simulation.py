@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from rollout.errors import InvalidInputError, OutOfMemoryError
-from rollout.memory.cache import CacheMemory
+from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.memory.state_slots import SLOTS_PER_ROW, StateSizes
 from rollout.scheduler import LengthForecast, Scheduler
 from rollout.scheduler.step_limits import StepLimits
@@ -75,7 +75,7 @@ class StepFailedError(Exception):
 
 
 class FakeWorker:
-    def __init__(self, memory: CacheMemory, rng: np.random.Generator) -> None:
+    def __init__(self, memory: KVCacheManager, rng: np.random.Generator) -> None:
         self.memory = memory
         self.rng = rng
         self.expected: dict[int, Expected] = {}
@@ -222,7 +222,7 @@ class Simulation:
                 num_slots=SLOTS_PER_ROW + int(rng.integers(rng.choice([1, 10, 60]))),
                 interval=int(rng.integers(1, 20)),
             )
-        self.memory = CacheMemory(
+        self.memory = KVCacheManager(
             slots, max_running, self.context, bool(rng.random() < 0.85), states
         )
         self.max_drafts = int(rng.choice([0, 1, 3, 8, 80]))

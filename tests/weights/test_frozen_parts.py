@@ -161,10 +161,10 @@ def test_a_frozen_parts_values_outlast_any_release(chain, keep):
     send(chain, TARGET)
     send(chain, STEP_0 | STEP_1, selector="draft")
     digest = chain.digest("all")
-    residency = MemorySaver(chain, [])
-    freed = residency.release([MemoryTag.WEIGHTS], keep_weights=keep)
+    memory_saver = MemorySaver(chain, [])
+    freed = memory_saver.release([MemoryTag.WEIGHTS], keep_weights=keep)
     assert freed[MemoryTag.WEIGHTS] == 4 * (3 + 2 + 4 + 2), "drafts' memory is given back too"
-    residency.resume([MemoryTag.WEIGHTS])
+    memory_saver.resume([MemoryTag.WEIGHTS])
     assert chain.serves == keep
     if not keep:
         assert "every tensor of target" in chain.reason
@@ -175,13 +175,13 @@ def test_a_frozen_parts_values_outlast_any_release(chain, keep):
 
 
 def test_a_frozen_part_that_cannot_be_brought_back_is_torn(chain):
-    residency = MemorySaver(chain, [])
-    residency.release([MemoryTag.WEIGHTS], keep_weights=False)
-    kept = residency._kept
+    memory_saver = MemorySaver(chain, [])
+    memory_saver.release([MemoryTag.WEIGHTS], keep_weights=False)
+    kept = memory_saver._kept
     kept._files[0].write_bytes(b"")
     with pytest.raises(Exception, match=r"(?i)incomplete|invalid|header"):
-        residency.resume([MemoryTag.WEIGHTS])
-    assert not residency.released
+        memory_saver.resume([MemoryTag.WEIGHTS])
+    assert not memory_saver.released
     send(chain, TARGET)
     assert "could not be brought back" in chain.reason
     assert not chain.serves

@@ -17,10 +17,10 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rollout.cluster.host import ReplicaHost
 from rollout.cluster.messages import ReplicaFacts, Submission
 from rollout.cluster.ray.actor_group import ActorGroup
 from rollout.cluster.replica import ReplicaDiedError
+from rollout.cluster.replica_host import ReplicaHost
 from rollout.config import EngineConfig
 from rollout.engine.worker import WorkerFactory
 from rollout.errors import EngineStateError, ParallelError

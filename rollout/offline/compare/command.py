@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout.cluster.config import ClusterKind
-from rollout.composition import checked_config, register_schema
 from rollout.engine.engine import RolloutEngine
 from rollout.engine.worker import WorkerFactory, factory_of
 from rollout.errors import InvalidInputError
+from rollout.hydra_config import checked_config, register_schema
 from rollout.offline.check import check_rows
 from rollout.offline.compare.comparison import Compared, Comparison, Work
 from rollout.offline.compare.paired_times import Verdict

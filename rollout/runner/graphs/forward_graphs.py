@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rollout.runner.batch_layout import StepArrays
 from rollout.runner.graphs.buckets import Bucket, Buckets
 from rollout.runner.graphs.capture import Capture
-from rollout.runner.graphs.captured_runs import CapturedRuns, Tensors
+from rollout.runner.graphs.graph_runner import GraphRunner, Tensors
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """The results of a forward: hidden states [T, E], features [T, F], routes [T, C]."""
@@ -46,7 +46,7 @@ class ForwardGraphs:
     ) -> None:
         self.buckets = buckets
         self._kept: dict[Hashable, Tensors] = {}
-        self.runs = CapturedRuns(
+        self.runs = GraphRunner(
             "forwards",
             max_bytes=lambda: max_bytes,
             capture=capture,

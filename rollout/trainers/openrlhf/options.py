@@ -12,7 +12,6 @@ from typing import Any
 
 import yaml
 
-from rollout.checked import checked_flag, checked_seconds
 from rollout.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig, engine_config
 from rollout.engine.engine import RolloutEngine
 from rollout.engine.rank_processes import open_on_ranks
@@ -20,6 +19,7 @@ from rollout.engine.worker import worker_factory
 from rollout.errors import InvalidInputError
 from rollout.trainers.openrlhf.arguments import SIZE
 from rollout.trainers.tensor_parallel import tensor_parallel
+from rollout.validation import checked_flag, checked_seconds
 
 PREFIX = "--specrollout."
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from rollout.engine.loop import EngineLoop
+from rollout.engine.engine_loop import EngineLoop
 from rollout.errors import InvalidInputError
 from rollout.trainers.trl.rollout_worker import RolloutWorker
 from rollout.types import PauseMode

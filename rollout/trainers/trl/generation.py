@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rollout.cluster.opening import open_pretrained
+from rollout.cluster.open_engine import open_pretrained
 from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError
 from rollout.trainers.trl.colocated import ColocatedEngine, TrlSampleSeeds

@@ -17,7 +17,7 @@ from typing import Any
 
 from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
 
-from rollout.engine.loop import EngineLoop
+from rollout.engine.engine_loop import EngineLoop
 from rollout.errors import EngineStateError, InvalidInputError, RolloutError
 from rollout.sampling.noise import derive_seed
 from rollout.trainers.trl.sampling import sampling_params

@@ -101,7 +101,7 @@ def remaining(request, *, mean, left):
 
 def propose(budget, batch, rng, found, right):
     floors_B = budget.floors(batch)
-    if floors_B is None or budget.takes_plain_turn():
+    if floors_B is None or budget.wants_plain_step():
         return None
     sizes = [
         entry.draft_slots.size * int(rng.random() < found and floor <= 1.0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollout.errors import IntegrityError
-from rollout.memory.cache import CacheMemory
+from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.memory.kv_pool import KvPool
 from spec_workers.neural.draft_kv import DraftKv
 from tests.helpers.requests import make_request
@@ -77,7 +77,7 @@ class Running:
 
 class World:
     def __init__(self, horizon: int = 1) -> None:
-        self.memory = CacheMemory(40, 4, 32, prefix_cache=True)
+        self.memory = KVCacheManager(40, 4, 32, prefix_cache=True)
         self.target_pool = KvPool(num_slots=40, **vars(SIZES), **CPU)
         self.kv = DraftKv(
             self.memory, self.target_pool, SIZES, num_scratch=6, horizon=horizon, **CPU

@@ -146,7 +146,7 @@ class StepRunner:
         with self.guard.uninterrupted():
             self.scheduler.retract_all()
 
-    def leave_old_weights(self, *, retract: bool, abort: bool) -> None:
+    def drop_kv(self, *, retract: bool, abort: bool) -> None:
         """Drop the prefix cache: no later request may meet KV of the old weights.
 
         Running ones may, unless they are retracted or aborted.

@@ -27,7 +27,7 @@ class _Graph:
     results: Tensors
 
 
-class CapturedRuns:
+class GraphRunner:
     """Captures runs that come often and replays them. Callers place a run's inputs here and run it
     through here.
 

@@ -15,7 +15,7 @@ import pytest
 
 from ngram_native import Corpus
 from rollout.engine.draft_corpus import ExternalState
-from spec_workers.corpus.external_loads import ExternalLoads
+from spec_workers.corpus.external_loader import ExternalLoader
 from tests.helpers.in_fork import in_fork
 
 I32 = np.int32
@@ -36,7 +36,7 @@ def corpus():
 
 @pytest.fixture
 def loads(corpus):
-    loads = ExternalLoads(corpus, max_tokens=10_000_000)
+    loads = ExternalLoader(corpus, max_tokens=10_000_000)
     yield loads
     loads.close()
 
@@ -92,7 +92,7 @@ def test_load_is_read_built_and_published_whole(corpus, loads):
 
 
 def test_several_load_at_once_and_the_rest_wait_their_turn(corpus):
-    loads = ExternalLoads(corpus, max_tokens=1000, max_loading=2)
+    loads = ExternalLoader(corpus, max_tokens=1000, max_loading=2)
     gated = {name: Gated([i32(1, 2, 3)]) for name in "cab"}
     for name, documents in gated.items():
         loads.start(name, documents)
@@ -125,7 +125,7 @@ def test_several_load_at_once_and_the_rest_wait_their_turn(corpus):
     ],
 )
 def test_failed_load_leaves_nothing(corpus, batches, message):
-    loads = ExternalLoads(corpus, max_tokens=100)
+    loads = ExternalLoader(corpus, max_tokens=100)
     if isinstance(batches, tuple):
         error, *arguments = batches
         batches = Gated([i32(1)], error=error(*arguments))
@@ -144,7 +144,7 @@ def test_failed_load_leaves_nothing(corpus, batches, message):
 
 
 def test_tokens_and_bytes_are_bounded_over_all(corpus):
-    loads = ExternalLoads(corpus, max_tokens=100)
+    loads = ExternalLoader(corpus, max_tokens=100)
     corpus.add_external("direct", [np.zeros(40, I32)])
     loading = Gated([np.zeros(30, I32)])
     loads.start("loading", loading)
@@ -160,7 +160,7 @@ def test_tokens_and_bytes_are_bounded_over_all(corpus):
     loads.close()
 
     small = Corpus(max_bytes=1 << 20, max_external_bytes=1 << 20)
-    loads = ExternalLoads(small, max_tokens=10**9)
+    loads = ExternalLoader(small, max_tokens=10**9)
     loads.start("documents", [[np.zeros(60_000, I32)]] * 5)
     assert "max_external_bytes=1048576" in loads.wait("documents", PATIENCE).error
     loads.start("index", [[np.zeros(200_000, I32)]])
@@ -284,7 +284,7 @@ def test_cancelled_load_closes_its_documents_and_frees_its_name(corpus, loads):
 
 
 def test_waiting_load_is_cancelled_without_being_read(corpus):
-    loads = ExternalLoads(corpus, max_tokens=100, max_loading=1)
+    loads = ExternalLoader(corpus, max_tokens=100, max_loading=1)
     first, read = Gated([i32(1)]), []
     loads.start("first", first)
     loads.start("second", (read.append(1) for _ in range(1)))
@@ -329,7 +329,7 @@ def test_other_threads_run_while_a_build_does(corpus, loads):
 
 
 def test_threads_load_publish_and_remove(corpus):
-    loads = ExternalLoads(corpus, max_tokens=10**6, max_loading=3)
+    loads = ExternalLoader(corpus, max_tokens=10**6, max_loading=3)
     errors = []
 
     def work(worker):
@@ -376,7 +376,7 @@ FORKED = """
 import os, threading
 import numpy as np
 from ngram_native import Corpus
-from spec_workers.corpus.external_loads import ExternalLoads
+from spec_workers.corpus.external_loader import ExternalLoader
 
 gate, begun = threading.Event(), threading.Event()
 
@@ -386,7 +386,7 @@ def documents():
     assert gate.wait(20)
 
 corpus = Corpus(max_bytes=1 << 20)
-loads = ExternalLoads(corpus, max_tokens=100, max_loading=1)
+loads = ExternalLoader(corpus, max_tokens=100, max_loading=1)
 loads.start("ready", [[np.arange(9, dtype=np.int32)]])
 loads.wait("ready")
 loads.start("loading", documents())
@@ -428,9 +428,9 @@ ENDLESS = """
 import itertools, sys, time
 import numpy as np
 from ngram_native import Corpus
-from spec_workers.corpus.external_loads import ExternalLoads
+from spec_workers.corpus.external_loader import ExternalLoader
 
-loads = ExternalLoads(Corpus(max_external_bytes=1 << 30), max_tokens=10**9, max_loading=2)
+loads = ExternalLoader(Corpus(max_external_bytes=1 << 30), max_tokens=10**9, max_loading=2)
 loads.start("endless", (time.sleep(0.01) or [np.zeros(10, np.int32)] for _ in itertools.count()))
 loads.start("large", [[np.zeros(20_000_000, np.int32)]])
 loads.start("waits", [[np.zeros(10, np.int32)]])

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rollout import FinishReason, RolloutEngine, SamplingParams
-from rollout.engine.loop import EngineLoop
+from rollout.engine.engine_loop import EngineLoop
 from rollout.errors import EngineStateError, InvalidInputError, ParallelError, WeightUpdateError
 from tests.helpers.hang import HANG_SECONDS, wait_until
 
@@ -460,7 +460,7 @@ def test_an_error_in_the_body_is_not_hidden_by_a_close_that_is_late(engine):
 def test_a_process_that_forgets_to_close_still_ends(tiny_model_path):
     script = (
         "import sys; from rollout import RolloutEngine, SamplingParams\n"
-        "from rollout.engine.loop import EngineLoop\n"
+        "from rollout.engine.engine_loop import EngineLoop\n"
         "loop = EngineLoop(RolloutEngine.from_pretrained(sys.argv[1]))\n"
         "params = SamplingParams(max_new_tokens=500, ignore_eos=True)\n"
         "tickets = [loop.submit([5, 6], params) for _ in range(64)]\n"

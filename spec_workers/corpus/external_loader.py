@@ -15,7 +15,7 @@ from rollout.errors import InvalidInputError
 from spec_workers.corpus.external_load import Documents, ExternalLoad
 
 
-class ExternalLoads:
+class ExternalLoader:
     """The external corpora of one Corpus, in every state. Safe to call from many threads.
 
     A load reads and indexes its documents on a background thread, then is ``ready`` until it is

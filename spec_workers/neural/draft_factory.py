@@ -152,5 +152,5 @@ def _opened(
     for name, network in parts.items():
         target.weights.parts.add(name, network, frozen=options.frozen, reader=reader)
     for runner in drafter.runners:
-        target.residency.add_kv_pool(runner.kv.pool)
+        target.memory_saver.add_kv_pool(runner.kv.pool)
     return target, drafter

@@ -13,7 +13,7 @@ from rollout.cluster.messages import Answer, ReplicaFacts, Report, Submission
 from rollout.cluster.progress_reporter import ProgressReporter
 from rollout.config import EngineConfig
 from rollout.engine.engine import RolloutEngine
-from rollout.engine.loop import EngineLoop
+from rollout.engine.engine_loop import EngineLoop
 from rollout.engine.spmd import follow, leading
 from rollout.engine.worker import WorkerFactory
 from rollout.errors import EngineStateError, ParallelError

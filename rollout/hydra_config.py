@@ -9,8 +9,8 @@ from typing import Any, TypeVar, cast
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from rollout.checked import did_you_mean
 from rollout.errors import InvalidInputError
+from rollout.validation import did_you_mean
 
 T = TypeVar("T")
 

@@ -59,7 +59,7 @@ class MemoryCounters:
     evicted: int = 0
 
 
-class CacheMemory:
+class KVCacheManager:
     """Owns the slot pools and moves slots between them."""
 
     def __init__(
