@@ -154,7 +154,7 @@ def time_phases(engine: RolloutEngine) -> Phases:
         (worker.target.runner, "forward", "layout"),
         (engine.scheduler, "schedule", "schedule"),
         (worker, "prepare", "feed"),
-        (worker.budget, "floor", "propose"),
+        (worker.budget, "floors", "propose"),
         (worker, "propose", "propose"),
         (worker.budget, "choose", "choose"),
         (worker.budget, "observe", "learn"),

@@ -43,9 +43,9 @@ class DeviceTable:
 
     Positions [0, known) of a row are up to date while KVCacheManager.row_versions is unchanged for
     the row: its entries of computed positions change only together with that version. Entries from
-    the start of a run on may have changed, since a step that failed frees its slots. So a step sends
-    [min(known, start), end): one or a few tokens, or all of a row that is new or has moved. On the
-    CPU the tensor is a view of the host's table and nothing is sent.
+    the start of a run on may have changed, since a step that failed frees its slots. So a step
+    sends [min(known, start), end): one or a few tokens, or all of a row that is new or has moved.
+    On the CPU the tensor is a view of the host's table and nothing is sent.
     """
 
     def __init__(self, memory: KVCacheManager, device: torch.device) -> None:

@@ -35,7 +35,7 @@ CASES = [
     *(("eagle", *case) for case in BUDGET + TREES + EAGLE),
     *(("mtp", *case) for case in BUDGET + TREES + MTP),
 ]
-MODULES = {"ngram": "ngram", "eagle": "neural.opening", "mtp": "neural.opening"}
+MODULES = {"ngram": "ngram", "eagle": "neural.draft_factory", "mtp": "neural.draft_factory"}
 
 
 @pytest.fixture(scope="module")

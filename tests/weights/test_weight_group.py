@@ -41,7 +41,7 @@ def test_members_that_meet_and_do_not_connect(monkeypatch):
     """NCCL's first broadcast can hang so, whatever timeout it was given."""
     hung = threading.Event()
     monkeypatch.setattr(
-        group_module, "_wait", lambda work, backend, seconds: hung.wait(HANG_SECONDS)
+        group_module, "_wait", lambda works, backend, seconds, own_timeout: hung.wait(HANG_SECONDS)
     )
     store = listen("127.0.0.1", 20.0)
     started = time.monotonic()
