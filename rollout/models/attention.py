@@ -77,14 +77,22 @@ class Attention:
         spec = self.spec
         qkv_THD = self.qkv(hidden_TI).view(-1, sum(self.heads), spec.head_dim)
         q_THD, gate_THD, k_TKD, v_TKD = qkv_THD.split(self.heads, dim=1)
-        if self.q_norm_D is not None and self.k_norm_D is not None:
-            q_THD = rms_norm(q_THD, self.q_norm_D, spec.rms_norm_eps, spec.norm_unit_offset)
-            k_TKD = rms_norm(k_TKD, self.k_norm_D, spec.rms_norm_eps, spec.norm_unit_offset)
+        q_THD, k_TKD = self.normed(q_THD, k_TKD)
         attended_THD = attention.run(index, q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, rows_R)
         if spec.gated_attention:
             sigmoid_gate_(attended_THD, gate_THD if rows_R is None else gate_THD[rows_R])
         attended = attended_THD.flatten(1)
         return split_product(self.o, attended, self._group, self._attended, self._outputs)
+
+    def normed(self, q_THD: torch.Tensor, k_TKD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys after their norms, if there are any."""
+        if self.q_norm_D is None or self.k_norm_D is None:
+            return q_THD, k_TKD
+        eps, unit_offset = self.spec.rms_norm_eps, self.spec.norm_unit_offset
+        return (
+            rms_norm(q_THD, self.q_norm_D, eps, unit_offset),
+            rms_norm(k_TKD, self.k_norm_D, eps, unit_offset),
+        )
 
     def linears(self) -> list[Linear]:
         """The mixer's matrix products."""

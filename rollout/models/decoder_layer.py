@@ -7,7 +7,7 @@ Legend: T query rows, I attention inputs, E hidden, P positions, D rotary dims.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -94,6 +94,8 @@ class Layer:
 class DecoderLayer(Layer):
     """A layer whose mixer is attention."""
 
+    attention_class: ClassVar[type[Attention]] = Attention
+
     def __init__(
         self,
         spec: ModelSpec,
@@ -106,7 +108,7 @@ class DecoderLayer(Layer):
         attention_inputs: int | None = None,
     ) -> None:
         """``layer``: index in the model. ``attention_inputs``: I; default: the hidden size."""
-        self._attention = Attention(
+        self._attention = self.attention_class(
             spec,
             dtype=dtype,
             device=device,

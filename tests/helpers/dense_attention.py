@@ -30,8 +30,9 @@ def rotated(
 class DenseAttention:
     """Causal attention within each of several sequences laid end to end."""
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+    def __init__(self, lengths: Sequence[int], scale: float | None = None) -> None:
         self.lengths = list(lengths)
+        self.scale = scale
 
     def run(self, layer, q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, rows_R=None) -> torch.Tensor:
         assert rows_R is None
@@ -39,7 +40,7 @@ class DenseAttention:
         out = [
             scaled_dot_product_attention(
                 q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1),
-                is_causal=True, enable_gqa=True,
+                is_causal=True, enable_gqa=True, scale=self.scale,
             ).transpose(0, 1)
             for q, k, v in zip(*(x.split(self.lengths) for x in (q_THD, k_TKD, v_TKD)), strict=True)
         ]  # fmt: skip
@@ -74,7 +75,8 @@ class GrowingAttention:
 @torch.inference_mode()
 def logits_of(model, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """Logits [length, V] of every sequence, all run in one ragged forward."""
-    attention = DenseAttention([len(sequence) for sequence in sequences])
+    lengths = [len(sequence) for sequence in sequences]
+    attention = DenseAttention(lengths, model.spec.attention_scale)
     tokens = torch.tensor([token for sequence in sequences for token in sequence]).long()
     states = None
     if model.spec.linear_attention is not None:

@@ -1,0 +1,86 @@
+"""Families beside Llama are what transformers computes, under the names it uses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from rollout.config import DType
+from rollout.errors import CheckpointError, InvalidInputError
+from rollout.models.loader import load_model
+from rollout.weights.manifest import UpdateOptions
+from rollout.weights.transaction import WeightTransaction
+from tests.helpers.dense_attention import logits_of
+from tests.helpers.tiny_families import CONFIGS, save_tiny_family, tiny_family
+
+CPU = torch.device("cpu")
+
+
+def sequences(*lengths: int) -> list[list[int]]:
+    random = torch.Generator().manual_seed(11)
+    return [torch.randint(97, (length,), generator=random).tolist() for length in lengths]
+
+
+@torch.inference_mode()
+def assert_parity(model, theirs, prompts, tolerance: float = 1e-5) -> None:
+    for tokens, ours in zip(prompts, logits_of(model, prompts), strict=True):
+        expected = theirs(torch.tensor([tokens])).logits[0]
+        error = (ours - expected).abs().max() / expected.abs().max()
+        assert error < tolerance, f"{len(tokens)} tokens: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits(name, tmp_path):
+    model = load_model(save_tiny_family(tmp_path, name), DType.auto, CPU, 100)
+    assert_parity(model, tiny_family(name), sequences(1, 17, 45, 5))
+
+
+def test_long_factors_are_those_of_the_longest_context(tmp_path):
+    model = load_model(save_tiny_family(tmp_path, "phi3 long"), DType.auto, CPU)
+    assert_parity(model, tiny_family("phi3 long"), sequences(101, 130))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_trainers_tensors_are_an_update(name, tmp_path):
+    """By the names in memory, from which fused projections are read too."""
+    model = load_model(save_tiny_family(tmp_path, name), DType.auto, CPU, 100)
+    trainer = tiny_family(name, seed=1)
+    transaction = WeightTransaction({"target": model}, passes_over=model.spec.passes_over)
+    transaction.begin(UpdateOptions())
+    transaction.load(trainer.state_dict().items())
+    transaction.commit()
+    assert_parity(model, trainer, sequences(9))
+
+
+def test_a_fused_projection_and_its_parts_exclude_each_other(tmp_path):
+    model = load_model(save_tiny_family(tmp_path, "phi3"), DType.auto, CPU)
+    loaders, at = model.weight_loaders(), "model.layers.1.self_attn"
+    names = [f"{at}.{part}_proj.weight" for part in ("q", "k", "v")]
+    fused = loaders[f"{at}.qkv_proj.weight"]
+    assert torch.equal(fused.read(), torch.cat([loaders[name].read() for name in names]))
+    transaction = WeightTransaction({"target": model})
+    transaction.begin(UpdateOptions())
+    both = {f"{at}.qkv_proj.weight": fused.read(), names[0]: loaders[names[0]].read()}
+    with pytest.raises(InvalidInputError, match="comes twice"):
+        transaction.load(both.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "refusal"),
+    [
+        ("granite", {"residual_multiplier": 0}, "residual_multiplier=0"),
+        ("granite", {"logits_scaling": "2"}, "logits_scaling='2'"),
+        ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers=\[1\]"),
+        ("phi3", {"partial_rotary_factor": 1.5, "rope_parameters": None}, "partial_rotary.*1.5"),
+        ("phi3 long", {"head_dim": 16}, "3 and 3 entries for 12"),
+        ("phi3 long", {"rope_parameters": {**CONFIGS["phi3 long"].rope_parameters,
+                                           "long_factor": [1, 0, 2]}}, "long_factor="),
+    ],
+)  # fmt: skip
+def test_malformed_fields_are_named(name, changes, refusal, tmp_path):
+    file = save_tiny_family(tmp_path, name) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(CheckpointError, match=refusal):
+        load_model(tmp_path, DType.auto, CPU)
