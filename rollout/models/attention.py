@@ -13,6 +13,7 @@ from rollout.models.layers.linear import Linear, linear_weight_loaders
 from rollout.models.layers.shard import shards_of, split_product
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.spec import ModelSpec
+from rollout.ops.paged_attention import AttentionVariant
 from rollout.ops.rms_norm import rms_norm
 from rollout.ops.sigmoid_gate import sigmoid_gate_
 from rollout.parallel import RankGroup
@@ -31,6 +32,7 @@ class Attention:
         self,
         spec: ModelSpec,
         *,
+        layer: int = 0,
         dtype: torch.dtype,
         device: torch.device,
         packing: bool,
@@ -40,6 +42,7 @@ class Attention:
         """
         Args:
             spec: of this rank's part of the model.
+            layer: index in the model.
             group: the ranks that share the heads.
             inputs: I; default: the hidden size.
         """
@@ -52,6 +55,9 @@ class Attention:
 
         self.spec = spec
         self._group = group
+        self.variant = AttentionVariant(
+            window=spec.window_of(layer), soft_cap=spec.attention_soft_cap
+        )
         gates = spec.num_heads if spec.gated_attention else 0
         self.heads = (spec.num_heads, gates, spec.num_kv_heads, spec.num_kv_heads)
         outputs = sum(self.heads) * spec.head_dim
@@ -78,7 +84,9 @@ class Attention:
         qkv_THD = self.qkv(hidden_TI).view(-1, sum(self.heads), spec.head_dim)
         q_THD, gate_THD, k_TKD, v_TKD = qkv_THD.split(self.heads, dim=1)
         q_THD, k_TKD = self.normed(q_THD, k_TKD)
-        attended_THD = attention.run(index, q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, rows_R)
+        attended_THD = attention.run(
+            index, q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, rows_R, self.variant
+        )
         if spec.gated_attention:
             sigmoid_gate_(attended_THD, gate_THD if rows_R is None else gate_THD[rows_R])
         attended = attended_THD.flatten(1)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
+
+import torch
 
 from rollout.errors import CheckpointError, UnsupportedModelError
 from rollout.models.experts_config import size
 from rollout.models.hybrid_config import HYBRIDS
+from rollout.models.layers.rope import RopeSpec
+from rollout.models.rope_config import rope_spec
+from rollout.ops.glu import clamped_silu_mul, gelu_mul
 
 Fields = dict[str, Any]
 """Fields of the ModelSpec; ``rotated_part`` stands for ``rotary_dim``."""
@@ -74,6 +80,92 @@ def _olmo(config: Fields) -> Fields:
     return {"qk_norm": True}
 
 
+def _olmo3(config: Fields) -> Fields:
+    _fill_layer_types(config, 4)
+    return {"qk_norm": True, "local_rope": _local_rope(config, config["rope_theta"])}
+
+
+def _gemma(config: Fields) -> Fields:
+    _refuse_all_but(config, "hidden_activation", "gelu_pytorch_tanh")
+    config.pop("hidden_act", None)  # the name of the former in other families
+    return {
+        "activation": gelu_mul,
+        "norm_unit_offset": True,
+        "embedding_scale": size(config, "hidden_size") ** 0.5,
+        "attention_multiplier": _positive(config, "query_pre_attn_scalar", 256) ** -0.5,
+        "logit_soft_cap": _optional(config, "final_logit_softcapping"),
+    }
+
+
+def _gemma2(config: Fields) -> Fields:
+    _fill_layer_types(config, 2)
+    return {"attention_soft_cap": _optional(config, "attn_logit_softcapping"), **_gemma(config)}
+
+
+def _gemma3(config: Fields) -> Fields:
+    pattern = config.get("_sliding_window_pattern", 6)
+    _fill_layer_types(config, config.get("sliding_window_pattern", pattern))
+    local_rope = _local_rope(config, config.pop("rope_local_base_freq", 1e4))
+    return {"qk_norm": True, "local_rope": local_rope, **_gemma(config)}
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedSilu:
+    """`clamped_silu_mul` with its constants."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate_up_T2F: torch.Tensor) -> torch.Tensor:
+        return clamped_silu_mul(gate_up_T2F, self.alpha, self.limit)
+
+
+def _gpt_oss(config: Fields) -> Fields:
+    _fill_layer_types(config, 2)
+    quantised = config.get("quantization_config")
+    if isinstance(quantised, Mapping) and quantised.get("quant_method") == "mxfp4":
+        del config["quantization_config"]  # its weights are read into bfloat16
+    config["moe_intermediate_size"] = size(config, "intermediate_size")
+    alpha = _positive(config, "swiglu_alpha", 1.702)
+    return {"activation": ClampedSilu(alpha, _positive(config, "swiglu_limit", 7.0))}
+
+
+def _fill_layer_types(config: Fields, interval: int) -> None:
+    """Without layer types, every ``interval``-th layer attends to everything."""
+    if config.get("layer_types") is None:
+        config["layer_types"] = [
+            "sliding_attention" if (layer + 1) % interval else "full_attention"
+            for layer in range(size(config, "num_hidden_layers"))
+        ]
+
+
+def _local_rope(config: Fields, theta: float) -> RopeSpec:
+    """The rope of layers with a window, by ``theta`` in layouts before transformers 5.
+
+    Leaves that of the other layers in the config.
+    """
+    ropes = config.get("rope_parameters")
+    local: Mapping[str, Any] = {"rope_theta": theta}
+    if isinstance(ropes, Mapping) and "sliding_attention" in ropes:
+        local = {"rope_parameters": ropes["sliding_attention"]}
+        config["rope_parameters"] = ropes.get("full_attention")
+    return rope_spec(local, size(config, "max_position_embeddings"))
+
+
+def _optional(config: Fields, name: str) -> float | None:
+    """Take a field out that must be null or a number > 0."""
+    return None if config.get(name) is None else _positive(config, name, 1.0)
+
+
+def _refuse_all_but(config: Fields, name: str, value: object) -> None:
+    """Take a field out that must have this value, or be missing."""
+    given = config.pop(name, value)
+    if given != value:
+        raise UnsupportedModelError(
+            f"config.json: {name}={given!r} is not implemented; only {value!r} is"
+        )
+
+
 def _granite(config: Fields) -> Fields:
     return {
         "embedding_scale": _positive(config, "embedding_multiplier", 1.0),
@@ -81,6 +173,20 @@ def _granite(config: Fields) -> Fields:
         "attention_multiplier": _positive(config, "attention_multiplier", 1.0),
         "logit_divisor": _positive(config, "logits_scaling", 1.0),
     }
+
+
+def _granite_hybrid(config: Fields) -> Fields:
+    """Of a Granite 4 without recurrent layers and experts."""
+    _refuse_all_but(config, "num_local_experts", 0)
+    _refuse_all_but(config, "position_embedding_type", "rope")
+    _refuse_all_but(config, "normalization_function", "rmsnorm")
+    for kind in config.pop("layer_types", None) or ["mamba"]:
+        if kind not in ("attention", "full_attention"):
+            raise UnsupportedModelError(
+                f"config.json: layer_types has {kind!r}: not implemented for Granite"
+            )
+    config["intermediate_size"] = size(config, "shared_intermediate_size")
+    return _granite(config)
 
 
 def _smollm3(config: Fields) -> Fields:
@@ -93,7 +199,22 @@ def _smollm3(config: Fields) -> Fields:
         raise CheckpointError(
             f"config.json: no_rope_layers={rotated!r} must have an entry for each layer"
         )
-    return {"unrotated_layers": tuple(layer for layer in layers if not rotated[layer])}
+    unrotated = tuple(layer for layer in layers if not rotated[layer])
+    if config.get("layer_types") is None:
+        config["layer_types"] = [
+            "sliding_attention" if layer in unrotated else "full_attention" for layer in layers
+        ]
+    return {"unrotated_layers": unrotated}
+
+
+_GEMMA = {
+    "head_dim": 256, "tie_word_embeddings": True, "sliding_window": 4096, "num_key_value_heads": 4
+}  # fmt: skip
+_GPT_OSS = {
+    "rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "head_dim": 64, "sliding_window": 128,
+    "attention_bias": True,
+}  # fmt: skip
+_CAPS = {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}
 
 
 _FAMILIES: Mapping[object, tuple[Mapping[str, Any], Callable[[Fields], Fields] | None]] = (
@@ -101,7 +222,15 @@ _FAMILIES: Mapping[object, tuple[Mapping[str, Any], Callable[[Fields], Fields] |
         {
             "Phi3ForCausalLM": ({"rms_norm_eps": 1e-5}, _phi3),
             "Olmo2ForCausalLM": ({"rms_norm_eps": 1e-5}, _olmo),
+            "Olmo3ForCausalLM": (
+                {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
+                _olmo3,
+            ),
             "GraniteForCausalLM": ({}, _granite),
+            "GraniteMoeHybridForCausalLM": ({}, _granite_hybrid),
+            "GptOssForCausalLM": (_GPT_OSS, _gpt_oss),
+            "Gemma2ForCausalLM": (_GEMMA | _CAPS, _gemma2),
+            "Gemma3ForCausalLM": (_GEMMA | {"rope_theta": 1e6}, _gemma3),
             "SmolLM3ForCausalLM": ({"rope_theta": 2e6, "tie_word_embeddings": True}, _smollm3),
         }
     )

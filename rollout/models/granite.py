@@ -1,4 +1,5 @@
-"""Granite (IBM 2024): Llama whose embeddings, halves of layers, and logits are scaled.
+"""Granite 3 (IBM 2024) and the dense models of Granite 4: Llama with scaled embeddings, halves of
+layers, and logits.
 
 Legend: T query rows, R sampled rows, E hidden, V vocabulary, D rotary dims, P positions.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from rollout.models.causal_lm import LayerAttention, LayerStates, RouteRecorder
+from rollout.models.layers.weight_loader import WeightLoader, fused_rows
 from rollout.models.llama import Llama, LlamaLayer
 
 
@@ -41,3 +43,19 @@ class Granite(Llama):
 
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
         return super().logits(hidden_RE) / self.spec.logit_divisor
+
+
+class SharedGranite(Granite):
+    """A Granite 4, whose checkpoints name the MLP for the experts that it would have beside it."""
+
+    def weight_loaders(self) -> dict[str, WeightLoader]:
+        found = super().weight_loaders()
+        for layer in range(self.spec.num_layers):
+            at = f"model.layers.{layer}"
+            names = [f"{at}.mlp.{part}_proj.weight" for part in ("gate", "up")]
+            shared = f"{at}.shared_mlp"
+            found[f"{shared}.input_linear.weight"] = fused_rows(
+                {name: found[name] for name in names}
+            )
+            found[f"{shared}.output_linear.weight"] = found.pop(f"{at}.mlp.down_proj.weight")
+        return found

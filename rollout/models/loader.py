@@ -14,7 +14,9 @@ from rollout.config import DType, LoadFormat
 from rollout.errors import CheckpointError, InvalidInputError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import Checkpoint, listed
-from rollout.models.granite import Granite
+from rollout.models.gemma import Gemma
+from rollout.models.gpt_oss import GptOss
+from rollout.models.granite import Granite, SharedGranite
 from rollout.models.hybrid import Hybrid
 from rollout.models.hybrid_config import HYBRIDS
 from rollout.models.layers.weight_loader import mismatches
@@ -50,7 +52,12 @@ MODEL_CLASSES: Mapping[str, ModelClass] = MappingProxyType(
         "SmolLM3ForCausalLM": Llama,
         "Phi3ForCausalLM": Phi,
         "Olmo2ForCausalLM": Olmo,
+        "Olmo3ForCausalLM": Olmo,
+        "GptOssForCausalLM": GptOss,
+        "Gemma2ForCausalLM": Gemma,
+        "Gemma3ForCausalLM": Gemma,
         "GraniteForCausalLM": Granite,
+        "GraniteMoeHybridForCausalLM": SharedGranite,
         **dict.fromkeys(HYBRIDS, Hybrid),
     }
 )

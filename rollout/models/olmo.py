@@ -1,5 +1,5 @@
-"""OLMo 2 (Walsh et al. 2024): norms after a layer's halves, queries of all heads
-normed at once.
+"""OLMo 2 (Walsh et al. 2024) and 3 (2025, with windows): norms after the halves of a
+layer, and of the queries of all heads at once.
 
 Legend: T query rows, H heads, E hidden, F features of all heads, D head dim or rotary dims, P
 positions.
@@ -32,6 +32,7 @@ class OlmoAttention(Attention):
         self,
         spec: ModelSpec,
         *,
+        layer: int = 0,
         dtype: torch.dtype,
         device: torch.device,
         packing: bool,
@@ -40,8 +41,9 @@ class OlmoAttention(Attention):
     ) -> None:
         """Raises InvalidInputError if ranks would share a kv head."""
         super().__init__(
-            spec, dtype=dtype, device=device, packing=packing, group=group, inputs=inputs
-        )
+            spec, layer=layer, dtype=dtype, device=device, packing=packing, group=group,
+            inputs=inputs,
+        )  # fmt: skip
         whole = spec.entire
         if whole.num_kv_heads % group.size:
             raise InvalidInputError(

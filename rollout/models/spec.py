@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from rollout.models.hybrid_config import (
 )
 from rollout.models.layers.rope import RopeSpec
 from rollout.models.rope_config import check_factors, context_limit, rope_spec
-from rollout.models.window_config import refuse_sliding_window
+from rollout.models.window_config import sliding_window
+from rollout.ops.silu_mul import silu_mul
 
 _DTYPES = {
     "float32": torch.float32,
@@ -49,6 +50,9 @@ _IMPLEMENTED: Mapping[str, tuple[object, ...]] = {
     "logits_scaling": (None, 1),
     "no_rope_layers": (None, []),
     "use_bidirectional_attention": (None, False),
+    "hidden_activation": (None, "silu"),
+    "rope_local_base_freq": (None,),
+    "swiglu_limit": (None,),
 }
 
 
@@ -84,11 +88,17 @@ class ModelSpec:
     gated_attention: bool = False  # attention's output is scaled by a gate of its input
     norm_unit_offset: bool = False  # norms multiply by 1 + weight, except those after a gate
     decoder_names: tuple[str, ...] = ("model",)  # prefixes of tensor names, its own first
+    activation: Callable[[torch.Tensor], torch.Tensor] = silu_mul  # of gate and up columns
     unrotated_layers: tuple[int, ...] = ()  # layers without rope
+    local_layers: tuple[int, ...] = ()  # layers that attend within the window
+    window: int | None = None  # keys that a row of these sees at most; None: all
+    local_rope: RopeSpec | None = None  # of these layers; None: as the others
     attention_multiplier: float | None = None  # scales scores; None: by head_dim
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what a layer's halves add to the residual
     logit_divisor: float = 1.0
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
 
     whole: ModelSpec | None = None  # the model of which this is a rank's part; None: itself
 
@@ -105,7 +115,14 @@ class ModelSpec:
 
     def rope_of(self, layer: int) -> RopeSpec | None:
         """The rotary embedding of a layer. None: it has none."""
-        return None if layer in self.unrotated_layers else self.rope
+        if layer in self.unrotated_layers:
+            return None
+        is_local = layer in self.local_layers and self.local_rope is not None
+        return self.local_rope if is_local else self.rope
+
+    def window_of(self, layer: int) -> int | None:
+        """The keys that a row of a layer sees at most. None: all before it."""
+        return self.window if layer in self.local_layers else None
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -198,11 +215,11 @@ def _spec(config: Mapping[str, Any], extra_eos: object, requested_context: int |
     num_layers = size(config, "num_hidden_layers")
     experts = experts_spec(config, architecture)
     is_all_sparse = experts is not None and len(experts.layers) == num_layers
-    linear_attention = None
+    linear_attention, local_layers, window = None, (), None
     if is_hybrid:
         linear_attention = linear_attention_spec(config, str(architecture))
     else:
-        refuse_sliding_window(config, architecture, num_layers, max_context_len)
+        local_layers, window = sliding_window(config, architecture, num_layers, max_context_len)
 
     return ModelSpec(
         architecture=str(architecture),
@@ -228,7 +245,9 @@ def _spec(config: Mapping[str, Any], extra_eos: object, requested_context: int |
         experts=experts,
         rotary_dim=rotary_dim,
         gated_attention=is_hybrid,
-        norm_unit_offset=is_hybrid,
+        norm_unit_offset=own_fields.pop("norm_unit_offset", is_hybrid),
+        local_layers=local_layers,
+        window=window,
         decoder_names=decoder_names(str(architecture)),
         **own_fields,
     )

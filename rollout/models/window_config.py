@@ -5,32 +5,52 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rollout.errors import UnsupportedModelError
+from rollout.errors import CheckpointError, UnsupportedModelError
+from rollout.models.experts_config import size
+
+_LATER_LAYERS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "MiMoForCausalLM")
+_ASKED_FOR = (*_LATER_LAYERS, "Qwen3MoeForCausalLM", "SmolLM3ForCausalLM")
+_BY_DEFAULT = (*_LATER_LAYERS, "Qwen3MoeForCausalLM", "MistralForCausalLM")
+_WINDOWED = (
+    *_ASKED_FOR, "MistralForCausalLM", "Phi3ForCausalLM", "Olmo3ForCausalLM", "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM", "GptOssForCausalLM",
+)  # fmt: skip
+"""Architectures that have windows; those that need ``use_sliding_window`` for it; those with one of
+4096 unless the config says otherwise."""
 
 
-def refuse_sliding_window(
+def sliding_window(
     config: Mapping[str, Any], architecture: object, num_layers: int, max_context_len: int
-) -> None:
-    """Raise if a sliding window shorter than the context is in use."""
-    layer_types = config.get("layer_types")
-    for kind in layer_types or ():
+) -> tuple[tuple[int, ...], int | None]:
+    """The layers with a window, and the keys that it holds; None if it hides nothing.
+
+    Raises UnsupportedModelError for other kinds of layers, and for a window of an architecture that
+    has none; CheckpointError for malformed fields.
+    """
+    kinds = config.get("layer_types")
+    for kind in kinds or ():
         if kind not in ("full_attention", "sliding_attention"):
             raise UnsupportedModelError(f"config.json: layer_types has {kind!r}: not implemented")
-    if architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "MiMoForCausalLM"):
-        slides = bool(config.get("use_sliding_window", False))
-        slides &= config.get("max_window_layers", 28) < num_layers
-        default: int | None = 4096
-    elif architecture == "Qwen3MoeForCausalLM":  # all layers slide or none does
-        slides = bool(config.get("use_sliding_window", False))
-        default = 4096
-    else:
-        slides = True
-        default = 4096 if architecture == "MistralForCausalLM" else None
-    if layer_types is not None:
-        slides &= "sliding_attention" in layer_types
-    window = config.get("sliding_window", default)
-    if slides and window is not None and window < max_context_len:
+    if kinds is not None and len(kinds) != num_layers:
+        raise CheckpointError(
+            f"config.json: layer_types has {len(kinds)} entries for {num_layers} layers"
+        )
+    if architecture in _ASKED_FOR and not config.get("use_sliding_window", False):
+        return (), None
+    layers = tuple(range(num_layers))
+    if kinds is not None:
+        layers = tuple(layer for layer in layers if kinds[layer] == "sliding_attention")
+    elif architecture in _LATER_LAYERS:
+        layers = layers[config.get("max_window_layers", 28) :]
+    given = config.get("sliding_window", 4096 if architecture in _BY_DEFAULT else None)
+    if given is None or not layers:
+        return layers if kinds is not None else (), None
+    window = size(config, "sliding_window", 4096)
+    if window >= max_context_len:
+        return layers, None
+    if architecture not in _WINDOWED:
         raise UnsupportedModelError(
-            f"config.json: sliding_window={window} is not implemented; with "
+            f"config.json: sliding_window={window} is not implemented for {architecture}; with "
             f"model.max_context_len <= {window} it hides nothing and the model can be used"
         )
+    return layers, window

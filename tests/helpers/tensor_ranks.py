@@ -284,7 +284,8 @@ def main(output: Path) -> None:
     llama, results, own = folders["llama"], {}, {}
     results["float32"] = long_chain(llama, folders["eagle"])
     results["bfloat16"] = chain(llama, "bfloat16")
-    for name in ("tied", "one kv head", "hybrid", "interleaved", "experts"):
+    families = ("olmo", "gemma", "gpt-oss", "phi")
+    for name in ("tied", "one kv head", "hybrid", "interleaved", "experts", *families):
         results[name] = chain(folders[name])
     results["updates"], own["updates"] = updates(llama, folders["other"])
     results["corpora"] = corpora(llama)

@@ -6,10 +6,15 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from rollout.config import DType
 from rollout.errors import CheckpointError, InvalidInputError
+from rollout.models.layers.grouped_linear import GroupedLinear
 from rollout.models.loader import load_model
+from rollout.models.mxfp4 import dequantised
+from rollout.ops.grouped_matmul import RowGroups
 from rollout.weights.manifest import UpdateOptions
 from rollout.weights.transaction import WeightTransaction
 from tests.helpers.dense_attention import logits_of
@@ -54,6 +59,58 @@ def test_a_trainers_tensors_are_an_update(name, tmp_path):
     assert_parity(model, trainer, sequences(9))
 
 
+@torch.inference_mode()
+def test_experts_of_gpt_oss_in_mxfp4(tmp_path):
+    """Every byte and many exponents, read as transformers reads them, once into a whole model."""
+    random = torch.Generator().manual_seed(3)
+    blocks = torch.randint(256, (2, 3, 5, 16), generator=random, dtype=torch.uint8)
+    blocks.view(-1)[:256] = torch.arange(256, dtype=torch.uint8)
+    scales = torch.randint(90, 150, (2, 3, 5), generator=random, dtype=torch.uint8)
+    expected = convert_moe_packed_tensors(blocks, scales)
+    assert torch.equal(dequantised(blocks, scales), expected)
+
+    save_tiny_family(tmp_path, "gpt-oss")
+    file, theirs = tmp_path / "model.safetensors", tiny_family("gpt-oss")
+    tensors, state = load_file(file), theirs.state_dict()
+    for layer in range(3):
+        name = f"model.layers.{layer}.mlp.experts.down_proj"
+        experts, inputs, outputs = tensors.pop(name).shape
+        groups = inputs // 32
+        shape = (experts, outputs, groups, 16)
+        tensors[f"{name}_blocks"] = torch.randint(256, shape, generator=random, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.full(shape[:3], 124, dtype=torch.uint8)
+        state[name].copy_(
+            convert_moe_packed_tensors(tensors[f"{name}_blocks"], tensors[f"{name}_scales"])
+        )
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = load_model(tmp_path, DType.float32, CPU, 100)
+    assert_parity(model, theirs, sequences(17))
+    del tensors[f"{name}_scales"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="down_proj_scales is None; MXFP4 has"):
+        load_model(tmp_path, DType.float32, CPU)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_biases_of_experts(stacked):
+    """As one tensor, which a GPU has, and expert by expert."""
+    torch.manual_seed(0)
+    experts = torch.tensor([[2, 0], [0, 3], [3, 2], [2, 3]])
+    product = GroupedLinear(
+        4, 6, 5, bias=True, dtype=torch.float32, device=CPU, packing=False, stacked=stacked
+    )
+    weights, biases, x = torch.randn(4, 5, 6), torch.randn(4, 5), torch.randn(4, 6)
+    for expert in range(4):
+        product.weight_rows(expert, 0, 5).write(weights[expert])
+        product.bias_rows(expert, 0, 5).write(biases[expert])
+    found = product(x, RowGroups.of(experts, 4)).view(4, 2, 5)
+    wanted = torch.einsum("ti,txoi->txo", x, weights[experts]) + biases[experts]
+    torch.testing.assert_close(found, wanted)
+
+
 def test_a_fused_projection_and_its_parts_exclude_each_other(tmp_path):
     model = load_model(save_tiny_family(tmp_path, "phi3"), DType.auto, CPU)
     loaders, at = model.weight_loaders(), "model.layers.1.self_attn"
@@ -74,6 +131,9 @@ def test_a_fused_projection_and_its_parts_exclude_each_other(tmp_path):
         ("granite", {"logits_scaling": "2"}, "logits_scaling='2'"),
         ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers=\[1\]"),
         ("phi3", {"partial_rotary_factor": 1.5, "rope_parameters": None}, "partial_rotary.*1.5"),
+        ("gpt-oss", {"swiglu_limit": -1}, "swiglu_limit=-1"),
+        ("gemma2", {"attn_logit_softcapping": "50"}, "attn_logit_softcapping='50'"),
+        ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
         ("phi3 long", {"head_dim": 16}, "3 and 3 entries for 12"),
         ("phi3 long", {"rope_parameters": {**CONFIGS["phi3 long"].rope_parameters,
                                            "long_factor": [1, 0, 2]}}, "long_factor="),
