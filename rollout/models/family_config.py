@@ -50,7 +50,7 @@ def biases(architecture: object, config: Mapping[str, Any]) -> tuple[bool, bool,
         "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, "
         "Qwen3MoeForCausalLM, MiMoForCausalLM, Qwen3NextForCausalLM, Qwen3_5ForCausalLM, "
         "Qwen3_5MoeForCausalLM, Qwen3_5ForConditionalGeneration, "
-        f"Qwen3_5MoeForConditionalGeneration, {', '.join(_FAMILIES)} are"
+        f"Qwen3_5MoeForConditionalGeneration, {', '.join(map(str, _FAMILIES))} are"
     )
 
 
@@ -103,8 +103,8 @@ def _gemma2(config: Fields) -> Fields:
 
 
 def _gemma3(config: Fields) -> Fields:
-    pattern = config.get("_sliding_window_pattern", 6)
-    _fill_layer_types(config, config.get("sliding_window_pattern", pattern))
+    pattern = size(config, "_sliding_window_pattern", 6)
+    _fill_layer_types(config, size(config, "sliding_window_pattern", pattern))
     local_rope = _local_rope(config, config.pop("rope_local_base_freq", 1e4))
     return {"qk_norm": True, "local_rope": local_rope, **_gemma(config)}
 

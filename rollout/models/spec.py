@@ -215,7 +215,7 @@ def _spec(config: Mapping[str, Any], extra_eos: object, requested_context: int |
     num_layers = size(config, "num_hidden_layers")
     experts = experts_spec(config, architecture)
     is_all_sparse = experts is not None and len(experts.layers) == num_layers
-    linear_attention, local_layers, window = None, (), None
+    linear_attention = local_layers = window = None
     if is_hybrid:
         linear_attention = linear_attention_spec(config, str(architecture))
     else:
@@ -246,7 +246,7 @@ def _spec(config: Mapping[str, Any], extra_eos: object, requested_context: int |
         rotary_dim=rotary_dim,
         gated_attention=is_hybrid,
         norm_unit_offset=own_fields.pop("norm_unit_offset", is_hybrid),
-        local_layers=local_layers,
+        local_layers=local_layers or (),
         window=window,
         decoder_names=decoder_names(str(architecture)),
         **own_fields,

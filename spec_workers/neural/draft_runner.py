@@ -193,7 +193,7 @@ class DraftRunner:
             values=self.kv.pool.values,
             slots_T=self._padded(slots_T),
             plan=plan,
-            scale=self.model.spec.attention_scale,
+            scale=self.model.spec.decoder.attention_scale,
         )
         hidden_TE = self.model.forward(
             self._padded(input_ids_T),
