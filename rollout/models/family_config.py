@@ -220,6 +220,7 @@ _CAPS = {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}
 _FAMILIES: Mapping[object, tuple[Mapping[str, Any], Callable[[Fields], Fields] | None]] = (
     MappingProxyType(
         {
+            "MinistralForCausalLM": ({"sliding_window": 4096}, None),
             "Phi3ForCausalLM": ({"rms_norm_eps": 1e-5}, _phi3),
             "Olmo2ForCausalLM": ({"rms_norm_eps": 1e-5}, _olmo),
             "Olmo3ForCausalLM": (

@@ -45,6 +45,7 @@ MODEL_CLASSES: Mapping[str, ModelClass] = MappingProxyType(
     {
         "LlamaForCausalLM": Llama,
         "MistralForCausalLM": Llama,
+        "MinistralForCausalLM": Llama,
         "Qwen2ForCausalLM": Llama,
         "Qwen3ForCausalLM": Llama,
         "Qwen3MoeForCausalLM": Llama,

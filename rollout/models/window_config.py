@@ -9,14 +9,14 @@ from rollout.errors import CheckpointError, UnsupportedModelError
 from rollout.models.experts_config import size
 
 _LATER_LAYERS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "MiMoForCausalLM")
+# Architectures that have a window only with ``use_sliding_window``.
 _ASKED_FOR = (*_LATER_LAYERS, "Qwen3MoeForCausalLM", "SmolLM3ForCausalLM")
+# Architectures whose window is 4096 where the config has none.
 _BY_DEFAULT = (*_LATER_LAYERS, "Qwen3MoeForCausalLM", "MistralForCausalLM")
 _WINDOWED = (
-    *_ASKED_FOR, "MistralForCausalLM", "Phi3ForCausalLM", "Olmo3ForCausalLM", "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM", "GptOssForCausalLM",
+    *_ASKED_FOR, "MistralForCausalLM", "MinistralForCausalLM", "Phi3ForCausalLM",
+    "Olmo3ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM",
 )  # fmt: skip
-"""Architectures that have windows; those that need ``use_sliding_window`` for it; those with one of
-4096 unless the config says otherwise."""
 
 
 def sliding_window(

@@ -12,6 +12,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
+    MinistralConfig,
     MistralConfig,
     Olmo2Config,
     Olmo3Config,
@@ -80,6 +81,10 @@ CONFIGS: dict[str, PretrainedConfig] = {
         **heads(4, 1, no_rope_layers=[0, 1, 0], attention_bias=True, tie_word_embeddings=True)
     ),
     "mistral window": MistralConfig(**heads(6, 2, sliding_window=11)),
+    "ministral": MinistralConfig(
+        **heads(6, 3, head_dim=8, sliding_window=6,
+                layer_types=["sliding_attention", "full_attention", "full_attention"])
+    ),
     "qwen2 window": Qwen2Config(
         **heads(4, 2, use_sliding_window=True, sliding_window=7, max_window_layers=1)
     ),

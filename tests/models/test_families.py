@@ -11,8 +11,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from rollout.config import DType
 from rollout.errors import CheckpointError, InvalidInputError
+from rollout.models.checkpoint import Checkpoint
 from rollout.models.layers.grouped_linear import GroupedLinear
-from rollout.models.loader import load_model
+from rollout.models.loader import load_model, read_into
 from rollout.models.mxfp4 import dequantised
 from rollout.ops.grouped_matmul import RowGroups
 from rollout.weights.manifest import UpdateOptions
@@ -57,6 +58,18 @@ def test_a_trainers_tensors_are_an_update(name, tmp_path):
     transaction.load(trainer.state_dict().items())
     transaction.commit()
     assert_parity(model, trainer, sequences(9))
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "gemma2", "olmo2"])
+@torch.inference_mode()
+def test_memory_is_given_back_whole(name, tmp_path):
+    model = load_model(save_tiny_family(tmp_path, name), DType.auto, CPU, 100)
+    (wanted,) = logits_of(model, sequences(20))
+    stored = sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
+    assert model.release() >= stored
+    model.allocate()
+    read_into(model, Checkpoint(tmp_path))
+    assert torch.equal(logits_of(model, sequences(20))[0], wanted)
 
 
 @torch.inference_mode()

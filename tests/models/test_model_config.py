@@ -195,6 +195,31 @@ def test_layers_with_a_window(changes, max_context_len, wanted, tmp_path):
     assert [spec.window_of(layer) for layer in wanted[0]] == [wanted[1]] * len(wanted[0])
 
 
+def test_gpt_oss_as_published(tmp_path):
+    config = {
+        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "experts_per_token": 4,
+        "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+        "intermediate_size": 2880, "max_position_embeddings": 131072, "num_attention_heads": 64,
+        "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
+        "num_local_experts": 32, "output_router_logits": False, "rms_norm_eps": 1e-5,
+        "layer_types": ["sliding_attention", "full_attention"] * 12, "rope_theta": 150000,
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+        "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "truncate": False,
+                         "original_max_position_embeddings": 4096, "rope_type": "yarn"},
+        "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+        "tie_word_embeddings": False, "vocab_size": 201088,
+    }  # fmt: skip
+    spec = read(tmp_path, **config)
+    assert (spec.window, spec.local_layers) == (128, tuple(range(0, 24, 2)))
+    assert (spec.qkv_bias, spec.o_bias, spec.max_context_len) == (True, True, 131072)
+    assert (spec.experts.num_experts, spec.experts.experts_per_token) == (32, 4)
+    assert (spec.experts.ffn_size, spec.experts.normalizes) == (2880, True)
+    assert (spec.activation.alpha, spec.activation.limit) == (1.702, 7.0)
+    other = {"quantization_config": {"quant_method": "fp8"}}
+    with pytest.raises(UnsupportedModelError, match=r"quantization_config=.*fp8"):
+        read(tmp_path, **config | other)
+
+
 def test_gemma_3_before_transformers_5(tmp_path):
     """Its ropes are three fields, its pattern a number."""
     ropes = {"rope_theta": 1e6, "rope_local_base_freq": 500.0,
