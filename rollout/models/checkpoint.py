@@ -57,9 +57,8 @@ class Checkpoint:
         self._quantised: dict[str, StoredTensor] = {}  # blocks and scales
         for file, names in _files(folder).items():
             self._read_header(file, names)
-        for name in self._quantised:
-            if name.endswith(BLOCKS):
-                self._add_quantised(name.removesuffix(BLOCKS))
+        for name in sorted({n.removesuffix(BLOCKS).removesuffix(SCALES) for n in self._quantised}):
+            self._add_quantised(name)
 
     @property
     def num_bytes(self) -> int:
@@ -133,13 +132,14 @@ class Checkpoint:
 
     def _add_quantised(self, name: str) -> None:
         """Add the weight that blocks and scales make up."""
-        blocks = self._quantised[name + BLOCKS]
-        scales = self._quantised.get(name + SCALES)
-        if len(blocks.shape) != 4 or scales is None or scales.shape != blocks.shape[:3]:
+        blocks, scales = (self._quantised.get(name + part) for part in (BLOCKS, SCALES))
+        if blocks is None or scales is None:
+            part = BLOCKS if blocks is None else SCALES
+            raise CheckpointError(f"{self.folder}: {name}{part} is missing; MXFP4 has both")
+        if len(blocks.shape) != 4 or scales.shape != blocks.shape[:3]:
             raise CheckpointError(
                 f"{blocks.file}: {name}{BLOCKS} is {list(blocks.shape)} and {name}{SCALES} is "
-                f"{None if scales is None else list(scales.shape)}; MXFP4 has [N, O, G, 16] and "
-                "[N, O, G]"
+                f"{list(scales.shape)}; MXFP4 has [N, O, G, 16] and [N, O, G]"
             )
         self.tensors[name] = StoredTensor(blocks.file, mxfp4_shape(blocks.shape), torch.bfloat16)
 

@@ -11,6 +11,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from rollout.config import DType
 from rollout.errors import CheckpointError, InvalidInputError
+from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.checkpoint import Checkpoint
 from rollout.models.layers.grouped_linear import GroupedLinear
 from rollout.models.loader import load_model, read_into
@@ -18,6 +19,8 @@ from rollout.models.mxfp4 import dequantised
 from rollout.ops.grouped_matmul import RowGroups
 from rollout.weights.manifest import UpdateOptions
 from rollout.weights.transaction import WeightTransaction
+from spec_workers.draft_training.sequences import TokenSequence
+from spec_workers.draft_training.target_features import TargetFeatures
 from tests.helpers.dense_attention import logits_of
 from tests.helpers.tiny_families import CONFIGS, save_tiny_family, tiny_family
 
@@ -72,6 +75,18 @@ def test_memory_is_given_back_whole(name, tmp_path):
     assert torch.equal(logits_of(model, sequences(20))[0], wanted)
 
 
+@pytest.mark.parametrize("name", ["gpt-oss", "gemma2", "granite"])
+@torch.inference_mode()
+def test_drafts_are_trained_on_what_the_target_computes(name, tmp_path):
+    model = load_model(save_tiny_family(tmp_path, name), DType.auto, CPU, 100)
+    prompts, theirs = sequences(40, 7), tiny_family(name)
+    tokens = [TokenSequence(token_ids_L=torch.tensor([*each, 1]), first_root=2) for each in prompts]
+    features = TargetFeatures(model, AuxHiddenStates(final=True), tokens, 0).take([0, 1])
+    for prompt, found in zip(prompts, features, strict=True):
+        expected = theirs(torch.tensor([prompt])).logits[0]
+        torch.testing.assert_close(model.logits(found.features_NF), expected, rtol=1e-4, atol=1e-4)
+
+
 @torch.inference_mode()
 def test_experts_of_gpt_oss_in_mxfp4(tmp_path):
     """Every byte and many exponents, read as transformers reads them, once into a whole model."""
@@ -101,10 +116,17 @@ def test_experts_of_gpt_oss_in_mxfp4(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = load_model(tmp_path, DType.float32, CPU, 100)
     assert_parity(model, theirs, sequences(17))
-    del tensors[f"{name}_scales"]
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match="down_proj_scales is None; MXFP4 has"):
-        load_model(tmp_path, DType.float32, CPU)
+    kept = {part: tensors.pop(f"{name}{part}") for part in ("_blocks", "_scales")}
+    short = {"_blocks": kept["_blocks"], "_scales": kept["_scales"][:, 1:].contiguous()}
+    for parts, refusal in (
+        ({"_blocks": kept["_blocks"]}, "down_proj_scales is missing"),
+        ({"_scales": kept["_scales"]}, "down_proj_blocks is missing"),
+        (short, r"MXFP4 has \[N, O, G, 16\]"),
+    ):
+        own = {f"{name}{part}": values for part, values in parts.items()}
+        save_file(tensors | own, file, metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match=refusal):
+            load_model(tmp_path, DType.float32, CPU)
 
 
 @pytest.mark.parametrize("stacked", [False, True])
