@@ -99,7 +99,10 @@ class TargetWorker:
                 config.scheduler, device, recurrent=spec.linear_attention is not None
             )
             limits = StepLimits(  # ranks may have GPUs of several sizes, and schedule alike
-                **{name: min(self.ranks.all.numbers(each)) for name, each in asdict(limits).items()}
+                **{
+                    name: min(self.ranks.all.all_gather_int(each))
+                    for name, each in asdict(limits).items()
+                }
             )
             self.limits = limits
             self.longest_step = limits.max_step_tokens + limits.max_running * (MAX_TREE_NODES - 1)
@@ -109,7 +112,9 @@ class TargetWorker:
                 exact_rows = make_row_invariant(self.model.linears(), max_rows)
                 if self.ranks.all.size > 1:
                     check_outputs(self.model.linears())
-                self.minimum_rows = max(self.minimum_rows, *self.ranks.all.numbers(exact_rows))
+                self.minimum_rows = max(
+                    self.minimum_rows, *self.ranks.all.all_gather_int(exact_rows)
+                )
             elif device.type == "cuda":
                 sum_in_float32()
             padding = DummyRun(self.model, features, exact=config.exact)

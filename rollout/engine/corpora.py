@@ -90,7 +90,7 @@ class Corpora:
         """
         corpus = self._external()
         if name is None:
-            name = self._worker.ranks.tensor.exchange(uuid.uuid4().hex)[0]
+            name = self._worker.ranks.tensor.all_gather_text(uuid.uuid4().hex)[0]
         check_name("name", name)
         publishing = checked_member(publish, "publish", Publishing)
         wait = checked_flag(wait, "wait")

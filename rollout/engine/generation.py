@@ -153,7 +153,7 @@ class Generation:
 
     def _any_rank(self, has_work: bool) -> bool:
         """Whether any of the ranks in lockstep has; all ask."""
-        return any(self._worker.ranks.rows.numbers(has_work))
+        return any(self._worker.ranks.rows.all_gather_int(has_work))
 
     def _accompany(self) -> None:
         """Run steps without requests of this rank until no rank in lockstep has work."""

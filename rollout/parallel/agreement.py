@@ -12,7 +12,7 @@ from rollout.parallel.rank_group import RankGroup
 def check_alike(group: RankGroup, settings: Mapping[str, object]) -> None:
     """Raise ParallelError, on every rank, naming the first of the settings that another rank has
     otherwise than rank 0."""
-    texts = group.exchange(json.dumps(settings, default=str))
+    texts = group.all_gather_text(json.dumps(settings, default=str))
     first = json.loads(texts[0])
     for rank, text in enumerate(texts):
         other = json.loads(text)

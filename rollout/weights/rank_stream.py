@@ -83,7 +83,7 @@ class RankStream:
 
     def open(self) -> None:
         """A collective, the first: find out whether segments can be shared."""
-        self._on_one_host = len(set(self._group.exchange(host_memory()))) == 1
+        self._on_one_host = len(set(self._group.all_gather_text(host_memory()))) == 1
 
     def finish(self, reason: str = "it was not read to its end") -> None:
         """End the stream for all ranks, whoever has read how much of it. A collective where it has
@@ -96,10 +96,12 @@ class RankStream:
 
     def _step(self, fields: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         """What rank 0 says next, when all are done with what it said before."""
-        self._group.numbers(0)
-        told = json.loads(self._group.tell(json.dumps(fields).encode()))
+        self._group.all_gather_int(0)
+        told = json.loads(self._group.broadcast_bytes(json.dumps(fields).encode()))
         self._is_over = "error" in told
-        return told, self._group.tell(b"") if told.get("has_bytes") and self._group.rank else b""
+        return told, self._group.broadcast_bytes(b"") if told.get(
+            "has_bytes"
+        ) and self._group.rank else b""
 
     def _sent(self) -> Iterator[tuple[str, torch.Tensor]]:
         with ExitStack() as stack:
@@ -123,7 +125,7 @@ class RankStream:
                     self._step({"handle": segments[0].handle(bucket.layout)})
                 else:
                     self._step({"layout": bucket.layout.to_json(), "has_bytes": True})
-                    self._group.tell(bucket.used.numpy().tobytes())
+                    self._group.broadcast_bytes(bucket.used.numpy().tobytes())
                 yield from bucket.unflatten()
             self._step({"error": ""})
 

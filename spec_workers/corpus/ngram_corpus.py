@@ -159,7 +159,7 @@ class NgramCorpus:
             raise InvalidInputError("max_bytes", max_bytes, "the corpus is shared already")
         self.outbox = CorpusOutbox(max_bytes)
         # Ranks of one engine are one sender, and pass over what any of them sent.
-        self.outbox.sender = int(self._group.exchange(str(self.outbox.sender))[0])
+        self.outbox.sender = int(self._group.all_gather_text(str(self.outbox.sender))[0])
         self.inbox = CorpusInbox(self.corpus, max_bytes, self._vocab_size)
         self.feed.max_followed -= self.inbox.max_sequences
 

@@ -132,7 +132,9 @@ class ColocatedEngine:
     ) -> tuple[list[list[int]], list[int], slice]:
         """The prompts and seeds of all ranks of the model, in rank order, and which are this
         rank's."""
-        told = self._ranks.exchange(json.dumps([[list(each) for each in prompts], list(seeds)]))
+        told = self._ranks.all_gather_text(
+            json.dumps([[list(each) for each in prompts], list(seeds)])
+        )
         parts = [json.loads(text) for text in told]
         first = sum(len(theirs) for theirs, _ in parts[: self._ranks.rank])
         return (
