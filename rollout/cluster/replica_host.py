@@ -38,7 +38,7 @@ class ReplicaHost:
         """Make the engine. Raises what `RolloutEngine.from_config` does."""
         engine = await asyncio.to_thread(self._opened, config, factory)
         self._loop = EngineLoop(engine)
-        self._news = ProgressReporter(self._loop, report_seconds, asyncio.get_running_loop())
+        self._reporter = ProgressReporter(self._loop, report_seconds, asyncio.get_running_loop())
         worker = engine.worker
         return ReplicaFacts(
             vocab_size=engine.vocab_size,
@@ -63,12 +63,12 @@ class ReplicaHost:
         """Queue requests that the cluster has checked."""
         async with self._turns.take(turn):
             for submission in submissions:
-                self._news.submit(submission)
+                self._reporter.submit(submission)
 
     async def abort(self, turn: int, request_ids: list[int]) -> None:
         """End requests by the cluster's ids; unknown ones do nothing."""
         async with self._turns.take(turn):
-            self._news.abort(request_ids)
+            self._reporter.abort(request_ids)
 
     async def call(self, turn: int, method: str, *args: Any, **kwargs: Any) -> Answer:
         """Call a method of the engine between two steps."""
@@ -91,7 +91,7 @@ class ReplicaHost:
     async def sync(self, turn: int, serial: int) -> None:
         """Report at once; that report and later ones carry ``serial``."""
         async with self._turns.take(turn):
-            self._news.sync(serial)
+            self._reporter.sync(serial)
 
     async def report(self) -> Report:
         """Returns when there is something to report. Asked for one at a time.
@@ -100,13 +100,13 @@ class ReplicaHost:
         lost.
         """
         try:
-            return await self._news.report()
+            return await self._reporter.report()
         except EngineStateError as error:
             if isinstance(error.__cause__, ParallelError):  # it broke the loop
                 raise error.__cause__ from None
             raise
 
-    async def pulse(self) -> float:
+    async def heartbeat(self) -> float:
         """Seconds that the engine's step or call under way has taken; 0.0 while nothing is."""
         return 0.0 if self._loop is None else self._loop.busy_seconds
 
