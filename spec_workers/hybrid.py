@@ -74,7 +74,7 @@ class HybridWorker(NgramWorker):
         self._copied = only_roots(0)  # the n-gram trees of this step
         self._index_G = np.zeros(0, dtype=np.int64)  # where their nodes are in what was proposed
         self._asked_now = 0  # requests the draft was asked about in this step
-        self._asked = self._spared = 0
+        self._asked = self._skipped = 0
         if self.lockstep:
             self.check_idle()
 
@@ -88,7 +88,7 @@ class HybridWorker(NgramWorker):
         undecided = np.flatnonzero(samples_B & ~_has_sure_path(copied))
         self._asked_now = undecided.size
         self._asked += undecided.size
-        self._spared += int(samples_B.sum()) - undecided.size
+        self._skipped += int(samples_B.sum()) - undecided.size
         if not undecided.size and not self.lockstep:
             return copied
         with self._gate.timed():
@@ -144,7 +144,7 @@ class HybridWorker(NgramWorker):
         gate = self._gate.learned()
         own = {
             "hybrid/asked": self._asked,
-            "hybrid/spared": self._spared,
+            "hybrid/skipped": self._skipped,
             "hybrid/is_open": float(gate["open"]),
             "hybrid/gain": gate["gain"],
         }

@@ -260,9 +260,9 @@ class TargetWorker:
         self.weights.require_whole()
         return self._scorer.score(request, output_ids)
 
-    def accompany_scoring(self) -> None:
+    def score_idle(self) -> None:
         """Enter the forwards of ranks in lockstep that score, with nothing to score."""
-        self._scorer.accompany()
+        self._scorer.score_idle()
 
     def counters(self) -> dict[str, float]:
         """Gauges of KV slots and recurrent states, for metrics."""

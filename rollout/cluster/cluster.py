@@ -139,7 +139,7 @@ class RolloutCluster:
         self._router.add(request.request_id, request.group)
         return request
 
-    def claim(self) -> None:
+    def set_driver_thread(self) -> None:
         """Nothing to do: a cluster does not refuse other threads."""
 
     def watch(self, request_id: int) -> None:

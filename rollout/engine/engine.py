@@ -200,7 +200,7 @@ class RolloutEngine:
         self.steps.add([request])
         return request
 
-    def claim(self) -> None:
+    def set_driver_thread(self) -> None:
         """Let the calling thread wait where another one is in a call, for as long as that takes."""
         self.calls.driver = threading.get_ident()
 

@@ -163,11 +163,13 @@ class ChainWatch:
             sequence = tokens[:-1]
             attention = DenseAttention([len(sequence)])
             wanted = self.drafter.features
-            taps = AuxHiddenStateCollector(
+            collector = AuxHiddenStateCollector(
                 wanted, len(sequence), self.target.model.spec.hidden_size, torch.empty(0)
             )
-            self.target.model.forward(torch.tensor(sequence), attention.positions, attention, taps)
-            self._features = (sequence, taps.features_TF)
+            self.target.model.forward(
+                torch.tensor(sequence), attention.positions, attention, collector
+            )
+            self._features = (sequence, collector.features_TF)
         return self._features[1][position]
 
     def _attended(self, step, row, end, tokens) -> list[tuple[int, _Row]]:

@@ -128,11 +128,11 @@ class DraftWatch:
         if sequence != self._fused_of[0]:
             attention = DenseAttention([len(sequence)])
             features = self.model.spec.features
-            taps = AuxHiddenStateCollector(
+            collector = AuxHiddenStateCollector(
                 features, len(sequence), self.target.spec.hidden_size, torch.empty(0)
             )
-            self.target.forward(torch.tensor(sequence), attention.positions, attention, taps)
-            self._fused_of = (sequence, self.model.fuse(taps.features_TF))
+            self.target.forward(torch.tensor(sequence), attention.positions, attention, collector)
+            self._fused_of = (sequence, self.model.fuse(collector.features_TF))
         positions = torch.tensor(attended)
         return torch.tensor(tokens)[positions + 1], self._fused_of[1][positions], positions
 

@@ -38,11 +38,11 @@ def features_of(target, features):
     """The features [T, F] of every token but the last."""
     tokens = TOKENS[:-1]
     attention = DenseAttention([len(tokens)])
-    taps = AuxHiddenStateCollector(
+    collector = AuxHiddenStateCollector(
         features, len(tokens), target.spec.hidden_size, target.final_norm_E
     )
-    target.forward(tokens, attention.positions, attention, taps)
-    return taps.features_TF
+    target.forward(tokens, attention.positions, attention, collector)
+    return collector.features_TF
 
 
 def files_of(folder):

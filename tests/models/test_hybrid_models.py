@@ -83,12 +83,12 @@ def test_half_precision_stays_near(family, tmp_path):
 def test_features_are_the_residual_stream_and_the_final_norm(family, tmp_path):
     model, theirs = load(save_tiny_hybrid(tmp_path, family)), tiny_hybrid(family)
     features, tokens = AuxHiddenStates(layers=(0, 2, 3), final=True), torch.tensor(PROMPTS[0])
-    taps = AuxHiddenStateCollector(features, len(tokens), 48, torch.empty(0))
+    collector = AuxHiddenStateCollector(features, len(tokens), 48, torch.empty(0))
     states = DenseStates(model.spec).begin([len(tokens)])
     attention = DenseAttention([len(tokens)])
-    model.forward(tokens, attention.positions, attention, taps, states=states)
+    model.forward(tokens, attention.positions, attention, collector, states=states)
     hidden = theirs(tokens[None], output_hidden_states=True).hidden_states
-    close(taps.features_TF, torch.cat([hidden[0], hidden[2], hidden[3], hidden[4]], dim=-1)[0])
+    close(collector.features_TF, torch.cat([hidden[0], hidden[2], hidden[3], hidden[4]], dim=-1)[0])
 
 
 @pytest.mark.parametrize("packing", [True, False])

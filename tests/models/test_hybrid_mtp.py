@@ -34,11 +34,11 @@ def loaded(request, experts, tmp_path):
 def test_a_step_is_what_transformers_parts_compute(loaded):
     model, theirs, target, step, _ = loaded
     assert step.spec.features == AuxHiddenStates(final=True)
-    taps = AuxHiddenStateCollector(step.spec.features, len(TOKENS), 48, torch.empty(0))
+    collector = AuxHiddenStateCollector(step.spec.features, len(TOKENS), 48, torch.empty(0))
     states = DenseStates(target.spec).begin([len(TOKENS)])
     attention = DenseAttention([len(TOKENS)])
-    target.forward(TOKENS, attention.positions, attention, taps, states=states)
-    hidden = step.fuse(taps.features_TF)[:-1]
+    target.forward(TOKENS, attention.positions, attention, collector, states=states)
+    hidden = step.fuse(collector.features_TF)[:-1]
     attention = DenseAttention([len(TOKENS) - 1])
     ours = step.forward(TOKENS[1:], hidden, attention.positions, attention)
     expected = theirs(model, TOKENS[1:], hidden)

@@ -37,10 +37,10 @@ def add(folder, tensors, remove=()):
 
 @torch.inference_mode()
 def features_of(target, wanted, tokens):
-    taps = AuxHiddenStateCollector(wanted, len(tokens), E, target.embed(tokens))
+    collector = AuxHiddenStateCollector(wanted, len(tokens), E, target.embed(tokens))
     attention = DenseAttention([len(tokens)])
-    target.forward(tokens, attention.positions, attention, taps)
-    return taps.features_TF
+    target.forward(tokens, attention.positions, attention, collector)
+    return collector.features_TF
 
 
 @torch.inference_mode()

@@ -41,11 +41,11 @@ def test_features_are_those_of_the_sequences_alone(target):
         SEQUENCES, TargetFeatures(target, features, tokens, 0).take([0, 1, 2]), strict=True
     ):
         length = len(sequence) - 1
-        taps = AuxHiddenStateCollector(features, length, 48, torch.empty(0))
+        collector = AuxHiddenStateCollector(features, length, 48, torch.empty(0))
         attention, states = DenseAttention([length]), DenseStates(target.spec).begin([length])
         ids = torch.tensor(sequence[:-1])
-        target.forward(ids, attention.positions, attention, taps, states=states)
-        torch.testing.assert_close(found.features_NF, taps.features_TF, rtol=1e-4, atol=1e-4)
+        target.forward(ids, attention.positions, attention, collector, states=states)
+        torch.testing.assert_close(found.features_NF, collector.features_TF, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", list(DraftKind))
