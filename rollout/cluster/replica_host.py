@@ -39,14 +39,13 @@ class ReplicaHost:
         engine = await asyncio.to_thread(self._opened, config, factory)
         self._loop = EngineLoop(engine)
         self._reporter = ProgressReporter(self._loop, report_seconds, asyncio.get_running_loop())
-        worker = engine.worker
         return ReplicaFacts(
             vocab_size=engine.vocab_size,
             limits=engine.limits,
             max_context_len=engine.max_context_len,
-            max_sequence_len=worker.memory.max_sequence_len,
-            eos_token_ids=worker.eos_token_ids,
-            records_routes=worker.memory.routes is not None,
+            max_sequence_len=engine.max_sequence_len,
+            eos_token_ids=engine.eos_token_ids,
+            records_routes=engine.records_routes,
         )
 
     async def follow(self, config: EngineConfig, factory: WorkerFactory) -> None:

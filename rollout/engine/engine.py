@@ -28,6 +28,7 @@ from rollout.engine.weights import WeightUpdates
 from rollout.engine.worker import Worker, WorkerFactory, shared_settings, worker_factory
 from rollout.errors import EngineStateError, InvalidInputError
 from rollout.models.loader import Progress
+from rollout.parallel import RankGroup
 from rollout.parallel.agreement import check_alike
 from rollout.scheduler import LengthForecast, Scheduler, TwoBatchOverlap
 from rollout.scheduler.step_limits import StepLimits
@@ -70,7 +71,7 @@ class RolloutEngine:
             worker.vocab_size,
             worker.eos_token_ids,
             self.scheduler.check_fits,
-            records_routes=worker.memory.routes is not None,
+            records_routes=self.records_routes,
         )
         overlap = TwoBatchOverlap(
             config.scheduler.overlap, hides=worker.model_device.type == "cuda"
@@ -151,6 +152,16 @@ class RolloutEngine:
     def max_sequence_len(self) -> int:
         """Maximum sequence length in tokens: the context limit, or fewer with a smaller KV pool."""
         return self.worker.memory.max_sequence_len
+
+    @property
+    def records_routes(self) -> bool:
+        """Whether it is known which experts tokens go to."""
+        return self.worker.memory.routes is not None
+
+    @property
+    def tensor_ranks(self) -> RankGroup:
+        """The ranks that compute each forward of this model together."""
+        return self.worker.ranks.tensor
 
     @property
     def lockstep(self) -> bool:
@@ -353,6 +364,16 @@ class RolloutEngine:
         self.worker.ranks.close()
 
     # Weights
+
+    @property
+    def torn_reason(self) -> str:
+        """Why the weights cannot be sampled from; empty when they can."""
+        return self.lifecycle.torn_reason
+
+    @property
+    def is_updating_weights(self) -> bool:
+        """Whether a weight update has begun and not ended."""
+        return self.worker.weights.is_under_way
 
     @property
     def weight_version(self) -> int:

@@ -81,7 +81,7 @@ class ColocatedEngine:
         self._values_kept = True  # of the weights, by an engine that sleeps
         self._ranks: RankGroup = SingleRank()
         if isinstance(engine, RolloutEngine):
-            self._ranks = engine.worker.ranks.tensor
+            self._ranks = engine.tensor_ranks
         self._fall_asleep()
 
     def sync(self) -> None:
