@@ -18,7 +18,6 @@ from rollout.types import Batch, DraftTrees, Request
 from spec_workers.budget import DraftBudget
 from spec_workers.corpus.ngram_corpus import NgramCorpus
 from spec_workers.draft_tree import indices_within, only_roots
-from spec_workers.features.feature_recorder import FeatureRingOptions
 from spec_workers.neural.draft_factory import open_chain, open_eagle
 from spec_workers.neural.drafter import NeuralDrafter
 from spec_workers.neural_gate import NeuralGate
@@ -179,6 +178,5 @@ def build(config: EngineConfig, progress: Progress | None, options: HybridOption
         calibration_seconds=options.calibration_seconds,
         budget=options.make_budget(config, target, hybrid_sources(drafter.sources)),
     )
-    recording = FeatureRingOptions.of(options.feature_ring)
-    worker.record(recording.recorder(target, drafter.features))
+    worker.record(options.recorder(target, drafter.features))
     return worker

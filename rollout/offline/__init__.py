@@ -1,5 +1,6 @@
 """The dataset job: a file of prompts in, a file of rollouts out, stopped and resumed at will."""
 
+from rollout.errors import OutputError
 from rollout.offline.config import (
     ChatTemplate,
     DataConfig,
@@ -9,7 +10,6 @@ from rollout.offline.config import (
     RunConfig,
 )
 from rollout.offline.job import run_job
-from rollout.offline.sink import OutputError
 from rollout.offline.summary import JobResult, JobStatus, SweepTable
 
 __all__ = [

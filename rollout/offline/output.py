@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from filelock import FileLock, Timeout
 
+from rollout.errors import OutputError
 from rollout.offline.check import CheckedPrompts
 from rollout.offline.config import OutputConfig
 from rollout.offline.fingerprint import differences
@@ -28,7 +29,7 @@ from rollout.offline.rows import (
     to_json_line,
     write_parquet,
 )
-from rollout.offline.sink import JsonlSink, OutputError, cannot_write, whole_rows, write_whole
+from rollout.offline.sink import JsonlSink, cannot_write, whole_rows, write_whole
 from rollout.types import Rollout, SamplingParams
 
 REMEDY = "choose another output.path, or replace it with output.overwrite=true"

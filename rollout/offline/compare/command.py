@@ -192,7 +192,7 @@ def _compare(
         tokens = check_tokens(checked, engine, config)
         at_end.callback(tokens.close)
         prompts: list[Prompt] = list(tokens)
-        learns = engine.worker.draft_corpus is not None
+        learns = engine.corpus_tokens is not None
         start, taught = folder / "start", folder / "taught"
         if learns:
             engine.save_corpus(start)
@@ -274,15 +274,8 @@ def _print_advice(cells: Sequence[Cell], console: Console) -> None:
 def _print_result(cells: Sequence[Cell], console: Console) -> None:
     """The line that a reader should remember, of the row that gains most."""
     best = max(cells, key=lambda cell: cell.compared.times.interval()[0])
-    rollouts = sum(cell.compared.rollouts for cell in cells)
-    same = rollouts - sum(len(cell.compared.differing) for cell in cells)
-    console.print(
-        f"same tokens and logprobs: {same} of {rollouts} | accept length "
-        f"{best.compared.accept_length:.2f} | {best.compared.times} over plain decoding "
-        f"({_name(best)})",
-        highlight=False,
-        soft_wrap=True,
-    )
+    line = best.compared.line(cell.compared for cell in cells)
+    console.print(f"{line} ({_name(best)})", highlight=False, soft_wrap=True)
 
 
 def _row(cell: Cell) -> dict[str, object]:
