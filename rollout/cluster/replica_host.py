@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
 
-from rollout.cluster.messages import Answer, ReplicaFacts, Report, Submission
+from rollout.cluster.messages import CallResult, ReplicaFacts, Report, Submission
 from rollout.cluster.progress_reporter import ProgressReporter
 from rollout.config import EngineConfig
 from rollout.engine.engine import RolloutEngine
@@ -69,10 +69,10 @@ class ReplicaHost:
         async with self._turns.take(turn):
             self._reporter.abort(request_ids)
 
-    async def call(self, turn: int, method: str, *args: Any, **kwargs: Any) -> Answer:
+    async def call(self, turn: int, method: str, *args: Any, **kwargs: Any) -> CallResult:
         """Call a method of the engine between two steps."""
 
-        def run(engine: RolloutEngine) -> Answer:
+        def run(engine: RolloutEngine) -> CallResult:
             value, error = None, None
             try:
                 value = getattr(engine, method)(*args, **kwargs)
@@ -80,7 +80,9 @@ class ReplicaHost:
                 raise
             except Exception as raised:  # the caller's
                 error = raised
-            return Answer(value=value, error=error, unavailable_reason=engine.unavailable_reason)
+            return CallResult(
+                value=value, error=error, unavailable_reason=engine.unavailable_reason
+            )
 
         assert self._loop is not None, "open() comes first"
         async with self._turns.take(turn):

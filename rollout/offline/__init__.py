@@ -2,7 +2,7 @@
 
 from rollout.errors import OutputError
 from rollout.offline.config import (
-    ChatTemplate,
+    ChatTemplateMode,
     DataConfig,
     LogConfig,
     OnError,
@@ -13,7 +13,7 @@ from rollout.offline.job import run_job
 from rollout.offline.summary import JobResult, JobStatus, SweepTable
 
 __all__ = [
-    "ChatTemplate",
+    "ChatTemplateMode",
     "DataConfig",
     "JobResult",
     "JobStatus",

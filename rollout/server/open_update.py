@@ -13,7 +13,7 @@ Options = dict[str, Any]
 """The fields of UpdateOptions that a caller gave."""
 
 
-class OpenUpdate:
+class HttpWeightUpdate:
     """The weight update that is under way over HTTP, with the options its calls gave.
 
     Trainers written for sglang pause generation, send an update as several calls, a bucket of

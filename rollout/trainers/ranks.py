@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from rollout.errors import WeightUpdateError
 
 
-class Ranks:
+class TrainerRanks:
     """The ranks that take part in every collective of a source; none where nothing is sharded.
 
     ``groups`` holds this rank's group along each dimension of a mesh: what is agreed along one

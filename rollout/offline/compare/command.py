@@ -26,7 +26,7 @@ from rollout.errors import InvalidInputError
 from rollout.hydra_config import checked_config, register_schema
 from rollout.offline.check import check_rows
 from rollout.offline.compare.comparison import Compared, Comparison, Work
-from rollout.offline.compare.paired_times import Verdict
+from rollout.offline.compare.paired_times import SpeedupVerdict
 from rollout.offline.config import RunConfig
 from rollout.offline.progress import loading_model
 from rollout.offline.prompt_tokens import check_tokens
@@ -60,7 +60,7 @@ class CompareOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class ComparedRow:
     """One row of the table."""
 
     kind: str
@@ -180,7 +180,7 @@ def _compare(
     options: CompareOptions,
     seconds: float,
     console: Console,
-) -> Iterator[Cell]:
+) -> Iterator[ComparedRow]:
     """The rows of one kind, which share an engine. ``seconds``: of each row."""
     with ExitStack() as at_end:
         folder = Path(at_end.enter_context(tempfile.TemporaryDirectory()))
@@ -211,15 +211,17 @@ def _compare(
                     engine.load_corpus(taught)
                 work = Work(prompts=prompts, params=sampling, width=width)
                 compared = comparison.run(work.of_epoch(options.epochs - 1), seconds)
-                yield Cell(kind=kind, temperature=temperature, width=width, compared=compared)
+                yield ComparedRow(
+                    kind=kind, temperature=temperature, width=width, compared=compared
+                )
 
 
-def _name(cell: Cell) -> str:
+def _name(cell: ComparedRow) -> str:
     together = "1 request" if cell.width == 1 else f"{cell.width} requests together"
     return f"{cell.kind}, temperature {cell.temperature:g}, {together}"
 
 
-def _print_table(cells: Sequence[Cell], console: Console) -> None:
+def _print_table(cells: Sequence[ComparedRow], console: Console) -> None:
     table = Table(
         title="speculative over plain decoding", title_justify="left", box=box.SIMPLE_HEAD
     )
@@ -243,7 +245,7 @@ def _print_table(cells: Sequence[Cell], console: Console) -> None:
     console.print(table)
 
 
-def _print_advice(cells: Sequence[Cell], console: Console) -> None:
+def _print_advice(cells: Sequence[ComparedRow], console: Console) -> None:
     differing = sum(len(cell.compared.differing) for cell in cells)
     rollouts = sum(cell.compared.rollouts for cell in cells)
     if differing:
@@ -251,7 +253,7 @@ def _print_advice(cells: Sequence[Cell], console: Console) -> None:
             f"[bold red]{differing} of {rollouts} rollouts differ from plain decoding[/]: that is "
             "a fault of the engine; please report it"
         )
-    paying = [cell for cell in cells if cell.compared.times.verdict is Verdict.PAYS]
+    paying = [cell for cell in cells if cell.compared.times.verdict is SpeedupVerdict.PAYS]
     if not paying:
         console.print("no kind was measured to pay here: spec=none decodes as fast")
         return
@@ -271,14 +273,14 @@ def _print_advice(cells: Sequence[Cell], console: Console) -> None:
         )
 
 
-def _print_result(cells: Sequence[Cell], console: Console) -> None:
+def _print_result(cells: Sequence[ComparedRow], console: Console) -> None:
     """The line that a reader should remember, of the row that gains most."""
     best = max(cells, key=lambda cell: cell.compared.times.interval()[0])
     line = best.compared.line(cell.compared for cell in cells)
     console.print(f"{line} ({_name(best)})", highlight=False, soft_wrap=True)
 
 
-def _row(cell: Cell) -> dict[str, object]:
+def _row(cell: ComparedRow) -> dict[str, object]:
     compared = cell.compared
     low, high = compared.times.interval()
     return {
