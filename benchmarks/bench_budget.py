@@ -77,7 +77,7 @@ def warm_engine(model: Path, spec: str, draft: Path) -> RolloutEngine:
     spec_options = {} if spec == "ngram" else {"draft_path": str(draft)}
     engine = make_engine(model, spec, _BATCHES[0], spec_options, kv_bytes=512 << 20)
     for batch in _BATCHES:
-        warm_up(engine, [chat(text) for text in OPEN_PROMPTS * 4][:batch], most=24)
+        warm_up(engine, [chat(text) for text in OPEN_PROMPTS * 4][:batch], max_tokens=24)
     return engine
 
 
@@ -170,7 +170,7 @@ def cold_rows(options: argparse.Namespace) -> Iterator[Row]:
     """Seconds of a job's first minute that a new engine loses: to timing forwards, and to steps of
     which drafts do not pay until that is known."""
     plain = make_engine(options.model, PLAIN, 8, {})
-    warm_up(plain, [chat(text) for text in OPEN_PROMPTS], most=24)
+    warm_up(plain, [chat(text) for text in OPEN_PROMPTS], max_tokens=24)
     engine = make_engine(options.model, "ngram", 8, {"calibration_seconds": 0})
     worker: Any = engine.worker
     worker._calibration_seconds = SpecOptions.calibration_seconds

@@ -20,7 +20,7 @@ from rollout.config import EngineConfig
 from rollout.errors import ParallelError
 from rollout.models.spec import ModelSpec
 from rollout.parallel import RankGroup
-from rollout.parallel.agreement import check_alike
+from rollout.parallel.rank_group import check_alike
 from rollout.types import Batch, DraftTrees, EntryResult, StepTimes
 
 

@@ -14,6 +14,7 @@ from rollout.models.layers.linear import sum_in_float32
 from rollout.models.layers.row_invariance import check_outputs, make_row_invariant
 from rollout.models.loader import Progress, load_model, resolve_device
 from rollout.models.spec import ModelSpec
+from rollout.ops import gpu
 from rollout.parallel import local_rank, open_ranks
 from rollout.runner.dummy_run import DummyRun
 from rollout.runner.graphs import ForwardGraphs
@@ -96,7 +97,9 @@ class TargetWorker:
             if config.model.load_format is LoadFormat.dummy:
                 self.weights.tear(["target"], "model.load_format=dummy loads none")
             limits = StepLimits.of(
-                config.scheduler, device, recurrent=spec.linear_attention is not None
+                config.scheduler,
+                gpu.total_bytes(device),
+                recurrent=spec.linear_attention is not None,
             )
             limits = StepLimits(  # ranks may have GPUs of several sizes, and schedule alike
                 **{

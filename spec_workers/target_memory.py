@@ -158,12 +158,12 @@ def routes_spec(config: EngineConfig, spec: ModelSpec) -> ExpertsSpec | None:
 
 
 def forward_graphs(
-    config: MemoryConfig, model: CausalLM, minimum_rows: int, capture: Capture | None = None
+    config: MemoryConfig, model: CausalLM, minimum_rows: int, capture: Capture | None
 ) -> ForwardGraphs | None:
     """Graphs of the target's forward; None where nothing is to be captured. Launches depend on the
     shapes of a bucket alone, in recurrent and sparse layers too.
 
-    ``capture``: how; default: as CUDA graphs on a GPU, else not at all.
+    ``capture``: how; None: as CUDA graphs on a GPU, else not at all.
     """
     spec, device = model.spec, model.device
     if capture is None and device.type == "cuda":

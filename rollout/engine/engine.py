@@ -29,7 +29,7 @@ from rollout.engine.worker import Worker, WorkerFactory, shared_settings, worker
 from rollout.errors import EngineStateError, InvalidInputError
 from rollout.models.loader import Progress
 from rollout.parallel import RankGroup
-from rollout.parallel.agreement import check_alike
+from rollout.parallel.rank_group import check_alike
 from rollout.scheduler import LengthForecast, Scheduler, TwoBatchOverlap
 from rollout.scheduler.step_limits import StepLimits
 from rollout.types import MemoryTag, Prompt, Request, Rollout, SamplingParams

@@ -5,11 +5,14 @@ Legend: T rows of one rank, C columns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from rollout.errors import ParallelError
 
 CLOSED = "the group is closed"
 """The reason of a rank that leaves because all is done."""
@@ -108,3 +111,18 @@ class SingleRank:
 
     def close(self, reason: str = CLOSED) -> None:
         pass
+
+
+def check_alike(group: RankGroup, settings: Mapping[str, object]) -> None:
+    """Raise ParallelError, on every rank, naming the first of the settings that another rank has
+    otherwise than rank 0."""
+    texts = group.all_gather_text(json.dumps(settings, default=str))
+    first = json.loads(texts[0])
+    for rank, text in enumerate(texts):
+        other = json.loads(text)
+        for name in first | other:
+            if first.get(name) != other.get(name):
+                raise ParallelError(
+                    f"{name} is {other.get(name)!r} on rank {rank} and {first.get(name)!r} on rank "
+                    "0: start all ranks alike"
+                )
