@@ -97,11 +97,11 @@ class RankStream:
     def _step(self, fields: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         """What rank 0 says next, when all are done with what it said before."""
         self._group.all_gather_int(0)
-        told = json.loads(self._group.broadcast_bytes(json.dumps(fields).encode()))
-        self._is_over = "error" in told
-        return told, self._group.broadcast_bytes(b"") if told.get(
-            "has_bytes"
-        ) and self._group.rank else b""
+        message = json.loads(self._group.broadcast_bytes(json.dumps(fields).encode()))
+        self._is_over = "error" in message
+        if self._group.rank and message.get("has_bytes"):
+            return message, self._group.broadcast_bytes(b"")
+        return message, b""
 
     def _sent(self) -> Iterator[tuple[str, torch.Tensor]]:
         with ExitStack() as stack:
@@ -132,15 +132,16 @@ class RankStream:
     def _received(self) -> Iterator[tuple[str, torch.Tensor]]:
         receiver = SharedMemoryReceiver()
         while not self._is_over:
-            told, data = self._step({})
-            if "handle" in told:
-                handle = SharedMemoryHandle.from_json(told["handle"])
+            message, data = self._step({})
+            if "handle" in message:
+                handle = SharedMemoryHandle.from_json(message["handle"])
                 yield from receiver.tensors(handle, "handle")
-            elif "layout" in told:
+            elif "layout" in message:
                 flat = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
-                yield from FlattenedBucket(flat, BucketLayout.from_json(told["layout"])).unflatten()
-        if told["error"]:
-            raise WeightUpdateError(f"rank 0: {told['error']}")
+                layout = BucketLayout.from_json(message["layout"])
+                yield from FlattenedBucket(flat, layout).unflatten()
+        if message["error"]:
+            raise WeightUpdateError(f"rank 0: {message['error']}")
 
 
 class _AnnouncedStream(RankStream):

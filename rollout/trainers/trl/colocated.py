@@ -132,10 +132,10 @@ class ColocatedEngine:
     ) -> tuple[list[list[int]], list[int], slice]:
         """The prompts and seeds of all ranks of the model, in rank order, and which are this
         rank's."""
-        told = self._ranks.all_gather_text(
+        gathered = self._ranks.all_gather_text(
             json.dumps([[list(each) for each in prompts], list(seeds)])
         )
-        parts = [json.loads(text) for text in told]
+        parts = [json.loads(text) for text in gathered]
         first = sum(len(theirs) for theirs, _ in parts[: self._ranks.rank])
         return (
             [prompt for theirs, _ in parts for prompt in theirs],
