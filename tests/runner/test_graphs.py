@@ -161,7 +161,7 @@ def test_graphs_of_experts_and_recurrent_layers_cannot_be_seen(path, dtype, requ
     options = {"dtype": dtype, "max_running": 5, "chunk_len": 7}
     plain = RolloutEngine.from_pretrained(path, spec="none", **options)
     rollouts = plain.generate(PROMPTS, PARAMS)
-    expected = [(r.token_ids, r.logprobs, r.finish_reason) for r in rollouts]
+    expected = numbers(rollouts)
     truth = {(r.prompt_index, r.sample_index): r.prompt_ids + r.token_ids for r in rollouts}
     for chain in (True, False):
         capture = ReplayingCapture()
