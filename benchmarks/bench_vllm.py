@@ -260,7 +260,7 @@ def plain_rows(options: argparse.Namespace, engines: Engines) -> Iterator[Row]:
     both = [OURS_PLAIN, VLLM_PLAIN]
     for title, job in jobs.items():
         done = engines.run(both, job, options.repeats)
-        yield from compare(title, done, *both, PLAIN_BARS[title])
+        yield from compare(title, done, OURS_PLAIN, VLLM_PLAIN, PLAIN_BARS[title])
     first = engines.run(both, Job(prompts=tasks[:8], tokens=1, width=1), options.repeats)
     for name, each in first.items():
         yield row(f"time to first token: {name}", 1e3 * median(each.seconds) / 8, "ms")

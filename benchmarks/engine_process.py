@@ -13,6 +13,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 Outputs = list[list[int]]
@@ -36,7 +37,7 @@ class Engine(Protocol):
 
 class VllmEngine:
     def __init__(self, model: str, options: dict[str, Any]) -> None:
-        from vllm import LLM  # type: ignore[import-not-found]
+        from vllm import LLM
 
         self._llm = LLM(model, disable_log_stats=False, **options)
 
@@ -105,7 +106,10 @@ def run(engine: Engine, job: dict[str, Any]) -> dict[str, Any]:
 
 
 _WHO = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-_KINDS = {"vllm": VllmEngine, "specrollout": OwnEngine}
+_KINDS: dict[str, Callable[[str, dict[str, Any]], Engine]] = {
+    "vllm": VllmEngine,
+    "specrollout": OwnEngine,
+}
 
 
 def main() -> None:

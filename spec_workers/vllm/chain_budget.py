@@ -31,7 +31,8 @@ _FIRST_PLAIN = (4, 8, 16, 32)
 _SUREST = 0.98
 """Where only tokens more probable than this would pay, nothing is asked for."""
 
-_PRICE_EVERY = 16  # steps of an unchanged batch that are priced alike
+_PRICE_EVERY = 16
+"""Steps of an unchanged batch that are priced alike; fewer at first, while much is learned."""
 
 _SLOWEST = 1.25
 """A step counts as at most this multiple of the time that the curve tells: one that something else
@@ -184,15 +185,17 @@ class LearnedChains:
             judged.depths_N,
             judged.accepted_N,
         )
-        rows = np.array([step.width, step.width + step.num_drafted])
-        plain_ms, usual_ms = self.curve.milliseconds(rows, step.longest).tolist()
         if self._steps <= _FIRST_STEPS or self._steps % _LEARN_EVERY < 2:
             since = self._steps - self._learned_at
-            self.curve.observe(int(rows[1]), step.longest, step.milliseconds, since)
+            rows = step.width + step.num_drafted
+            self.curve.observe(rows, step.longest, step.milliseconds, since)
             self._learned_at = self._steps
             self._values.fade()
-        if self._counts and self._steps > 1:  # nothing was known of the first one's time
-            took_ms = usual_ms
+        if self._counts and self.curve.is_known:
+            self._counts = False
+            self._price(step.width, step.longest)
+            plain_ms = float(self._with_tokens_N1[0])
+            usual_ms = took_ms = float(self._with_tokens_N1[step.num_drafted])
             if step.milliseconds > 0:
                 took_ms = min(step.milliseconds, _SLOWEST * usual_ms)
             saved_ms = step.num_accepted * plain_ms / step.width
@@ -210,7 +213,8 @@ class LearnedChains:
     def _price(self, width: int, longest: int) -> None:
         known_width, known_longest, step = self._priced
         near = known_longest <= longest < known_longest + 256
-        if width == known_width and near and self._steps < step + _PRICE_EVERY:
+        until = step + min(_PRICE_EVERY, step + 1)
+        if width == known_width and near and self._steps < until:
             return
         rows = width + np.arange(1 + width * self._num_tokens)
         self._with_tokens_N1 = self.curve.milliseconds(rows, longest)

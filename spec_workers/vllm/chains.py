@@ -43,15 +43,15 @@ def best_chains(proposal: Proposal, limits_B: NDArray[np.int64]) -> Chains:
                 last = node - begin + 1
                 size += 1
         sizes.append(size)
-    nodes_N = np.array(nodes, dtype=np.int64)
-    offsets_B1 = np.zeros(len(sizes) + 1, dtype=np.int64)
-    np.cumsum(sizes, out=offsets_B1[1:])
+    nodes_N, sizes_B = np.array(nodes, dtype=np.int64), np.array(sizes, dtype=np.int64)
+    offsets_B1 = np.zeros(sizes_B.size + 1, dtype=np.int64)
+    np.cumsum(sizes_B, out=offsets_B1[1:])
     return Chains(
         offsets_B1=offsets_B1,
         tokens_N=proposal.tokens_N[nodes_N],
         probs_N=proposal.probabilities_N[nodes_N],
         depths_N=proposal.depths_N[nodes_N].astype(np.int64),
-        nodes_N=nodes_N - np.repeat(proposal.offsets_B1[:-1], sizes),
+        nodes_N=nodes_N - np.repeat(proposal.offsets_B1[:-1], sizes_B),
     )
 
 
@@ -70,9 +70,9 @@ class ProposedChains:
         self, rows_B: NDArray[np.int64], chains: Chains, counts_B: NDArray[np.int64]
     ) -> list[list[int]]:
         """Keep the first ``counts_B`` tokens of these rows' chains; the drafts of all rows."""
-        depth_N = chains.depths_N - 1
-        row_N = np.repeat(rows_B, np.diff(chains.offsets_B1))
-        kept_N = depth_N < np.repeat(counts_B, np.diff(chains.offsets_B1))
+        depth_N, sizes_B = chains.depths_N - 1, np.diff(chains.offsets_B1)
+        row_N = np.repeat(rows_B, sizes_B)
+        kept_N = depth_N < np.repeat(counts_B, sizes_B)
         row_N, depth_N = row_N[kept_N], depth_N[kept_N]
         self.tokens_BK[row_N, depth_N] = chains.tokens_N[kept_N]
         self._probs_BK[row_N, depth_N] = chains.probs_N[kept_N]

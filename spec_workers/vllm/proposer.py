@@ -209,7 +209,7 @@ class NgramProposer:
             corpus.close(request)
         for row in np.flatnonzero(rows.is_new_B).tolist():
             prompt = self._known_tokens(token_ids_RL[row, : rows.known_B[row]])
-            corpus.open(int(rows.ids_B[row]), prompt_group(prompt), prompt)
+            corpus.open(int(rows.ids_B[row]), prompt_group(prompt.tolist()), prompt)
         verified_B = np.zeros(rows.ids_B.size, dtype=np.int32)
         size = min(verified_B.size, self._proposed.sizes_B.size)
         verified_B[:size] = np.where(rows.stayed_B[:size], self._proposed.verified_B[:size], 0)
@@ -237,7 +237,7 @@ class NgramProposer:
 
     def _known_tokens(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
         """The tokens with those outside of the vocabulary, as of images, replaced by ones in it."""
-        return np.clip(tokens, 0, self._vocab_size - 1)
+        return np.minimum(np.maximum(tokens, 0), self._vocab_size - 1)  # np.clip is slow
 
     def _prompt_encoder(self) -> PromptEncoder:
         if self._encoder is None:

@@ -80,7 +80,7 @@ def test_the_sampled_distribution_is_vllms_own(plain: Any, drafting: Any) -> Non
 
 def test_64_requests_preempted_and_aborted(drafting: Any) -> None:
     prompts = [f"{prompt} Number {k}." for k in range(16) for prompt in PROMPTS]
-    lengths = [40 + 3 * (k % 20) for k in range(64)]
+    lengths = [100 + 3 * (k % 20) for k in range(64)]  # beyond a block of 128
     params = [SamplingParams(temperature=0.8, max_tokens=n, ignore_eos=True) for n in lengths]
     metrics = {each.name: each for each in drafting.get_metrics()}
     before = metrics["vllm:num_preemptions"].value
@@ -132,4 +132,3 @@ def test_external_corpora(drafting: Any) -> None:
         generate(drafting, ["Hello"], temperature=0, max_tokens=2)
     drafting.collective_rpc("remove_external_corpus", args=("story",))
     assert "external/story" not in counters(drafting)
-
