@@ -7,10 +7,12 @@ from types import ModuleType
 
 
 class _ShortName(ModuleType):
-    """A module whose attributes are those of `spec_workers.vllm`, imported when first asked for:
-    vLLM loads plugins in each of its processes, and only one of them drafts."""
+    """A module with the public names of `spec_workers.vllm`, which is imported when one is asked
+    for: vLLM loads plugins in each of its processes, and few of them draft."""
 
     def __getattr__(self, name: str) -> object:
+        if name.startswith("_"):  # whoever looks through all modules asks for such names
+            raise AttributeError(name)
         import spec_workers.vllm
 
         return getattr(spec_workers.vllm, name)

@@ -81,7 +81,7 @@ def test_chains_are_never_longer_than_asked_for_nor_than_the_context(num_tokens:
             draft = rows.drafts[request]
             longest = max(longest, len(draft))
             assert len(draft) <= min(num_tokens, 50 - 1 - len(request.tokens))
-    assert longest == min(num_tokens, 40) or longest > 8
+    assert longest == num_tokens or (num_tokens == 63 and longest > 8)
     assert proposer.propose([], rows.lengths_R, rows.token_ids_RL) == []
 
 
@@ -230,4 +230,8 @@ def test_the_plugin_registers_a_short_name(monkeypatch: pytest.MonkeyPatch) -> N
     (entry,) = entry_points(group="vllm.general_plugins", name="specrollout")
     for _ in range(2):  # vLLM may load plugins twice
         entry.load()()
-    assert import_module("specrollout").NgramProposer is NgramProposer
+    short = import_module("specrollout")
+    assert short.NgramProposer is NgramProposer
+    assert not hasattr(short, "__file__")  # nor is anything imported for that
+    with pytest.raises(AttributeError):
+        _ = short.Another
