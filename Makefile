@@ -130,7 +130,7 @@ test-verl:  ## verl's own trainer, with this engine's wheel
 
 .PHONY: test-openrlhf
 test-openrlhf: $(OPENRLHF_VENV)/.installed  ## OpenRLHF's own trainer, with this engine
-	$(OPENRLHF_VENV)/bin/python -m pytest tests/frameworks/openrlhf --durations=0
+	PYTHONDONTWRITEBYTECODE= $(OPENRLHF_VENV)/bin/python -m pytest tests/frameworks/openrlhf --durations=0
 
 .PHONY: test-frameworks
 test-frameworks: test-verl test-openrlhf  ## both of them: environments of 3 GB each, and 17 minutes
