@@ -66,7 +66,7 @@ class OlmoAttention(Attention):
     def _normed(
         self, x_THD: torch.Tensor, norm_F: torch.Tensor, features: Sequence[range]
     ) -> torch.Tensor:
-        x_TF = self._group.gather_columns(x_THD.flatten(1), features)
+        x_TF = self._group.all_gather_columns(x_THD.flatten(1), features)
         own = features[self._group.rank]
         normed_TF = rms_norm(x_TF, norm_F, self.spec.rms_norm_eps)[:, own.start : own.stop]
         return normed_TF.unflatten(1, x_THD.shape[1:])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenStates
 from rollout.ops.paged_attention import PLAIN, AttentionVariant
 from rollout.ops.rotary_store_kv import rotary_store_kv_
 from tests.helpers.dense_states import DenseStates
@@ -96,6 +97,20 @@ class GrowingAttention:
             k_TKD, v_TKD = torch.cat([old_k, k_TKD]), torch.cat([old_v, v_TKD])
         self.kept[layer] = (k_TKD, v_TKD)
         return attended(q_THD, k_TKD, v_TKD, self.scale, variant).contiguous()
+
+
+@torch.inference_mode()
+def features_of(model, features: AuxHiddenStates, sequence: Sequence[int]) -> torch.Tensor:
+    """The features [length, F] that a draft reads of each token of a sequence."""
+    length = len(sequence)
+    attention, states = DenseAttention([length]), None
+    if model.spec.linear_attention is not None:
+        states = DenseStates(model.spec, dtype=model.dtype).begin([length])
+    like = torch.empty(0, dtype=model.dtype)
+    collector = AuxHiddenStateCollector(features, length, model.spec.hidden_size, like)
+    tokens = torch.as_tensor(sequence).long()
+    model.forward(tokens, attention.positions, attention, collector, states=states)
+    return collector.features_TF
 
 
 @torch.inference_mode()
