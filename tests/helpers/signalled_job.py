@@ -20,7 +20,7 @@ def signal_after(rollouts: int, number: signal.Signals) -> None:
         if next(written) == rollouts:
             os.kill(os.getpid(), number)
 
-    RolloutOutput.append = counted  # type: ignore[method-assign, assignment]
+    RolloutOutput.append = counted
 
 
 def run_signalled(folder: str, rollouts: int, number: signal.Signals, *arguments: str) -> None:
