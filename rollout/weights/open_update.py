@@ -96,13 +96,13 @@ class OpenUpdate:
 
         ``direct``: they are written unconverted, so they must have the model's dtype.
         """
-        news = {
+        unchecked = {
             name: spec
             for name, spec in incoming.items()
             if self.checked.get(name) != spec or name in self.loaded
         }
-        if news:
-            self._refuse_news(news)
+        if unchecked:
+            self._refuse_unchecked(unchecked)
         if direct:
             _refuse(
                 [
@@ -147,7 +147,7 @@ class OpenUpdate:
                     loaders[name].write_own(own)  # which compares
                 checked = tensor if for_all else own
                 if self.options.check_finite:
-                    refuse_not_finite(name, checked)
+                    refuse_not_finite(name, checked.to(loaders[name].dtype))
                 if name in tied:
                     twins[name] = checked
         for name, values in twins.items():
@@ -201,7 +201,7 @@ class OpenUpdate:
 
     def _write(self, name: str, own: torch.Tensor, check_finite: bool) -> None:
         if check_finite:
-            refuse_not_finite(name, own)
+            refuse_not_finite(name, own.to(self.weight_loaders[name].dtype))
         self.is_loading = True
         self.weight_loaders[name].write_own(own)
         self.loaded[name] = self.checked[name]
@@ -219,7 +219,7 @@ class OpenUpdate:
         ]
         _refuse(lines)
 
-    def _refuse_news(self, incoming: Manifest) -> None:
+    def _refuse_unchecked(self, incoming: Manifest) -> None:
         self._refuse_mismatches(incoming, partial=True)
         announced = self.manifest
         lines = [f"came twice: {name}" for name in incoming if name in self.loaded]
@@ -243,7 +243,8 @@ def refuse_not_finite(name: str, tensor: torch.Tensor) -> None:
         count = int((~torch.isfinite(tensor)).sum())
         raise InvalidInputError(
             f"named_tensors[{name!r}]", f"{count} values of {tensor.numel()}",
-            "are NaN or infinite; the trainer has diverged, or check_finite=False takes them",
+            f"are NaN or infinite in {tensor.dtype}; the trainer has diverged, or "
+            "check_finite=False takes them",
         )  # fmt: skip
 
 

@@ -161,7 +161,7 @@ def test_a_call_that_loses_a_rank_is_the_death_of_an_idle_replica_too(make_clust
         raise ParallelError("rank 1 is gone")
 
     replica.host._loop._engine.flush_cache = lose
-    wait_until(lambda: replica.host._news._seconds_to_report() is None, cluster.step)
+    wait_until(lambda: replica.host._reporter._seconds_to_report() is None, cluster.step)
     with pytest.raises(ParallelError, match="rank 1 is gone"):
         replica.call("flush_cache").result(HANG_SECONDS)
     wait_until(lambda: len(pool.lives) == 2, cluster.step)
@@ -224,7 +224,7 @@ def test_a_paused_cluster_goes_on_where_it_was_whoever_died(make_cluster, expect
     cluster.pause_generation(mode)
     ended |= {key(each): content(each) for each in cluster.take_ended()}
     kill(cluster, pool, "replica-0")
-    wait_until(lambda: cluster.members.all_joined, lambda: cluster.members.poll(0.01))
+    wait_until(lambda: cluster.replicas.all_joined, lambda: cluster.replicas.poll(0.01))
     assert not cluster.can_run
     cluster.continue_generation()
     assert ended | drain(cluster) == expected
@@ -240,16 +240,16 @@ def test_memory_is_released_and_resumed_everywhere_also_by_newcomers(make_cluste
     assert "released" in cluster.unavailable_reason
     kill(cluster, pool, "replica-1")
     wait_until(
-        lambda: pool.living["replica-1"] in pool._open, lambda: cluster.members.poll(0.01)
+        lambda: pool.living["replica-1"] in pool._open, lambda: cluster.replicas.poll(0.01)
     )  # and waits for its memory
-    assert list(cluster.members.joined) == ["replica-0"]
+    assert list(cluster.replicas.joined) == ["replica-0"]
     with pytest.raises(EngineStateError):
         cluster.release_memory(["weights"])
     cluster.resume_memory()
     assert cluster.released_tags == frozenset()
     assert found | drain(cluster) == expected
     rejoined(cluster)
-    reasons = [each.unavailable_reason for each in cluster.members.on_all("status").values()]
+    reasons = [each.unavailable_reason for each in cluster.replicas.on_all("status").values()]
     assert reasons == ["", ""]
 
 
@@ -262,7 +262,7 @@ def test_memory_that_one_cannot_release_the_others_take_back(make_cluster, expec
         cluster.release_memory()
     assert cluster.released_tags == frozenset()
     reasons = {
-        name: each.unavailable_reason for name, each in cluster.members.on_all("status").items()
+        name: each.unavailable_reason for name, each in cluster.replicas.on_all("status").items()
     }
     assert reasons.pop("replica-1")
     assert reasons == {"replica-0": "", "replica-2": ""}
@@ -319,7 +319,7 @@ def test_an_engine_loop_drives_it_and_streams(make_cluster, config):
 def test_a_newcomer_that_cannot_be_brought_up_to_date_does_not_join(make_cluster, expected):
     cluster, pool = make_cluster(2)
     methods = iter(["weights_digest", "flush_cache"])  # the first one's argument is wrong
-    cluster.members.on_join(
+    cluster.replicas.on_join(
         lambda replica: replica.call(method := next(methods), *["?"] * (method != "flush_cache"))
     )
     pool.living["replica-0"].kill()

@@ -47,7 +47,7 @@ def test_replicas_give_the_run_of_one_engine_and_have_its_weights(tmp_path: Path
         assert isinstance(cluster, RolloutCluster)
         many.add_callback(KillOneReplica())
         assert_same_run(expected, run(many))
-        wait_until(lambda: cluster.members.all_joined, lambda: cluster.members.poll(0.05))
+        wait_until(lambda: cluster.replicas.all_joined, lambda: cluster.replicas.poll(0.05))
         assert cluster.weight_version == engine_of(one).weight_version == 3
         assert cluster.weights_digest() == engine_of(one).weights_digest()
     finally:
