@@ -42,7 +42,7 @@ def ranks(folders, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TENSOR_RANKS", json.dumps(folders))
         folder = tmp_path_factory.mktemp("ranks")
-        return launch("tests.helpers.tensor_ranks", folder, ranks=2, timeout=240.0)
+        return launch("tests.helpers.tensor_ranks", folder, ranks=2)
 
 
 def alone(folder: str, dtype: str = "float32") -> RolloutEngine:
@@ -129,7 +129,6 @@ def test_a_step_that_fails_on_one_rank_is_run_again_by_none(ranks):
         "ParallelError: rank 0 of 2: rank 1 has ended or left: it failed in the middle of a step: "
         "ZeroDivisionError(); end all ranks and start them again"
     )
-    assert max(first["seconds"], second["seconds"]) < 10
 
 
 @pytest.mark.parametrize(
@@ -149,12 +148,9 @@ def test_ranks_that_were_not_started_alike_are_told_in_what(ranks, case, named):
 
 def test_a_rank_without_memory_is_named_on_the_others(ranks):
     first, second = (rank["own"]["no memory"] for rank in ranks)
-    assert "allocate memory" in second["error"]
-    assert first["error"].startswith(
-        "rank 0 of 2: rank 1 has ended or left: it failed while it started: "
-    )
-    assert "allocate memory" in first["error"]
-    assert first["seconds"] < 15
+    assert "allocate memory" in second
+    assert first.startswith("rank 0 of 2: rank 1 has ended or left: it failed while it started: ")
+    assert "allocate memory" in first
 
 
 def test_a_rank_that_is_gone_in_the_middle_of_an_update_ends_the_others(ranks):
@@ -163,7 +159,6 @@ def test_a_rank_that_is_gone_in_the_middle_of_an_update_ends_the_others(ranks):
     assert lost["update"].startswith(gone)
     assert not lost["serves"]
     assert "torn" in lost["lost"]
-    assert lost["seconds"] < 15
 
 
 def test_more_processes_than_ranks_are_several_models(tmp_path):
