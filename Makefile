@@ -133,7 +133,7 @@ test-openrlhf: $(OPENRLHF_VENV)/.installed  ## OpenRLHF's own trainer, with this
 	PYTHONDONTWRITEBYTECODE= $(OPENRLHF_VENV)/bin/python -m pytest tests/frameworks/openrlhf --durations=0
 
 .PHONY: test-frameworks
-test-frameworks: test-verl test-openrlhf  ## both of them: environments of 3 GB each, and 17 minutes
+test-frameworks: test-verl test-openrlhf  ## both of them: environments of 3 GB each, and 12 minutes
 
 .PHONY: lint
 lint: $(STAMP)  ## formatting, static checks, import rules
