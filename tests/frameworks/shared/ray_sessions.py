@@ -73,7 +73,7 @@ def patient(services: Any) -> dict[str, Callable]:
         for name, port in ports.items():  # where agents would tell them
             told = Path(call.arguments["session_dir"]) / f"{name}_{call.arguments['node_id']}"
             told.write_text(str(port))
-        return start_raylet(*call.args, **call.kwargs)
+        return start_raylet(**call.arguments)
 
     return {"get_node": wait_for_node, "start_raylet": start_with_ports}
 
