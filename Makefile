@@ -159,7 +159,7 @@ bench-vllm: $(STAMP) $(VLLM_VENV)/.installed $(MODEL)/config.json  ## both engin
 	  --json runs/bench/bench_vllm.json
 
 .PHONY: test-frameworks
-test-frameworks: test-verl test-openrlhf  ## both of them: environments of 3 GB each, and 17 minutes
+test-frameworks: test-verl test-openrlhf  ## both of them: environments of 3 GB each, and 12 minutes
 
 .PHONY: lint
 lint: $(STAMP)  ## formatting, static checks, import rules

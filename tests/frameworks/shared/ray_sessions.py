@@ -7,6 +7,7 @@ verl's tests find this by its folder on the path: from the root, sources would h
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import random
 import signal
@@ -68,7 +69,11 @@ def patient(services: Any) -> dict[str, Callable]:
     @functools.wraps(start_raylet)
     def start_with_ports(*arguments: Any, **options: Any) -> Any:
         ports = dict(zip(_AGENT_PORTS, _free_ports(), strict=False))
-        return start_raylet(*arguments, **options | ports)
+        call = inspect.signature(start_raylet).bind(*arguments, **options | ports)
+        for name, port in ports.items():  # where agents would tell them
+            told = Path(call.arguments["session_dir"]) / f"{name}_{call.arguments['node_id']}"
+            told.write_text(str(port))
+        return start_raylet(**call.arguments)
 
     return {"get_node": wait_for_node, "start_raylet": start_with_ports}
 

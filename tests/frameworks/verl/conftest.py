@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+PATHS = [str(HERE), str(HERE.parent / "shared")]
 
 if find_spec("verl") is None:
     collect_ignore_glob = ["*"]
@@ -27,7 +28,7 @@ else:
         "RAY_USAGE_STATS_ENABLED": "0",
     }
     # Where verl finds cpu_platform, and it our helper: from the root, sources would hide the wheel.
-    sys.path[:0] = [str(HERE), str(HERE.parent / "shared")]
+    sys.path[:0] = PATHS
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +42,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def own_ray() -> Iterator[None]:
     import ray_sessions
 
-    paths = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")])
     environment = {"env_vars": {"PYTHONPATH": paths}}
     with ray_sessions.own_ray(num_cpus=8, namespace="test", runtime_env=environment):
         yield
