@@ -110,7 +110,7 @@ class Checkpoint:
         if name.endswith("rotary_emb.inv_freq"):
             return
         known = _DTYPES
-        if name.rpartition(".")[2] in self._tables:
+        if ":" in name or name.rpartition(".")[2] in self._tables:  # places: see weights/delta.py
             known = _DTYPES | _TABLE_DTYPES
         if dtype not in known:
             raise CheckpointError(
