@@ -86,13 +86,13 @@ class OpenUpdate:
         ``direct``: they are written unconverted, so they must have the model's dtype.
         """
         incoming = self._wholes(incoming, is_all=False)
-        news = {
+        unchecked = {
             name: spec
             for name, spec in incoming.items()
             if self.checked.get(name) != spec or name in self.loaded
         }
-        if news:
-            self._refuse_news(news)
+        if unchecked:
+            self._refuse_unchecked(unchecked)
         if direct:
             refuse_mismatched(
                 [
@@ -144,7 +144,7 @@ class OpenUpdate:
                     loaders[name].write_own(own)  # which compares
                 checked = tensor if for_all else own
                 if self.options.check_finite:
-                    refuse_not_finite(name, checked)
+                    refuse_not_finite(name, checked.to(loaders[name].dtype))
                 if name in tied:
                     twins[name] = checked
         for name, values in twins.items():
@@ -216,7 +216,7 @@ class OpenUpdate:
         for values in change.values:
             refuse_unreadable(change.name, values)
             if check_finite:
-                refuse_not_finite(change.name, values)
+                refuse_not_finite(change.name, values.to(loader.dtype))
 
     def _take_change(self, name: str, tensor: torch.Tensor, check_finite: bool) -> None:
         """Write a change when it is whole: of an adapted weight its base and the adapter's part."""
@@ -269,7 +269,7 @@ class OpenUpdate:
 
     def _write(self, name: str, own: torch.Tensor, check_finite: bool) -> None:
         if check_finite:
-            refuse_not_finite(name, own)
+            refuse_not_finite(name, own.to(self.weight_loaders[name].dtype))
         self.is_loading = True
         self.weight_loaders[name].write_own(own)
         self.loaded[name] = self.checked[name]
@@ -287,7 +287,7 @@ class OpenUpdate:
         ]
         refuse_mismatched(lines)
 
-    def _refuse_news(self, incoming: Manifest) -> None:
+    def _refuse_unchecked(self, incoming: Manifest) -> None:
         self._refuse_mismatches(incoming, partial=True)
         announced = self.manifest
         lines = [f"came twice: {name}" for name in incoming if name in self.loaded]

@@ -15,7 +15,8 @@ def refuse_not_finite(name: str, tensor: torch.Tensor) -> None:
         count = int((~torch.isfinite(tensor)).sum())
         raise InvalidInputError(
             f"named_tensors[{name!r}]", f"{count} values of {tensor.numel()}",
-            "are NaN or infinite; the trainer has diverged, or check_finite=False takes them",
+            f"are NaN or infinite in {tensor.dtype}; the trainer has diverged, or "
+            "check_finite=False takes them",
         )  # fmt: skip
 
 

@@ -20,14 +20,16 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout.cluster.config import ClusterKind
+from rollout.durable_files import whole_file
 from rollout.engine.engine import RolloutEngine
 from rollout.engine.worker import WorkerFactory, factory_of
 from rollout.errors import InvalidInputError
 from rollout.hydra_config import checked_config, register_schema
 from rollout.offline.check import check_rows
 from rollout.offline.compare.comparison import Compared, Comparison, Work
-from rollout.offline.compare.paired_times import Verdict
+from rollout.offline.compare.paired_times import SpeedupVerdict
 from rollout.offline.config import RunConfig
+from rollout.offline.paths import JobPaths
 from rollout.offline.progress import loading_model
 from rollout.offline.prompt_tokens import check_tokens
 from rollout.offline.prompts import PromptFile
@@ -60,7 +62,7 @@ class CompareOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class ComparedRow:
     """One row of the table."""
 
     kind: str
@@ -80,6 +82,8 @@ def run_compare(arguments: Sequence[str]) -> int:
     except HydraException as error:
         raise InvalidInputError("arguments", " ".join(options.overrides), str(error)) from error
     factories = [factory_of(config.spec) for config in configs]
+    if options.json is not None:
+        _check_json(options.json, configs)
     console = rich.get_console()
     num_cells = len(configs) * len(options.widths) * len(options.temperatures or [0])
     seconds = options.minutes * 60 / num_cells
@@ -92,7 +96,8 @@ def run_compare(arguments: Sequence[str]) -> int:
     _print_advice(cells, console)
     _print_result(cells, console)
     if options.json is not None:
-        options.json.write_text("".join(json.dumps(_row(cell)) + "\n" for cell in cells))
+        with whole_file(options.json) as file:
+            file.write("".join(json.dumps(_row(cell)) + "\n" for cell in cells).encode())
     return 1 if any(cell.compared.differing for cell in cells) else 0
 
 
@@ -167,6 +172,15 @@ def _config(options: CompareOptions, kind: str) -> RunConfig:
     return run_config
 
 
+def _check_json(path: Path, configs: Sequence[RunConfig]) -> None:
+    """Raise InvalidInputError where the rows would replace what is read, or find no place."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise InvalidInputError("--json", str(path), "must name a file in a folder that exists")
+    for config in configs:
+        as_output = replace(config, output=replace(config.output, path=str(path)))
+        JobPaths(as_output).require_unread("--json", path)
+
+
 def _fits(override: str, config: DictConfig) -> bool:
     """Whether the kind of ``config`` has the option, if it is one of ``spec``."""
     key = override.lstrip("+~").partition("=")[0].split(".")
@@ -180,7 +194,7 @@ def _compare(
     options: CompareOptions,
     seconds: float,
     console: Console,
-) -> Iterator[Cell]:
+) -> Iterator[ComparedRow]:
     """The rows of one kind, which share an engine. ``seconds``: of each row."""
     with ExitStack() as at_end:
         folder = Path(at_end.enter_context(tempfile.TemporaryDirectory()))
@@ -192,7 +206,7 @@ def _compare(
         tokens = check_tokens(checked, engine, config)
         at_end.callback(tokens.close)
         prompts: list[Prompt] = list(tokens)
-        learns = engine.worker.draft_corpus is not None
+        learns = engine.corpus_tokens is not None
         start, taught = folder / "start", folder / "taught"
         if learns:
             engine.save_corpus(start)
@@ -211,15 +225,17 @@ def _compare(
                     engine.load_corpus(taught)
                 work = Work(prompts=prompts, params=sampling, width=width)
                 compared = comparison.run(work.of_epoch(options.epochs - 1), seconds)
-                yield Cell(kind=kind, temperature=temperature, width=width, compared=compared)
+                yield ComparedRow(
+                    kind=kind, temperature=temperature, width=width, compared=compared
+                )
 
 
-def _name(cell: Cell) -> str:
+def _name(cell: ComparedRow) -> str:
     together = "1 request" if cell.width == 1 else f"{cell.width} requests together"
     return f"{cell.kind}, temperature {cell.temperature:g}, {together}"
 
 
-def _print_table(cells: Sequence[Cell], console: Console) -> None:
+def _print_table(cells: Sequence[ComparedRow], console: Console) -> None:
     table = Table(
         title="speculative over plain decoding", title_justify="left", box=box.SIMPLE_HEAD
     )
@@ -243,7 +259,7 @@ def _print_table(cells: Sequence[Cell], console: Console) -> None:
     console.print(table)
 
 
-def _print_advice(cells: Sequence[Cell], console: Console) -> None:
+def _print_advice(cells: Sequence[ComparedRow], console: Console) -> None:
     differing = sum(len(cell.compared.differing) for cell in cells)
     rollouts = sum(cell.compared.rollouts for cell in cells)
     if differing:
@@ -251,7 +267,7 @@ def _print_advice(cells: Sequence[Cell], console: Console) -> None:
             f"[bold red]{differing} of {rollouts} rollouts differ from plain decoding[/]: that is "
             "a fault of the engine; please report it"
         )
-    paying = [cell for cell in cells if cell.compared.times.verdict is Verdict.PAYS]
+    paying = [cell for cell in cells if cell.compared.times.verdict is SpeedupVerdict.PAYS]
     if not paying:
         console.print("no kind was measured to pay here: spec=none decodes as fast")
         return
@@ -271,21 +287,14 @@ def _print_advice(cells: Sequence[Cell], console: Console) -> None:
         )
 
 
-def _print_result(cells: Sequence[Cell], console: Console) -> None:
+def _print_result(cells: Sequence[ComparedRow], console: Console) -> None:
     """The line that a reader should remember, of the row that gains most."""
     best = max(cells, key=lambda cell: cell.compared.times.interval()[0])
-    rollouts = sum(cell.compared.rollouts for cell in cells)
-    same = rollouts - sum(len(cell.compared.differing) for cell in cells)
-    console.print(
-        f"same tokens and logprobs: {same} of {rollouts} | accept length "
-        f"{best.compared.accept_length:.2f} | {best.compared.times} over plain decoding "
-        f"({_name(best)})",
-        highlight=False,
-        soft_wrap=True,
-    )
+    line = best.compared.line(cell.compared for cell in cells)
+    console.print(f"{line} ({_name(best)})", highlight=False, soft_wrap=True)
 
 
-def _row(cell: Cell) -> dict[str, object]:
+def _row(cell: ComparedRow) -> dict[str, object]:
     compared = cell.compared
     low, high = compared.times.interval()
     return {
