@@ -158,6 +158,14 @@ bench-vllm: $(STAMP) $(VLLM_VENV)/.installed $(MODEL)/config.json  ## both engin
 	$(BIN)/python benchmarks/bench_vllm.py $(BENCH) --vllm-python $(VLLM_VENV)/bin/python \
 	  --json runs/bench/bench_vllm.json
 
+AGENTS_VENV ?= build/venv-agents
+
+.PHONY: test-agents
+test-agents: $(STAMP)  ## langchain's and verifiers' own clients against this server
+	test -x $(AGENTS_VENV)/bin/python || $(PYTHON) -m venv $(AGENTS_VENV)
+	$(AGENTS_VENV)/bin/python -m pip install -q langchain-openai==1.7.3 verifiers==0.3.1
+	AGENTS_PYTHON=$(AGENTS_VENV)/bin/python $(BIN)/python -m pytest tests/frameworks/agents
+
 .PHONY: test-frameworks
 test-frameworks: test-verl test-openrlhf  ## both of them: environments of 3 GB each, and 12 minutes
 

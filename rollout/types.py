@@ -80,6 +80,8 @@ class SamplingParams:
     presence_penalty: float = 0.0  # over output
     frequency_penalty: float = 0.0  # over output
     logit_bias: dict[int, float] = field(default_factory=dict)
+    allowed_token_ids: list[int] | None = None  # others are not drawn; None: all
+    bad_words: list[str] = field(default_factory=list)  # texts whose last token is not drawn
     stop: list[str] = field(default_factory=list)
     stop_token_ids: list[int] = field(default_factory=list)
     ignore_eos: bool = False
@@ -89,11 +91,14 @@ class SamplingParams:
     n: int = 1
     raw_logprobs: bool = False  # also the model's own, at temperature 1
     sampling_logprobs: bool = False  # also those renormalised over what truncation left
+    sampling_mask: bool = False  # also the tokens that truncation left
     top_logprobs: int = 0  # this many most likely tokens with their logprobs
+    logprob_token_ids: list[int] = field(default_factory=list)  # also the logprobs of these tokens
     entropy: bool = False  # also the entropy of the distribution of `logprobs`, in nats
     routed_experts: bool = False  # also the experts of each token; needs model.record_routes
     json_schema: str | None = None  # in JSON: the output is JSON that obeys it
     regex: str | None = None  # the whole output matches it
+    grammar_after: str | None = None  # those hold for what follows this text, as after reasoning
 
     def __post_init__(self) -> None:
         def require(name: str, ok: bool, remedy: str) -> None:
@@ -109,18 +114,25 @@ class SamplingParams:
             "ignore_eos",
             "raw_logprobs",
             "sampling_logprobs",
+            "sampling_mask",
             "entropy",
             "routed_experts",
         ):
             require(
                 name, isinstance(getattr(self, name), (bool, np.bool_)), "must be True or False"
             )
-        for name in ("stop", "stop_token_ids"):
-            require(name, isinstance(getattr(self, name), (list, tuple)), "must be a list")
-        require("stop", all(isinstance(text, str) and text for text in self.stop),
-                "must be a list of strings, none of them empty")  # fmt: skip
-        require("stop_token_ids", all(map(_is_integer, self.stop_token_ids)),
-                "must be a list of integers")  # fmt: skip
+        for name in ("stop", "bad_words"):
+            texts = getattr(self, name)
+            require(name, isinstance(texts, (list, tuple))
+                    and all(isinstance(text, str) and text for text in texts),
+                    "must be a list of strings, none of them empty")  # fmt: skip
+        for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids"):
+            ids = getattr(self, name)
+            require(name, (ids is None and name == "allowed_token_ids")
+                    or (isinstance(ids, (list, tuple)) and all(map(_is_integer, ids))),
+                    "must be a list of integers")  # fmt: skip
+        require("allowed_token_ids", self.allowed_token_ids is None or bool(self.allowed_token_ids),
+                "must name at least one token, or be None for all")  # fmt: skip
         require("logit_bias", isinstance(self.logit_bias, Mapping)
                 and all(map(_is_integer, self.logit_bias))
                 and all(map(_is_finite, self.logit_bias.values())),
@@ -142,9 +154,15 @@ class SamplingParams:
         require("seed", -(2**63) <= self.seed < 2**64, "must fit 64 bits")
         require("n", self.n >= 1, "must be >= 1 samples per prompt")
         require("top_logprobs", 0 <= self.top_logprobs <= 100, "must be in [0, 100]")
+        require("sampling_mask", not self.sampling_mask or self.truncates,
+                "needs top_k, top_p or min_p: without them nothing is cut")  # fmt: skip
         for name in ("json_schema", "regex"):
             given = getattr(self, name)
             require(name, given is None or isinstance(given, str), "must be text")
+        after = self.grammar_after
+        require("grammar_after", after is None or (isinstance(after, str) and after != ""),
+                "must be text, or None: the grammar holds from the first token")  # fmt: skip
+        require("grammar_after", after is None or self.has_grammar, "needs json_schema or regex")
         require("regex", None in (self.regex, self.json_schema), "excludes json_schema")
         for name in ("ignore_eos", "min_new_tokens"):
             require(name, not (self.has_grammar and getattr(self, name)),
@@ -154,6 +172,16 @@ class SamplingParams:
     def has_grammar(self) -> bool:
         """Whether the output must obey a grammar."""
         return self.json_schema is not None or self.regex is not None
+
+    @property
+    def forbids(self) -> bool:
+        """Whether tokens are kept from being drawn that truncation may leave."""
+        return (
+            self.min_new_tokens > 0
+            or self.has_grammar
+            or self.allowed_token_ids is not None
+            or bool(self.bad_words)
+        )
 
     @property
     def truncates(self) -> bool:
@@ -173,7 +201,12 @@ class SamplingParams:
     def wants_extras(self) -> bool:
         """Whether numbers beside `logprobs` are asked for: see TokenExtras."""
         return bool(
-            self.raw_logprobs or self.sampling_logprobs or self.top_logprobs or self.entropy
+            self.raw_logprobs
+            or self.sampling_logprobs
+            or self.sampling_mask
+            or self.top_logprobs
+            or self.logprob_token_ids
+            or self.entropy
         )
 
 
@@ -209,8 +242,20 @@ class TokenExtras:
 
     raw_logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)
+    sampling_masks: list[list[int]] = field(default_factory=list)  # ascending token ids
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    token_ids_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
+
+    def extend(self, later: TokenExtras) -> None:
+        """Add those of the tokens that follow."""
+        for name in TokenExtras.__dataclass_fields__:
+            getattr(self, name).extend(getattr(later, name))
+
+    def since(self, first: int) -> TokenExtras:
+        """Those of the tokens from ``first`` on."""
+        names = TokenExtras.__dataclass_fields__
+        return TokenExtras(**{name: getattr(self, name)[first:] for name in names})
 
 
 NO_EXTRAS = TokenExtras()
@@ -232,8 +277,11 @@ class StopCheck(Protocol):
         ...
 
 
-class OutputGrammar(Protocol):
-    """Says which tokens a request may emit. Made by the engine, asked by the sampler."""
+class TokenConstraint(Protocol):
+    """Says which tokens a request may emit: a grammar, a list of tokens, words to be left out.
+
+    Made by the engine, asked by the sampler.
+    """
 
     def forbidden(self, request: Request, drafted: list[int]) -> NDArray[np.int64]:
         """The tokens that must not follow the request's own and ``drafted`` ones, ascending.
@@ -257,7 +305,7 @@ class Request:
     prompt_index: int = 0  # engine
     sample_index: int = 0  # engine
     stop_check: StopCheck  # engine
-    grammar: OutputGrammar | None = None  # engine
+    constraints: Sequence[TokenConstraint] = ()  # engine
     submitted: float = field(default_factory=time.monotonic)
 
     computed_len: int = 0  # scheduler: tokens whose KV is in slots

@@ -124,8 +124,5 @@ def joined(extras: list[TokenExtras]) -> TokenExtras:
     """The extras of consecutive tokens, joined."""
     found = TokenExtras()
     for extra in extras:
-        found.raw_logprobs += extra.raw_logprobs
-        found.sampling_logprobs += extra.sampling_logprobs
-        found.top_logprobs += extra.top_logprobs
-        found.entropies += extra.entropies
+        found.extend(extra)
     return found

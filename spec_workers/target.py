@@ -224,8 +224,9 @@ class TargetWorker:
             if not token_ids:
                 what = f"the logits at position {len(request.tokens)} hold NaN or +inf: "
                 what += "the weights, or an update of them, are broken"
-                if request.grammar is not None:
-                    what += "; or the grammar has become too complex there, and allows no token"
+                if request.constraints:
+                    what += "; or the grammar has become too complex there, or constraints allow "
+                    what += "no token"
                 return EntryResult(
                     num_drafted=drafted, finish_reason=FinishReason.ERROR, error=what
                 )

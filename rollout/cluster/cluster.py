@@ -119,6 +119,10 @@ class RolloutCluster:
         """Raise what `submit` would. Returns the prompt's length in tokens."""
         return self._requests.make(self.encoder.encode(prompt), params).prompt_len
 
+    def compile_grammar(self, params: SamplingParams) -> None:
+        """See `Engine`. Replicas compile it for themselves when they get the request."""
+        self._requests.grammars.compile(params)
+
     def submit(
         self,
         prompt: Prompt,

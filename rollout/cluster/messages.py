@@ -126,14 +126,11 @@ class InFlightRequest:
 
     def grow(self, growth: Growth) -> None:
         """Add the tokens of a report."""
-        request, extras, new = self.request, self.request.extras, growth.extras
+        request = self.request
         request.tokens += growth.token_ids
         request.logprobs += growth.logprobs
         request.weight_versions += growth.weight_versions
-        extras.raw_logprobs += new.raw_logprobs
-        extras.sampling_logprobs += new.sampling_logprobs
-        extras.top_logprobs += new.top_logprobs
-        extras.entropies += new.entropies
+        request.extras.extend(growth.extras)
 
     def end(self, ended: Ended) -> None:
         """Add the last tokens, and how it ended."""

@@ -43,12 +43,7 @@ class _Running:
             token_ids=tokens[prompt_len + first :],
             logprobs=logprobs[first:],
             weight_versions=versions[first:],
-            extras=TokenExtras(
-                raw_logprobs=extras.raw_logprobs[first:],
-                sampling_logprobs=extras.sampling_logprobs[first:],
-                top_logprobs=extras.top_logprobs[first:],
-                entropies=extras.entropies[first:],
-            ),
+            extras=extras.since(first),
         )
 
 

@@ -32,7 +32,7 @@ from rollout.weights.manifest import (
     closed_iterator,
     manifest_of,
 )
-from rollout.weights.open_update import refuse_not_finite
+from rollout.weights.refusals import refuse_not_finite
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +89,11 @@ class ClusterWeights:
     def begin_weight_update(self, /, manifest: Manifest | None = None, **options: Any) -> None:
         """Open an update on every replica."""
         checked = UpdateOptions.of(options)
+        if checked.lora_scaling is not None:
+            raise InvalidInputError(
+                "lora_scaling", checked.lora_scaling,
+                "a cluster takes merged weights: a replica that joins later has no base to add to",
+            )  # fmt: skip
         if checked.weight_version == 0:
             raise InvalidInputError(
                 "weight_version", 0, "must be >= 1: a replica that starts has version 0"

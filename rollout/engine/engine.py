@@ -177,6 +177,11 @@ class RolloutEngine:
 
     # One step at a time, for servers
 
+    def compile_grammar(self, params: SamplingParams) -> None:
+        """Compile the grammar that parameters name, if they do, which may take seconds: `submit`
+        then need not. May be called on any thread, beside other calls. Raises InvalidInputError."""
+        self.requests.grammars.compile(params)
+
     @exclusive
     def check(self, prompt: Prompt, params: SamplingParams) -> int:
         """Raise what `submit` would; computes nothing. Returns the prompt's length in tokens."""

@@ -7,9 +7,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Self, TypeVar
@@ -92,6 +92,8 @@ class EngineLoop(Generic[E]):
         # Guarded by the condition's lock; appended to by anyone, taken from by the loop.
         self._commands: deque[_Command] = deque()
         self._unfinished: set[RequestHandle] = set()
+        self._held: deque[_Command] = deque()  # requests, and aborts, until nobody holds them back
+        self._num_holders = 0
         self._closed = False
         self._failure: BaseException | None = None
         self.broken: Future[None] = Future()
@@ -139,7 +141,7 @@ class EngineLoop(Generic[E]):
         with self._changed:
             self.require_open()
             self._unfinished.add(handle)
-            self._post(_Command(lambda: self._submit(handle, submit, on_tokens)))
+            self._post_request(_Command(lambda: self._submit(handle, submit, on_tokens)))
         handle.future.add_done_callback(
             lambda future: self._post_abort(handle) if future.cancelled() else None
         )
@@ -182,10 +184,25 @@ class EngineLoop(Generic[E]):
         with self._changed:
             return len(self._unfinished)
 
-    def unfinished(self) -> list[RequestHandle]:
-        """The requests that have not ended."""
+    @property
+    def is_holding(self) -> bool:
+        """Whether new requests are held back."""
+        return self._num_holders > 0
+
+    @contextmanager
+    def holding(self) -> Iterator[list[RequestHandle]]:
+        """A context in which the engine gets no new requests: they are submitted at its end, in the
+        order they came. It is given those that have not ended at its beginning."""
         with self._changed:
-            return list(self._unfinished)
+            self._num_holders += 1
+            unfinished = list(self._unfinished)
+        try:
+            yield unfinished
+        finally:
+            with self._changed:
+                self._num_holders -= 1
+                if not self._num_holders:
+                    self._let_in()
 
     @property
     def busy_seconds(self) -> float:
@@ -204,6 +221,7 @@ class EngineLoop(Generic[E]):
         with self._changed:
             if not self._closed:
                 self._closed = True
+                self._let_in()
                 self._post(_Command(self._stop))
         atexit.unregister(self.close)
         self._thread.join(timeout)
@@ -228,10 +246,24 @@ class EngineLoop(Generic[E]):
         self._commands.append(command)
         self._changed.notify()
 
+    def _post_request(self, command: _Command) -> None:
+        """Queue a submit or an abort, in their order. The caller holds the lock."""
+        if self._num_holders:
+            self._held.append(command)
+        else:
+            self._post(command)
+
+    def _let_in(self) -> None:
+        """Queue what was held back. The caller holds the lock."""
+        if not self._stopping and self._failure is None:
+            while self._held:
+                self._post(self._held.popleft())
+
     def _post_abort(self, handle: RequestHandle) -> None:
         with self._changed:  # once the loop has ended, nobody would run it: all is settled
             if self._failure is None and not self._closed:
-                self._post(_Command(lambda: self._abort(handle)))
+                held = self._num_holders and handle.request_id is None
+                (self._post_request if held else self._post)(_Command(lambda: self._abort(handle)))
 
     # The loop's thread
 

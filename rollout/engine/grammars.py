@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -17,8 +18,9 @@ from numpy.typing import NDArray
 from rollout.errors import InvalidInputError
 from rollout.types import Request, SamplingParams
 
+_KINDS = ("json_schema", "regex")
 _MAX_COMPILED = 64  # grammars that are remembered: compiling a large one takes a second
-# All requests wait while a grammar is compiled, for a time that grows with the square of these.
+# The time that a grammar takes to be compiled grows with the square of these; requests may wait.
 _MAX_CHARACTERS = 1 << 16
 _MAX_MULTIPLE = 1 << 16  # the least common multiple of a schema's `multipleOf`, as if all met
 
@@ -33,6 +35,15 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
+        self._lock = threading.Lock()  # of those; none is held while a grammar is compiled
+
+    def compile(self, params: SamplingParams) -> None:
+        """Compile the grammar of these, so that `open` is quick. On any thread. Raises
+        InvalidInputError for what is no grammar."""
+        for kind in _KINDS:
+            text = getattr(params, kind)
+            if text is not None:
+                self._matcher(kind, text)
 
     def open(self, params: SamplingParams, partial: Sequence[int]) -> TokenGrammar | None:
         """The grammar of one request, at its beginning; None where it has none.
@@ -40,25 +51,34 @@ class Grammars:
         Raises InvalidInputError for what is no grammar, and for ``partial``, tokens emitted before,
         that do not obey it.
         """
-        for kind in ("json_schema", "regex"):
+        for kind in _KINDS:
             text = getattr(params, kind)
             if text is not None:
                 matcher = self._matcher(kind, text).deep_copy()
-                if matcher.validate_tokens(list(partial)) < len(partial):
+                beginning = None
+                if params.grammar_after is not None:
+                    beginning = _EndOfText(params.grammar_after, self._tokenizer)
+                begin = 0 if beginning is None else beginning.find(partial, 0)
+                under = [] if begin is None else list(partial[begin:])
+                if matcher.validate_tokens(under) < len(under):
                     raise InvalidInputError(
                         "partial_ids", partial, f"must obey the request's {kind}"
                     )
-                return TokenGrammar(matcher, self._vocab_size)
+                return TokenGrammar(matcher, self._vocab_size, beginning)
         return None
 
     def _matcher(self, kind: str, text: str) -> Any:
         key = (kind, text)
-        if key not in self._compiled:
-            self._compiled[key] = self._compile(kind, text)
+        with self._lock:
+            matcher = self._compiled.get(key)
+        if matcher is None:
+            matcher = self._compile(kind, text)
+        with self._lock:
+            self._compiled[key] = matcher
+            self._compiled.move_to_end(key)
             if len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end(key)
-        return self._compiled[key]
+        return matcher
 
     def _compile(self, kind: str, text: str) -> Any:
         tokens = self._tokens(kind, text)
@@ -108,14 +128,14 @@ def _check_compile_time(kind: str, text: str) -> None:
     """Raise InvalidInputError for a grammar whose compilation would take more than seconds."""
     field = f"sampling.{kind}"
     if len(text) > _MAX_CHARACTERS:
-        remedy = f"must be of at most {_MAX_CHARACTERS}, for all requests wait for its compilation"
+        remedy = f"must be of at most {_MAX_CHARACTERS}: it would take too long to be compiled"
         raise InvalidInputError(field, f"{len(text)} characters", remedy)
     if kind != "json_schema":
         return
     if math.lcm(*map(_without_point, _multiples(text))) > _MAX_MULTIPLE:
         remedy = (
             "the numbers of multipleOf, without decimal points, must have a common multiple of at "
-            f"most {_MAX_MULTIPLE}, for all requests wait for its compilation"
+            f"most {_MAX_MULTIPLE}: it would take too long to be compiled"
         )
         raise InvalidInputError(field, text, remedy)
 
@@ -144,12 +164,43 @@ def _multiples(text: str) -> Iterator[Decimal]:
             unread.extend(value)
 
 
+_TOKENS_PER_CHARACTER = 4  # at most, in UTF-8 byte-level vocabularies
+
+
+class _EndOfText:
+    """Finds the token that completes a text for the first time."""
+
+    def __init__(self, text: str, tokenizer: Any) -> None:
+        self._text = text
+        self._tokenizer = tokenizer
+        self._window = _TOKENS_PER_CHARACTER * (len(text) + 1)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        self._id = ids[0] if len(ids) == 1 else None  # a special token, in most vocabularies
+
+    def find(self, tokens: Sequence[int], first: int) -> int | None:
+        """The place behind that token, ``first`` or later; None where it has not come."""
+        for end in range(first + 1, len(tokens) + 1):
+            if tokens[end - 1] == self._id or self._ends_in(
+                tokens[max(0, end - self._window) : end]
+            ):
+                return end
+        return None
+
+    def _ends_in(self, tokens: Sequence[int]) -> bool:
+        if self._id is not None:
+            return False
+        return self._text in self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+
 class TokenGrammar:
     """Where one request's output stands in its grammar: a function of its tokens alone."""
 
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
+    def __init__(self, matcher: Any, vocab_size: int, beginning: _EndOfText | None = None) -> None:
+        """``beginning``: of what the grammar holds for; None: it is the whole output."""
         self._matcher = matcher
         self._vocab_size = vocab_size
+        self._beginning = beginning
+        self._num_free = 0  # tokens before that, as far as they were looked at
         self._num_read = 0  # tokens of the output
 
     def forbidden(self, request: Request, drafted: list[int]) -> NDArray[np.int64]:
@@ -159,7 +210,18 @@ class TokenGrammar:
         """
         matcher = self._matcher
         output_start = request.prompt_len - request.partial_len
-        new = request.tokens[output_start + self._num_read :]
+        if self._beginning is not None:
+            output = request.tokens[output_start:]
+            begin = self._beginning.find(output, self._num_free)
+            self._num_free = len(output)
+            if begin is None:
+                begin = self._beginning.find([*output, *drafted], len(output))
+                if begin is None:
+                    return np.empty(0, dtype=np.int64)
+                drafted = drafted[begin - len(output) :]  # what is before it is not committed
+            else:
+                self._beginning, self._num_read = None, begin
+        new = [] if self._beginning is not None else request.tokens[output_start + self._num_read :]
         if new:
             matcher.consume_tokens(new)
             self._num_read += len(new)

@@ -120,6 +120,12 @@ class Engine(Protocol):
     @called_on(Ranks.FIRST)
     def check(self, prompt: Prompt, params: SamplingParams) -> int: ...
 
+    @called_on(Ranks.FIRST)
+    def compile_grammar(self, params: SamplingParams) -> None:
+        """Compile the grammar that parameters name, if they do, which may take seconds: `submit`
+        then need not. On any thread, beside other calls. Raises InvalidInputError."""
+        ...
+
     @called_on(Ranks.EVERY)
     def submit(
         self,

@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rollout.engine.grammars import Grammars
+from rollout.engine.token_constraints import AllowedTokens, BadWords
 from rollout.engine.tokenizer import PromptEncoder, prompt_group
 from rollout.errors import InvalidInputError
 from rollout.sampling.noise import derive_seed
-from rollout.types import FinishReason, Request, Rollout, SamplingParams
+from rollout.types import FinishReason, Request, Rollout, SamplingParams, TokenConstraint
 from rollout.validation import checked_int
 
 Decode = Callable[[Sequence[int]], str]
@@ -98,7 +99,7 @@ class RequestFactory:
         """
         self._records_routes = records_routes
         self._encoder = encoder
-        self._grammars = Grammars(encoder.tokenizer, vocab_size, eos_token_ids)
+        self.grammars = Grammars(encoder.tokenizer, vocab_size, eos_token_ids)
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._check_fits = check_fits
@@ -146,7 +147,7 @@ class RequestFactory:
                 eos_token_ids=self._eos_token_ids,
                 decode=decode,
             ),
-            grammar=self._grammars.open(params, partial),
+            constraints=self._constraints(params, partial),
         )
         self._check_fits(request, field)
         self._next_id += 1
@@ -177,6 +178,16 @@ class RequestFactory:
             routed_experts=request.routed_experts,
         )
 
+    def _constraints(self, params: SamplingParams, partial: Sequence[int]) -> list[TokenConstraint]:
+        found: list[TokenConstraint] = []
+        if (grammar := self.grammars.open(params, partial)) is not None:
+            found.append(grammar)
+        if params.allowed_token_ids is not None:
+            found.append(AllowedTokens(params.allowed_token_ids, self._vocab_size))
+        if params.bad_words:
+            found.append(BadWords(params.bad_words, self._encoder.encode_word))
+        return found
+
     def _check_params(self, params: SamplingParams) -> None:
         if not isinstance(params, SamplingParams):
             raise InvalidInputError("params", params, "must be a SamplingParams")
@@ -185,9 +196,15 @@ class RequestFactory:
                 "sampling.routed_experts", True,
                 "is not recorded: start a model that has experts with model.record_routes=true",
             )  # fmt: skip
-        if params.stop and self._encoder.tokenizer is None:
-            raise InvalidInputError("sampling.stop", params.stop, "stop strings need a tokenizer")
-        ids = {"logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
+        for name, texts in (("stop", params.stop), ("bad_words", params.bad_words)):
+            if texts and self._encoder.tokenizer is None:
+                raise InvalidInputError(f"sampling.{name}", texts, "texts need a tokenizer")
+        ids = {
+            "logit_bias": params.logit_bias,
+            "stop_token_ids": params.stop_token_ids,
+            "allowed_token_ids": params.allowed_token_ids or (),
+            "logprob_token_ids": params.logprob_token_ids,
+        }
         for name, tokens in ids.items():
             for token in tokens:
                 if not 0 <= token < self._vocab_size:

@@ -162,6 +162,11 @@ class PromptEncoder:
             )
         return array.astype(np.int32)
 
+    def encode_word(self, text: str) -> list[int]:
+        """Token ids of a part of a text, no special tokens added."""
+        assert self.tokenizer is not None
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens."""
         if self.tokenizer is None:

@@ -121,7 +121,7 @@ class Checkpoint:
             self._quantised[name] = StoredTensor(file, tuple(shape), torch.uint8)
             return
         known = _DTYPES
-        if name.rpartition(".")[2] in self._tables:
+        if ":" in name or name.rpartition(".")[2] in self._tables:  # places: see weights/delta.py
             known = _DTYPES | _TABLE_DTYPES
         if dtype not in known:
             raise CheckpointError(

@@ -14,10 +14,18 @@ from rollout.durable_files import whole_file
 from rollout.errors import InvalidInputError, OutputError
 from rollout.offline.config import OutputConfig
 from rollout.offline.sink import cannot_write
-from rollout.types import FinishReason, Rollout, SamplingParams
+from rollout.types import FinishReason, Rollout, SamplingParams, TokenExtras
 
-_EXTRAS = ("raw_logprobs", "sampling_logprobs", "top_logprobs", "entropies")
-_PER_TOKEN = ("logprobs", "weight_versions", "raw_logprobs", "sampling_logprobs", "entropies")
+_EXTRAS = tuple(TokenExtras.__dataclass_fields__)
+_PER_TOKEN = (
+    "logprobs",
+    "weight_versions",
+    "raw_logprobs",
+    "sampling_logprobs",
+    "sampling_masks",
+    "token_ids_logprobs",
+    "entropies",
+)
 _ROWS_PER_GROUP = 1024
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -32,7 +40,9 @@ _TYPES: dict[str, Any] = {
     "weight_versions": list[_Count],
     "raw_logprobs": list[float],
     "sampling_logprobs": list[float],
+    "sampling_masks": list[list[_TokenId]],
     "top_logprobs": list[list[dict[str, float]]],
+    "token_ids_logprobs": list[list[dict[str, float]]],
     "entropies": list[float],
     "routed_experts": list[list[list[int]]],
     "finish_reason": FinishReason,
@@ -48,7 +58,9 @@ def rollout_columns(config: OutputConfig, params: SamplingParams) -> list[str]:
         "prompt_ids": config.prompt_ids,
         "raw_logprobs": params.raw_logprobs,
         "sampling_logprobs": params.sampling_logprobs,
+        "sampling_masks": params.sampling_mask,
         "top_logprobs": params.top_logprobs,
+        "token_ids_logprobs": params.logprob_token_ids,
         "entropies": params.entropy,
         "routed_experts": params.routed_experts,
         "stats": config.stats,
@@ -65,10 +77,10 @@ def _value(rollout: Rollout, name: str) -> Any:
     match name:
         case "finish_reason":
             return rollout.finish_reason.value
-        case "top_logprobs":
+        case "top_logprobs" | "token_ids_logprobs":
             return [
-                [{"token_id": token, "logprob": logprob} for token, logprob in top]
-                for top in rollout.extras.top_logprobs
+                [{"token_id": token, "logprob": logprob} for token, logprob in pairs]
+                for pairs in getattr(rollout.extras, name)
             ]
         case "routed_experts":
             routes = rollout.routed_experts
@@ -146,7 +158,7 @@ def rollout_schema(columns: list[str], carried: Any) -> Any:
     """The Arrow schema of an output: the rollout's own columns, then prompt and carried ones."""
     import pyarrow as pa
 
-    top = pa.struct([("token_id", pa.int32()), ("logprob", pa.float32())])
+    pair = pa.struct([("token_id", pa.int32()), ("logprob", pa.float32())])
     counters = [("verify_steps", pa.int64()), ("drafted", pa.int64()), ("accepted", pa.int64())]
     types = {
         "prompt_index": pa.int64(),
@@ -158,7 +170,9 @@ def rollout_schema(columns: list[str], carried: Any) -> Any:
         "weight_versions": pa.list_(pa.int64()),
         "raw_logprobs": pa.list_(pa.float32()),
         "sampling_logprobs": pa.list_(pa.float32()),
-        "top_logprobs": pa.list_(pa.list_(top)),
+        "sampling_masks": pa.list_(pa.list_(pa.int32())),
+        "top_logprobs": pa.list_(pa.list_(pair)),
+        "token_ids_logprobs": pa.list_(pa.list_(pair)),
         "entropies": pa.list_(pa.float32()),
         "routed_experts": pa.list_(pa.list_(pa.list_(pa.int16()))),
         "finish_reason": pa.string(),

@@ -20,6 +20,9 @@ FIELD_OF: Mapping[str, str] = {
     "stop_strings": "stop",  # transformers'
     "stop_token_ids": "stop_token_ids",
     "ignore_eos": "ignore_eos",
+    "allowed_token_ids": "allowed_token_ids",  # vLLM's, and the next two
+    "bad_words": "bad_words",
+    "logprob_token_ids": "logprob_token_ids",
     "min_new_tokens": "min_new_tokens",
     "min_tokens": "min_new_tokens",  # vLLM's
     "max_new_tokens": "max_new_tokens",

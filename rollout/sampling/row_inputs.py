@@ -4,7 +4,8 @@
 the same ones of tensors where the logits are.
 
 Legend: A arrays or tensors; R rows, V vocabulary, C rows whose logits are changed, E edited logits,
-X forbidden ones, T rows that are truncated, W rows that want something, B entries, N draft nodes.
+X forbidden ones, T rows that are truncated, W rows that want something, K tokens of a row, B
+entries, N draft nodes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rollout.types import DraftTrees, Request, SamplingParams
 @dataclass(kw_only=True)
 class Changes(Generic[A]):
     """Rows whose logits are changed, and how: edits by penalties and bias, and tokens that a row
-    must not draw, below its minimum length or by its grammar."""
+    must not draw, below its minimum length or by its request's constraints."""
 
     rows_C: A  # int64, ascending
     places_R: A  # int64, a row's place among those, or -1
@@ -49,8 +50,11 @@ class WantedExtras(Generic[A]):
 
     raw_W: A
     sampling_W: A
+    mask_W: A
     top_W: A
+    ids_W: A
     entropy_W: A
+    ids_WK: A  # tokens whose logprobs each row of ``ids_W`` wants, padded with token 0
     max_top: int  # tokens that any row of ``top_W`` wants
 
 
@@ -137,10 +141,18 @@ def _wanted(rows: SampleRows) -> WantedExtras[NDArray]:
     def wanting(asked: list[bool]) -> NDArray[np.int64]:
         return np.flatnonzero(rows.of_rows(np.array(asked, dtype=np.bool_)))
 
+    max_ids = max(len(p.logprob_token_ids) for p in params)
+    ids_OK = np.zeros((len(params), max_ids), dtype=np.int64)
+    for owner, each in enumerate(params):
+        ids_OK[owner, : len(each.logprob_token_ids)] = each.logprob_token_ids
+    ids_W = wanting([bool(p.logprob_token_ids) for p in params])
     return WantedExtras(
         raw_W=wanting([p.raw_logprobs for p in params]),
         sampling_W=wanting([p.sampling_logprobs for p in params]),
+        mask_W=wanting([p.sampling_mask for p in params]),
         top_W=wanting([p.top_logprobs > 0 for p in params]),
+        ids_W=ids_W,
+        ids_WK=np.repeat(ids_OK, rows.counts_O, axis=0)[ids_W],
         entropy_W=wanting([p.entropy for p in params]),
         max_top=max(p.top_logprobs for p in params),
     )
@@ -151,7 +163,7 @@ def _edits(params: SamplingParams) -> bool:
 
 
 def _may_change(params: SamplingParams) -> bool:
-    return _edits(params) or params.min_new_tokens > 0 or params.has_grammar
+    return _edits(params) or params.forbids
 
 
 def _changes(rows: SampleRows, vocab: int) -> Changes[NDArray] | None:
@@ -159,10 +171,10 @@ def _changes(rows: SampleRows, vocab: int) -> Changes[NDArray] | None:
     is_edited_R = rows.of_rows(np.array([_edits(r.params) for r in requests], dtype=np.bool_))
     may_stop_O = [r.prompt_len - r.partial_len + r.params.min_new_tokens for r in requests]
     is_short_R = rows.positions_R < rows.of_rows(np.array(may_stop_O))
-    has_grammar_R = rows.of_rows(
-        np.array([r.grammar is not None for r in requests], dtype=np.bool_)
+    is_constrained_R = rows.of_rows(
+        np.array([bool(r.constraints) for r in requests], dtype=np.bool_)
     )
-    concerned = np.flatnonzero(is_edited_R | is_short_R | has_grammar_R).tolist()
+    concerned = np.flatnonzero(is_edited_R | is_short_R | is_constrained_R).tolist()
     if not concerned:
         return None
     histories: dict[int, _History] = {}
@@ -171,7 +183,7 @@ def _changes(rows: SampleRows, vocab: int) -> Changes[NDArray] | None:
     for row in concerned:
         request = rows.requests[row]
         first, tokens = len(rows_C) * vocab, _NO_TOKENS
-        stops: NDArray[np.int64] = _NO_TOKENS
+        banned = [each.forbidden(request, rows.drafted[row]) for each in request.constraints]
         if is_edited_R[row]:
             history = histories.get(id(request))
             if history is None:
@@ -180,11 +192,9 @@ def _changes(rows: SampleRows, vocab: int) -> Changes[NDArray] | None:
             edited.append(first + tokens)
             edits.append(edits_3E)
         if is_short_R[row]:
-            stops = np.array(sorted(request.stop_check.stop_token_ids), dtype=np.int64)
-        elif request.grammar is not None:
-            stops = request.grammar.forbidden(request, rows.drafted[row])
-        forbidden.append(first + stops)
-        if len(tokens) or len(stops):
+            banned.append(np.array(sorted(request.stop_check.stop_token_ids), dtype=np.int64))
+        forbidden += [first + tokens_X for tokens_X in banned]
+        if len(tokens) or any(map(len, banned)):
             rows_C.append(row)
     if not rows_C:
         return None

@@ -7,8 +7,8 @@ own sample: the draft decides how many samples one forward yields and nothing el
 On a GPU there is one copy to it, a few kernels and one copy back, and nothing waits but the read at
 the end: how many rows need what is known on the host.
 
-Legend: R rows, V vocabulary, W rows that want something, K likeliest tokens, B entries, D places of
-a path; A arrays or tensors.
+Legend: R rows, V vocabulary, W rows that want something, K tokens of a row, M words of bits, B
+entries, D places of a path; A arrays or tensors.
 """
 
 from __future__ import annotations
@@ -92,8 +92,10 @@ class SampleOutputs(Generic[A]):
     logprobs_R: A  # float32, and so are all others but ids
     raw_W: A | None = None
     sampling_W: A | None = None
+    masks_WM: A | None = None  # int32, 32 tokens in a word
     top_ids_WK: A | None = None  # int64
     top_logprobs_WK: A | None = None
+    ids_logprobs_WK: A | None = None
     entropies_W: A | None = None
     paths_BD: A | None = None  # see `tree_accept.accept`
     lengths_B: A | None = None
@@ -147,6 +149,12 @@ class Sampler:
             extras[row].sampling_logprobs = [value]
         for row, value in _pairs(wanted.entropy_W, read.entropies_W):
             extras[row].entropies = [value]
+        for row, values in _pairs(wanted.ids_W, read.ids_logprobs_WK):
+            asked = self._rows.requests[row].params.logprob_token_ids
+            extras[row].token_ids_logprobs = [list(zip(asked, values, strict=False))]
+        if read.masks_WM is not None:
+            for row, words_M in zip(wanted.mask_W.tolist(), read.masks_WM, strict=True):
+                extras[row].sampling_masks = [_set_bits(words_M)]
         top = zip(
             _pairs(wanted.top_W, read.top_ids_WK),
             _pairs(wanted.top_W, read.top_logprobs_WK),
@@ -171,6 +179,15 @@ def _pairs(rows_W: NDArray, values_W: NDArray | None) -> list[tuple[int, Any]]:
     return [] if values_W is None else list(zip(rows_W.tolist(), values_W.tolist(), strict=True))
 
 
+def _set_bits(words_M: NDArray[np.int32]) -> list[int]:
+    """The places of the bits that are set, ascending; most words have none."""
+    bytes_N = np.ascontiguousarray(words_M).view(np.uint8)
+    used = np.flatnonzero(bytes_N)
+    bits = np.unpackbits(bytes_N[used], bitorder="little").reshape(-1, 8)
+    byte, bit = np.nonzero(bits)
+    return (used[byte] * 8 + bit).tolist()
+
+
 def _computed(
     logits_RV: torch.Tensor, inputs: RowInputs[torch.Tensor]
 ) -> SampleOutputs[torch.Tensor]:
@@ -186,6 +203,10 @@ def _computed(
         found.raw_W = shaped.raw_logprobs(tokens_R, wanted.raw_W)
     if len(wanted.sampling_W):
         found.sampling_W = shaped.sampling_logprobs(tokens_R, wanted.sampling_W)
+    if len(wanted.mask_W):
+        found.masks_WM = shaped.sampling_masks(wanted.mask_W)
+    if len(wanted.ids_W):
+        found.ids_logprobs_WK = shaped.logprobs_of(wanted.ids_WK, wanted.ids_W)
     if len(wanted.top_W):
         found.top_ids_WK, found.top_logprobs_WK = shaped.top_logprobs(wanted.top_W, wanted.max_top)
     if len(wanted.entropy_W):

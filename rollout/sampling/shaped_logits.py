@@ -3,8 +3,8 @@
 A row's logits stay in the model's dtype unless its own parameters change them, so that no row is
 computed otherwise because of its company, and no batch is copied as float32 for the sake of one.
 
-Legend: R rows, C rows whose logits are changed, V vocabulary, W rows that want something, K
-likeliest tokens.
+Legend: R rows, C rows whose logits are changed, V vocabulary, W rows that want something, K tokens
+of a row, M words of bits, N bytes.
 """
 
 from __future__ import annotations
@@ -85,12 +85,22 @@ class ShapedLogits:
 
     def sampling_logprobs(self, tokens_R: torch.Tensor, rows_W: torch.Tensor) -> torch.Tensor:
         """Logprobs [W] of tokens, renormalised over those that could be drawn."""
-        kept_WV = self._of("drawn_from_RV", rows_W)
-        if self._plain.threshold_R is not None:
-            threshold_W1 = self._of("threshold_R", rows_W)[:, None]
-            kept_WV = kept_WV.masked_fill(kept_WV < threshold_W1, float("-inf"))
+        kept_WV = self._drawable(rows_W)
         temperature_W = _taken(self._plain.temperature_R, rows_W)
         return token_logprobs(kept_WV, temperature_W, _taken(tokens_R, rows_W))
+
+    def sampling_masks(self, rows_W: torch.Tensor) -> torch.Tensor:
+        """The tokens that could be drawn, as bits of int32 words [W, M], the lowest bit first."""
+        kept_WV = self._drawable(rows_W) > float("-inf")
+        bits = torch.nn.functional.pad(kept_WV, (0, -kept_WV.shape[1] % 32))
+        values = 1 << torch.arange(8, dtype=torch.uint8, device=bits.device)
+        bytes_WN = (bits.view(len(rows_W), -1, 8) * values).sum(dim=2, dtype=torch.uint8)
+        return bytes_WN.view(torch.int32)
+
+    def logprobs_of(self, ids_WK: torch.Tensor, rows_W: torch.Tensor) -> torch.Tensor:
+        """The logprobs [W, K] of given tokens."""
+        logits_WV = self._of("logits_RV", rows_W)
+        return token_logprobs(logits_WV, _taken(self._plain.temperature_R, rows_W), ids_WK)
 
     def top_logprobs(self, rows_W: torch.Tensor, count: int) -> Pair:
         """The likeliest tokens [W, K] and their logprobs."""
@@ -103,6 +113,14 @@ class ShapedLogits:
         """Entropies in nats [W] of the distributions that `logprobs` are taken from."""
         logits_WV = self._of("logits_RV", rows_W)
         return entropy(logits_WV, _taken(self._plain.temperature_R, rows_W))
+
+    def _drawable(self, rows_W: torch.Tensor) -> torch.Tensor:
+        """Logits [W, V] of what could be drawn, -inf elsewhere."""
+        kept_WV = self._of("drawn_from_RV", rows_W)
+        if self._plain.threshold_R is None:
+            return kept_WV
+        threshold_W1 = self._of("threshold_R", rows_W)[:, None]
+        return kept_WV.masked_fill(kept_WV < threshold_W1, float("-inf"))
 
     @property
     def _are_all_changed(self) -> bool:

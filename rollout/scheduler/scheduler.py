@@ -346,11 +346,7 @@ class Scheduler:
         request.logprobs += output.logprobs
         request.weight_versions += [weight_version] * len(output.token_ids)
         if output.extras is not NO_EXTRAS:
-            extras = request.extras
-            extras.raw_logprobs += output.extras.raw_logprobs
-            extras.sampling_logprobs += output.extras.sampling_logprobs
-            extras.top_logprobs += output.extras.top_logprobs
-            extras.entropies += output.extras.entropies
+            request.extras.extend(output.extras)
         if output.finish_reason is not None:
             request.finish_reason, request.error = output.finish_reason, output.error
         elif len(request.tokens) >= self.memory.max_sequence_len:

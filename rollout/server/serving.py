@@ -16,19 +16,20 @@ from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.sampling.noise import derive_seed
 from rollout.server.config import ServeConfig
-from rollout.server.errors import DrainingError, QueueFullError
+from rollout.server.errors import DrainingError, ModelNotFoundError, QueueFullError
 from rollout.server.http_metrics import HttpMetrics
 from rollout.server.open_update import HttpWeightUpdate
+from rollout.server.sample_limits import check_params
 from rollout.server.status import StatusCache
 from rollout.server.streams import DeltaStream, SampleRequest, call_soon
 from rollout.types import Prompt, Rollout, SamplingParams, TokenExtras
 
 T = TypeVar("T")
 
+_ANY_MODEL = frozenset({"", "default", "unknown"})
+"""Names that gateways and clients send where they were told none."""
+
 _POLL_SECONDS = 0.02  # of waits that nothing ends but looking again
-_MAX_STOPS = 64  # stop strings of a sample
-_LONGEST_STOP = 1024  # characters
-_MAX_STOP_TOKENS = 1024
 
 
 class Serving:
@@ -42,6 +43,7 @@ class Serving:
         self.serve_config = config
         self.config = config.server
         self.encoder = engine.encoder
+        self._compile_grammar = engine.compile_grammar
         self.vocab_size = engine.vocab_size
         self.max_running, self.limits = engine.max_running, engine.limits
         self.max_context_len = engine.max_context_len
@@ -64,6 +66,19 @@ class Serving:
         self.loop = EngineLoop(engine)
 
     # Before a request is queued
+
+    def require_model(self, name: str | None) -> None:
+        """Raises ModelNotFoundError unless ``name`` is the served model's.
+
+        That is its name, with an organisation's before it or without, and the path that the server
+        was started with. None and what gateways send for it ask for no other.
+        """
+        if name is None or name in _ANY_MODEL or name == self.model_path:
+            return
+        if self.model_name not in (name, name.rpartition("/")[2]):
+            raise ModelNotFoundError(
+                f"the model {name!r} does not exist: this server has {self.model_name!r}"
+            )
 
     def fresh_seed(self) -> int:
         """A seed in [0, 2**63) for a request that brings none: another one each time."""
@@ -107,7 +122,7 @@ class Serving:
         for sample in samples:
             self.check_prompt_len(len(sample.prompt_ids) + len(sample.partial_ids))
         for params in {id(sample.params): sample.params for sample in samples}.values():
-            self._check_params(params)
+            check_params(params, self.vocab_size, self.encoder.tokenizer is not None)
 
     @property
     def max_prompt_len(self) -> int:
@@ -123,28 +138,21 @@ class Serving:
                 "len(prompt)", length, f"must be 1 to {self.max_prompt_len} tokens"
             )
 
-    def _check_params(self, params: SamplingParams) -> None:
-        if len(params.stop_token_ids) > _MAX_STOP_TOKENS:  # every sample has a set of them
-            raise InvalidInputError(
-                "len(stop_token_ids)", len(params.stop_token_ids), f"at most {_MAX_STOP_TOKENS}"
-            )
-        for name, ids in (
-            ("logit_bias", params.logit_bias),
-            ("stop_token_ids", params.stop_token_ids),
-        ):
-            for token in ids:
-                if not 0 <= token < self.vocab_size:
-                    raise InvalidInputError(name, token, f"must be in [0, {self.vocab_size})")
-        # They are looked for at every token, on the engine's thread.
-        longest = max(map(len, params.stop), default=0)
-        if len(params.stop) > _MAX_STOPS or longest > _LONGEST_STOP:
-            raise InvalidInputError(
-                "stop",
-                f"{len(params.stop)} of up to {longest} characters",
-                f"at most {_MAX_STOPS} stop strings of {_LONGEST_STOP} characters",
-            )
-        if params.stop and self.encoder.tokenizer is None:
-            raise InvalidInputError("stop", params.stop, "stop strings need a tokenizer")
+    async def prepare(self, samples: Sequence[SampleRequest]) -> None:
+        """Compile the samples' grammars, off the event loop and off the engine's thread.
+
+        Raises InvalidInputError, QueueFullError or DrainingError where the samples are refused.
+        """
+        grammars = {
+            (params.json_schema, params.regex): params
+            for params in (sample.params for sample in samples)
+            if params.has_grammar
+        }
+        if grammars:
+            self._admit(len(samples))
+            self.check(samples)
+        for params in grammars.values():
+            await asyncio.to_thread(self._compile_grammar, params)
 
     # Generating
 
@@ -154,6 +162,7 @@ class Serving:
         Raises InvalidInputError, QueueFullError or DrainingError before anything is queued,
         EngineStateError when the engine has failed.
         """
+        await self.prepare(samples)
         handles = self._submit(samples, [None] * len(samples))
         try:
             return await asyncio.gather(*(asyncio.wrap_future(t.future) for t in handles))
@@ -164,6 +173,7 @@ class Serving:
     def stream(self, samples: Sequence[SampleRequest]) -> DeltaStream:
         """The samples' tokens as they come. Closed early, it aborts those that are unfinished.
 
+        `prepare` comes first, so that the engine need not wait for grammars to be compiled.
         Queued, or refused as `generate` does, when this returns.
         """
         stream = DeltaStream()

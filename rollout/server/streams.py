@@ -23,8 +23,6 @@ from rollout.types import Request, Rollout, SamplingParams, TokenExtras
 
 T = TypeVar("T")
 
-_EXTRAS = tuple(TokenExtras.__dataclass_fields__)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
@@ -152,29 +150,24 @@ def call_soon(event_loop: asyncio.AbstractEventLoop, function: Callable[[], obje
 
 
 def _delta(index: int, request: Request, first: int) -> Delta:
-    extras = request.extras
     return Delta(
         index=index,
         token_ids=request.tokens[request.prompt_len + first :],
         logprobs=request.logprobs[first:],
         weight_versions=request.weight_versions[first:],
-        extras=TokenExtras(
-            raw_logprobs=extras.raw_logprobs[first:],
-            sampling_logprobs=extras.sampling_logprobs[first:],
-            top_logprobs=extras.top_logprobs[first:],
-            entropies=extras.entropies[first:],
-        ),
+        extras=request.extras.since(first),
     )
 
 
 def _joined(former: Delta, later: Delta) -> Delta:
-    extras = {name: getattr(former.extras, name) + getattr(later.extras, name) for name in _EXTRAS}
+    extras = former.extras.since(0)
+    extras.extend(later.extras)
     return Delta(
         index=former.index,
         token_ids=former.token_ids + later.token_ids,
         logprobs=former.logprobs + later.logprobs,
         weight_versions=former.weight_versions + later.weight_versions,
-        extras=TokenExtras(**extras),
+        extras=extras,
         rollout=later.rollout,
     )
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from rollout.errors import InvalidInputError
 from rollout.trainers.param_ref import Combine, ParamRef, Weight, checkpoint_name, unwrapped
+from rollout.weights.lora import lora_delta
 
 _RefsByOwner = dict[tuple[int, str], ParamRef]  # by id of the module, and attribute
 
@@ -33,11 +34,8 @@ class Adapter:
 
     def add(self, value: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         """``value += scaling * B @ A`` in place; of an embedding the transpose of that."""
-        half_on_cpu = b.device.type == "cpu" and b.dtype in (torch.float16, torch.bfloat16)
-        product = b.float() @ a.float() if half_on_cpu else b @ a
-        delta = (product.T if self.fan_in_fan_out or self.is_embedding else product) * self.scaling
-        if half_on_cpu:
-            delta = delta.to(b.dtype)
+        transposed = self.fan_in_fan_out or self.is_embedding
+        delta = lora_delta(a, b, self.scaling, transposed=transposed)
         value += delta.to(value.dtype) if self.is_embedding else delta
 
 

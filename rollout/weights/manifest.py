@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from math import prod
+from math import isfinite, prod
 from typing import Any, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
@@ -225,6 +225,10 @@ class UpdateOptions:
     # than the one in use.
     weight_version: int | None = None
     partial: bool = False  # names that do not come keep their values; else each must come
+    # The version that what comes is the difference to: refused unless it is the one in use. Then
+    # `partial`, and places of tensors may come (`delta`).
+    base_version: int | None = None
+    lora_scaling: float | None = None  # LoRA adapters come (`lora`), scaled so; then `partial`
     check_finite: bool = False  # refuse NaN and infinities
     timeout: float = 300.0  # seconds without a call after which an open update counts as abandoned
 
@@ -233,9 +237,13 @@ class UpdateOptions:
         for name in ("flush_cache", "abort_all_requests", "partial", "check_finite"):
             checked_flag(getattr(self, name), name)
         checked_seconds(self.timeout, "timeout")
-        version = self.weight_version
-        if version is not None and not (type(version) is int and 0 <= version < 2**63):
-            raise InvalidInputError("weight_version", version, "must be an integer >= 0")
+        scaling = self.lora_scaling
+        if scaling is not None and not (type(scaling) in (int, float) and isfinite(scaling)):
+            raise InvalidInputError("lora_scaling", scaling, "must be a finite number")
+        for name in ("weight_version", "base_version"):
+            version = getattr(self, name)
+            if version is not None and not (type(version) is int and 0 <= version < 2**63):
+                raise InvalidInputError(name, version, "must be an integer >= 0")
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:
@@ -244,4 +252,7 @@ class UpdateOptions:
         for name, value in options.items():
             if name not in known:
                 raise InvalidInputError(name, value, f"is no option; there are {', '.join(known)}")
-        return cls(**options)
+        is_difference = any(
+            options.get(name) is not None for name in ("base_version", "lora_scaling")
+        )
+        return cls(**{"partial": is_difference, **options})

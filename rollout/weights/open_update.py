@@ -9,6 +9,8 @@ import torch
 
 from rollout.errors import InvalidInputError
 from rollout.models.layers.weight_loader import WeightLoader, mismatches, same_values
+from rollout.weights.delta import Change, TensorChanges, changed_specs, split_name
+from rollout.weights.lora import LoraChange
 from rollout.weights.manifest import (
     Manifest,
     NamedTensors,
@@ -21,28 +23,10 @@ from rollout.weights.manifest import (
     closed_iterator,
     refuse_unreadable,
 )
-
-TARGET = "target"
-"""The part whose version tokens carry. Others only propose: their updates leave it alone."""
+from rollout.weights.refusals import LISTED, refuse_mismatched, refuse_not_finite
+from rollout.weights.versions import TARGET
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_LISTED = 8
-
-
-def next_versions(
-    in_use: Mapping[str, int], parts: frozenset[str], given: int | None
-) -> dict[str, int]:
-    """The versions of parts after an update of them.
-
-    ``given`` numbers the target where it is among the parts, else all of them. No token carries a
-    draft's, so that one may be given twice.
-    """
-    following = {part: in_use[part] + 1 for part in parts}
-    if given is None:
-        return following
-    if TARGET in parts and given == in_use[TARGET]:
-        raise InvalidInputError("weight_version", given, "must differ from the one in use")
-    return following | dict.fromkeys({TARGET} & parts or parts, given)
 
 
 @dataclass(slots=True)
@@ -50,6 +34,7 @@ class OpenUpdate:
     """One update, and the loaders that it writes to.
 
     Each of several ranks checks, counts and writes what it stores of a tensor, and no more.
+    ``lora_bases``, which outlive the update, are the values of adapted weights without an adapter.
     """
 
     options: UpdateOptions
@@ -63,6 +48,9 @@ class OpenUpdate:
     num_loads: int = 0  # calls that brought tensors
     checked: dict[str, TensorSpec] = field(default_factory=dict)  # fit, and may come
     loaded: dict[str, TensorSpec] = field(default_factory=dict)
+    changes: TensorChanges = field(default_factory=TensorChanges)
+    lora_bases: dict[str, torch.Tensor] = field(default_factory=dict)  # by name, this rank's
+    adapted: set[str] = field(default_factory=set)  # whose adapter has come
     is_loading: bool = False  # whether a write has begun
     num_bytes: int = 0  # written by this rank, in the dtypes they came in
 
@@ -74,11 +62,12 @@ class OpenUpdate:
     @property
     def progress(self) -> str:
         """How far it has come, for an error."""
-        some = ", ".join(list(self.loaded)[:_LISTED]) + ", ..." * (len(self.loaded) > _LISTED)
+        some = ", ".join(list(self.loaded)[:LISTED]) + ", ..." * (len(self.loaded) > LISTED)
         return f"version {self.version} stopped after {len(self.loaded)} tensors ({some})"
 
     def takes(self, name: str) -> bool:
         """Whether what comes under this name is written, or an error; else it goes nowhere."""
+        name, _ = split_name(name) or (name, "")
         return name in self.weight_loaders or not self.passes_over(name)
 
     def taken(self, manifest: Manifest) -> Manifest:
@@ -87,7 +76,7 @@ class OpenUpdate:
 
     def announce(self, manifest: Manifest) -> None:
         """All that is going to come. Raises InvalidInputError unless it is what has to."""
-        self.manifest = self.taken(manifest)
+        self.manifest = self._wholes(self.taken(manifest), is_all=True)
         self.checked.update(self.manifest)
         self._refuse_mismatches(self.manifest, partial=self.options.partial)
 
@@ -96,6 +85,7 @@ class OpenUpdate:
 
         ``direct``: they are written unconverted, so they must have the model's dtype.
         """
+        incoming = self._wholes(incoming, is_all=False)
         unchecked = {
             name: spec
             for name, spec in incoming.items()
@@ -104,7 +94,7 @@ class OpenUpdate:
         if unchecked:
             self._refuse_unchecked(unchecked)
         if direct:
-            _refuse(
+            refuse_mismatched(
                 [
                     f"wrong dtype: {name} is {spec.dtype}, the model has {loader.dtype} and "
                     "load_format='direct' converts nothing"
@@ -116,6 +106,7 @@ class OpenUpdate:
 
     def check_complete(self) -> None:
         """Raise unless all has come that has to."""
+        self.changes.refuse_unpaired()
         if not self.loaded:
             raise InvalidInputError("named_tensors", [], "an update must bring a tensor")
         self._refuse_mismatches(self.loaded, partial=self.options.partial)
@@ -138,9 +129,15 @@ class OpenUpdate:
         tied = {name for name, it in loaders.items() if it.alias_of is not None}
         tied |= {loaders[name].alias_of or name for name in tied}
         twins: dict[str, torch.Tensor] = {}
+        changes = TensorChanges()
         with closed_iterator(named_tensors) as tensors:
             for name, tensor in tensors:
                 if not self.takes(name):
+                    continue
+                if split_name(name):
+                    change = changes.add(name, tensor, self.options.lora_scaling)
+                    if change is not None:
+                        self._check_change(change, self.options.check_finite)
                     continue
                 own = loaders[name].own(tensor)
                 if loaders[name].is_borrowed:
@@ -164,24 +161,95 @@ class OpenUpdate:
         """
         check_finite = self.options.check_finite and not _is_stored(source)
         if manifest is not None and isinstance(source, SlicedSource):
-            shards = {name: self.weight_loaders[name].shard for name in self.taken(manifest)}
+            offered = self.taken(source.manifest())
+            loaders = {name: self.weight_loaders.get(name) for name in offered}
+            shards = {name: it.shard if it else None for name, it in loaders.items()}
             slices = {name: it.where if it else None for name, it in shards.items()}
             self._load_slices(source, slices, check_finite)
             return
         with closed_iterator(source) as tensors:
             for pair in tensors:
                 name, tensor = checked_pair(pair)
-                if self.takes(name):
+                if not self.takes(name):
+                    continue
+                if split_name(name):
+                    self._take_change(name, tensor, check_finite)
+                else:
                     self._check_whole(name, tensor, direct)
                     self._write(name, self.weight_loaders[name].own(tensor), check_finite)
 
     def _load_slices(self, source: SlicedSource, needed: Slices, check_finite: bool) -> None:
         with closed_iterator(source.sliced(needed)) as slices:
             for name, values in slices:
-                if name in needed:
+                if name in needed and split_name(name):
+                    self._take_change(name, values, check_finite)
+                elif name in needed:
                     self._check_slice(name, values)
                     self._write(name, values, check_finite)
                 del values  # which would lie beside the next
+
+    def _wholes(self, incoming: Manifest, *, is_all: bool) -> Manifest:
+        """The manifest with changed tensors in place of what their changes come as."""
+        changed = changed_specs(incoming, self.weight_loaders, is_all=is_all)
+        whole = {name: spec for name, spec in incoming.items() if split_name(name) is None}
+        both = changed.keys() & whole.keys()
+        both |= {name for name in changed if self._loader_alias(name) in changed}
+        if both:
+            refuse_mismatched([f"comes twice: {name}" for name in sorted(both)])
+        if changed and self.options.base_version is None and self.options.lora_scaling is None:
+            raise InvalidInputError(
+                "base_version", None,
+                "changes of tensors need the version they are changes of, adapters lora_scaling",
+            )  # fmt: skip
+        return whole | changed
+
+    def _loader_alias(self, name: str) -> str | None:
+        loader = self.weight_loaders.get(name)
+        return None if loader is None else loader.alias_of
+
+    def _check_change(self, change: Change, check_finite: bool) -> None:
+        loader = self.weight_loaders.get(change.name)
+        if loader is None:
+            refuse_mismatched([f"unexpected: {change.name}"])
+            return
+        change.check(loader)
+        for values in change.values:
+            refuse_unreadable(change.name, values)
+            if check_finite:
+                refuse_not_finite(change.name, values.to(loader.dtype))
+
+    def _take_change(self, name: str, tensor: torch.Tensor, check_finite: bool) -> None:
+        """Write a change when it is whole: of an adapted weight its base and the adapter's part."""
+        change = self.changes.add(name, tensor, self.options.lora_scaling)
+        if change is None:
+            return
+        self.check(self.changes.last_manifest, direct=False)
+        self._check_change(change, check_finite)
+        loader = self.weight_loaders[change.name]
+        own = loader if loader.shard is None else loader.shard.loader
+        part = own.read()
+        if isinstance(change, LoraChange):
+            if change.name not in self.lora_bases:
+                self.lora_bases[change.name] = part
+            part = self.lora_bases[change.name].clone()
+            self.adapted.add(change.name)
+        self.is_loading = True
+        own.write(change.applied(part, loader))
+        self.loaded[change.name] = self.checked[change.name]
+        self.num_bytes += change.num_bytes
+
+    def settle_bases(self) -> None:
+        """After the last write: weights without an adapter now get their base again, and what was
+        written otherwise is a base of its own."""
+        if self.options.lora_scaling is not None:
+            for name in self.lora_bases.keys() - self.loaded.keys() & self.weight_loaders.keys():
+                loader = self.weight_loaders[name]
+                own = loader if loader.shard is None else loader.shard.loader
+                own.write(self.lora_bases.pop(name))
+        for name in self.loaded.keys() - self.adapted:
+            loader = self.weight_loaders[name]
+            for written in (name, loader.alias_of or name, *loader.parts):
+                self.lora_bases.pop(written, None)
 
     def _check_whole(self, name: str, tensor: torch.Tensor, direct: bool) -> None:
         refuse_unreadable(name, tensor)
@@ -217,7 +285,7 @@ class OpenUpdate:
             for name, spec in offered.items()
             if spec.dtype not in _DTYPES
         ]
-        _refuse(lines)
+        refuse_mismatched(lines)
 
     def _refuse_unchecked(self, incoming: Manifest) -> None:
         self._refuse_mismatches(incoming, partial=True)
@@ -229,27 +297,9 @@ class OpenUpdate:
                 for name, spec in incoming.items()
                 if announced.get(name) != spec
             ]
-        _refuse(lines)
+        refuse_mismatched(lines)
 
 
 def _is_stored(source: NamedTensors) -> bool:
     """Whether all tensors are there before the first is written."""
     return isinstance(source, Collection | StoredWeights)
-
-
-def refuse_not_finite(name: str, tensor: torch.Tensor) -> None:
-    """Raise InvalidInputError if the tensor holds NaN or infinities."""
-    if not bool(torch.isfinite(tensor).all()):
-        count = int((~torch.isfinite(tensor)).sum())
-        raise InvalidInputError(
-            f"named_tensors[{name!r}]", f"{count} values of {tensor.numel()}",
-            f"are NaN or infinite in {tensor.dtype}; the trainer has diverged, or "
-            "check_finite=False takes them",
-        )  # fmt: skip
-
-
-def _refuse(lines: list[str]) -> None:
-    if lines:
-        more = f"; and {len(lines) - _LISTED} more" if len(lines) > _LISTED else ""
-        remedy = f"must match the model's own: {'; '.join(lines[:_LISTED])}{more}"
-        raise InvalidInputError("named_tensors", f"{len(lines)} mismatches", remedy)

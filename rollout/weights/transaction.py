@@ -26,11 +26,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
+
 from rollout.errors import EngineStateError, WeightUpdateError
 from rollout.parallel import RankGroup, SingleRank
 from rollout.weights.manifest import Manifest, NamedTensors, UpdateOptions, manifest_of
-from rollout.weights.open_update import TARGET, OpenUpdate, next_versions
+from rollout.weights.open_update import OpenUpdate
 from rollout.weights.parts import WeightPart, WeightParts
+from rollout.weights.versions import TARGET, next_versions, require_base
 
 
 class WeightState(enum.Enum):
@@ -62,6 +65,7 @@ class WeightTransaction:
         self._ranks: RankGroup = ranks or SingleRank()
         self._number = 0  # of the last update that was begun or declined, alike on all ranks
         self._versions: dict[str, int] = {}  # of parts that were ever updated
+        self._lora_bases: dict[str, torch.Tensor] = {}  # adapted weights without their adapters
         self.is_resident = True  # False while the memory of the parts is given back
         self._clock = clock
         self._update: OpenUpdate | None = None
@@ -176,6 +180,7 @@ class WeightTransaction:
                 f"an update to version {self._update.version} is under way; end or abandon it first"
             )
         parts = self.parts.selected(options.selector)
+        require_base(self.versions, parts, options.base_version)
         built_on = self.parts.lenders(parts) | (parts if options.partial else frozenset())
         if built_on & self._torn.keys():
             raise WeightUpdateError(
@@ -189,6 +194,7 @@ class WeightTransaction:
             weight_loaders=self.parts.weight_loaders(parts),
             passes_over=self._passes_over,
             last_call=self._clock(),
+            lora_bases=self._lora_bases,
         )
 
     @contextmanager
@@ -244,6 +250,7 @@ class WeightTransaction:
         update = self._under_way()
         try:
             update.check_complete()
+            update.settle_bases()
             for part in sorted(update.parts):
                 self.parts[part].finish_loading()
             self._agree("commit")

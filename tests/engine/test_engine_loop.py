@@ -145,6 +145,31 @@ def test_abort_all_settles_every_future_before_its_own(loop):
     assert loop.num_unfinished == 0
 
 
+def test_requests_that_are_held_back_come_in_at_the_end_in_their_order(loop):
+    running = loop.submit(PROMPT, SHORT)
+    with loop.holding() as unfinished:
+        assert set(unfinished) <= {running}
+        held = [loop.submit(PROMPT, SHORT) for _ in range(3)]
+        held[0].abort()
+        held[1].future.cancel()
+        expected = running.future.result(HANG_SECONDS).token_ids
+        assert not loop.call(lambda engine: engine.has_unfinished).result(HANG_SECONDS)
+        assert loop.num_unfinished == 3
+        with loop.holding() as unfinished:  # as two calls may
+            assert set(unfinished) == set(held)
+        assert not loop.call(lambda engine: engine.has_unfinished).result(HANG_SECONDS)
+    assert held[2].future.result(HANG_SECONDS).token_ids == expected
+    assert held[0].future.result(HANG_SECONDS).finish_reason is FinishReason.ABORT
+    wait_until(lambda: not loop.num_unfinished)
+
+
+def test_a_loop_that_is_closed_ends_what_it_holds_back(engine):
+    with EngineLoop(engine) as loop, loop.holding():
+        handle = loop.submit(PROMPT, LONG)
+        loop.close()
+        assert handle.future.result(HANG_SECONDS).finish_reason is FinishReason.ABORT
+
+
 def test_calls_run_in_order_between_steps_on_one_thread(loop):
     seen: list[int] = []
     ticket = loop.submit(PROMPT, LONG)

@@ -37,7 +37,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model: Path) -> RolloutEngine:
-    return RolloutEngine.from_pretrained(model, max_running=8)
+    options = {"budget": "fixed", "min_probability": 0.0}  # else times decide whether it drafts
+    return RolloutEngine.from_pretrained(model, "ngram", spec_options=options, max_running=8)
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +84,42 @@ def test_logprobs_are_those_without_it(engine: RolloutEngine) -> None:
     assert rollout.logprobs == scored
 
 
+@pytest.mark.parametrize("after", ["e", "é"], ids=["a token", "several"])
+def test_a_grammar_that_begins_after_a_text(
+    engine: RolloutEngine, plain: RolloutEngine, after: str
+) -> None:
+    """What comes before is free, as reasoning is; drafts that lead across it change nothing."""
+    letters = [*engine.encoder.encode_word(after + "x-abcé0123456789"), *engine.eos_token_ids]
+    asked = params(
+        regex=REGEX, grammar_after=after, allowed_token_ids=letters, temperature=3.0,
+        logit_bias=dict.fromkeys(engine.encoder.encode_word("é"), 6.0),
+        max_new_tokens=240, n=6,
+    )  # fmt: skip
+    expected = plain.generate(["x"], asked)
+    for _ in range(2):
+        rollouts = engine.generate(["x"], asked)
+        assert same(rollouts, expected)
+    assert sum(rollout.stats.accepted for rollout in rollouts) > 0
+    whole = [
+        engine.encoder.decode(each.token_ids[:-1])
+        for each in rollouts
+        if each.finish_reason is FinishReason.STOP
+        and after in engine.encoder.decode(each.token_ids)
+    ]
+    assert whole
+    for text in whole:
+        assert re.fullmatch(REGEX, text.partition(after)[2])
+    (first, *_) = [each for each in rollouts if len(each.token_ids) > 6]
+    for cut in (2, 5):
+        engine.submit(
+            first.prompt_ids, asked, partial_ids=first.token_ids[:cut], request_seed=first.seed
+        )
+        rest: list[Rollout] = []
+        while engine.has_unfinished:
+            rest += engine.step()
+        assert rest[0].token_ids == first.token_ids[cut:]
+
+
 @pytest.mark.parametrize("fields", OBEDIENT)
 def test_a_rollout_that_was_cut_goes_on(engine: RolloutEngine, fields: dict[str, str]) -> None:
     (whole,) = engine.generate(["x"], params(n=1, **fields))
@@ -113,6 +150,8 @@ def test_a_partial_output_must_obey(engine: RolloutEngine) -> None:
         ("sampling.json_schema", {"json_schema": "{"}),
         ("sampling.json_schema", {"json_schema": '{"type": "nothing"}'}),
         ("sampling.json_schema", {"json_schema": "[" * 100_000}),
+        ("sampling.grammar_after", {"grammar_after": "a"}),
+        ("sampling.grammar_after", {"grammar_after": "", "regex": "a"}),
         ("sampling.ignore_eos", {"regex": "a", "ignore_eos": True}),
         ("sampling.min_new_tokens", {"regex": "a", "min_new_tokens": 2}),
     ],
@@ -170,7 +209,7 @@ def test_a_request_whose_grammar_fails_ends_alone(
     """The second token is one too many for this grammar's limits."""
     from llguidance import LLMatcher, LLParserLimits
 
-    known = engine.requests._grammars
+    known = engine.requests.grammars
     tokens = known._tokens("regex", REGEX)
     grammar = LLMatcher.grammar_from_lark('start: "a" rest\nrest: ("b" | "c") rest | "d"')
     limits = LLParserLimits(step_max_items=12)

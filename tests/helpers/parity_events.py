@@ -64,10 +64,7 @@ class HiccupError(RuntimeError):
 
 
 def numbers(rollout: Rollout, cut: int = 0) -> tuple:
-    extras = [
-        getattr(rollout.extras, name)[cut:]
-        for name in ("raw_logprobs", "sampling_logprobs", "top_logprobs", "entropies")
-    ]
+    extras = rollout.extras.since(cut)
     return rollout.token_ids[cut:], rollout.logprobs[cut:], extras, rollout.finish_reason
 
 

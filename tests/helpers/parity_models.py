@@ -23,10 +23,12 @@ PARAMS = {
         temperature=1.1, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.1,
         min_new_tokens=8, max_new_tokens=18, seed=6,
         raw_logprobs=True, sampling_logprobs=True, top_logprobs=2, entropy=True,
+        sampling_mask=True, logprob_token_ids=[7, 3, 90],
     ),
     "cut": SamplingParams(
         temperature=0.9, top_k=30, min_p=0.01, presence_penalty=0.4, logit_bias={5: 2.0, 9: -3.0},
         stop_token_ids=[11, 12], max_new_tokens=18, seed=8,
+        allowed_token_ids=[*range(2, 30), *range(33, 96)],
     ),
 }  # fmt: skip
 FIXED = {"budget": "fixed", "min_probability": 0.0}

@@ -35,8 +35,10 @@ def test_what_is_refused() -> None:
     refuse(n=1, do_sample=True, detokenize=False, bad_words=None, top_k=3)
     with pytest.raises(InvalidInputError, match=r"^params\.n=2: must be 1"):
         refuse(n=2)
-    with pytest.raises(InvalidInputError, match=r"^params\.bad_words=\['x'\]: .*temperature"):
-        refuse(bad_words=["x"])
+    with pytest.raises(
+        InvalidInputError, match=r"^params\.logits_processors=\['x'\]: .*temperature"
+    ):
+        refuse(logits_processors=["x"])
     with pytest.raises(InvalidInputError, match=r"^params\.seed=3") as refused:
         refuse(seed=3)
     assert "sampling_seed" in refused.value.remedy

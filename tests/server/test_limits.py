@@ -13,7 +13,8 @@ import pytest
 from rollout.errors import EngineStateError
 from rollout.server import bounded_http
 from rollout.server.bounded_http import BoundedHttp
-from rollout.server.sglang.generate_body import GenerateBody, SglangSamplingBody, generate_items
+from rollout.server.sglang.generate_body import GenerateBody, generate_items
+from rollout.server.sglang.sampling_body import SglangSamplingBody
 from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.held_engine import held
 from tests.helpers.http_raw import open_request, read_status

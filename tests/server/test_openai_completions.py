@@ -290,17 +290,3 @@ def test_fields_of_other_servers_that_have_an_effect(live: Live) -> None:
         assert choice(stop=stop, no_stop_trim=True)["text"] == trimmed + stop
         assert choice(stop=stop, include_stop_str_in_output=True)["text"] == trimmed + stop
         assert choice(add_special_tokens=False)["text"] == plain["text"]  # of which are none
-
-
-def test_tokens_that_top_p_left_are_not_told(live: Live) -> None:
-    """slime asks for them, and its loss needs them unless top_p is off."""
-    with live.client() as client:
-        for top_p, custom, status in (
-            (0.9, {"return_top_p_token_ids": True}, 422),
-            (1.0, {"return_top_p_token_ids": True}, 200),
-            (0.9, {"return_top_p_token_ids": False}, 200),
-        ):
-            sampling = {"max_new_tokens": 1, "top_p": top_p, "custom_params": custom}
-            answer = client.post("/generate", json={"input_ids": [5], "sampling_params": sampling})
-            assert answer.status_code == status
-            assert status == 200 or "return_top_p_token_ids" in answer.json()["error"]["param"]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
 import pytest
 
+from rollout.engine.grammars import Grammars
 from tests.helpers.chain_model import save_chain_model
+from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.text_model import save_byte_model
 from tests.server.conftest import Live, run_server
 from tests.server.openai_clients import client_of
@@ -58,7 +62,9 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 def byte_live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     model = save_byte_model(tmp_path_factory.mktemp("byte-model"), max_positions=256)
     settings = json.loads((model / "tokenizer_config.json").read_text())
-    settings["chat_template"] += "{% if tools %}{% endif %}"
+    settings["chat_template"] += (
+        "{% if tools %}{% endif %}{% if enable_thinking %}<think>{% endif %}{# </think> #}"
+    )
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
     with run_server(model, {}, {}) as live:
         yield live
@@ -178,7 +184,8 @@ def test_the_template_is_asked_not_to_think(live: Live, extra: dict[str, Any]) -
         ("tool_choice", {"tool_choice": {"type": "function", "function": {"name": "sub"}}}),
         ("tool_choice", {"tool_choice": "required", "extra_body": {"regex": "a"}}),
         ("regex", {"extra_body": {"regex": "a"}}),
-        ("json_schema", {"tool_choice": "required"}),  # after the reasoning that has begun
+        # Nobody finds the call behind the reasoning that has begun
+        ("json_schema", {"tool_choice": "required", "extra_body": {"separate_reasoning": False}}),
     ],
 )
 def test_what_excludes_calls_is_named(live: Live, field: str, fields: dict[str, Any]) -> None:
@@ -269,3 +276,50 @@ def test_a_chat_in_tokens_has_the_same_calls(live: Live) -> None:
     forced = post("/v1/chat/completions/render", **chat, tool_choice="required")
     schema = json.loads(forced["sampling_params"]["structured_outputs"]["json"])
     assert schema["type"] == "array"
+
+
+def test_a_grammar_is_compiled_beside_the_engine(
+    byte_live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large one takes seconds, in which others generate."""
+    pytest.importorskip("llguidance")
+    compile_grammar = Grammars._compile
+    entered, may_go_on = threading.Event(), threading.Event()
+
+    def held(self: Grammars, kind: str, text: str) -> Any:
+        entered.set()
+        assert may_go_on.wait(HANG_SECONDS)
+        return compile_grammar(self, kind, text)
+
+    monkeypatch.setattr(Grammars, "_compile", held)
+    sent = {"messages": MESSAGES, "tools": [], "extra_body": {"regex": "(ab){3}"}}
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(ask, byte_live, **sent)
+        assert entered.wait(HANG_SECONDS)
+        assert ask(byte_live, tools=[], max_tokens=2).choices[0].finish_reason == "length"
+        assert not waiting.done()
+        may_go_on.set()
+        assert waiting.result(HANG_SECONDS).choices[0].message.content.startswith("ababab")
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+def test_a_grammar_begins_where_reasoning_ends(
+    byte_live: Live, monkeypatch: pytest.MonkeyPatch, thinks: bool
+) -> None:
+    """Else a model that reasons could not, or its answer would have no grammar."""
+    pytest.importorskip("llguidance")
+    submit, asked = byte_live.serving.loop.submit, []
+
+    def watched(prompt: Any, params: Any, **others: Any) -> Any:
+        asked.append(params)
+        return submit(prompt, params, **others)
+
+    monkeypatch.setattr(byte_live.serving.loop, "submit", watched)
+    extra = {"regex": "(ab){3}", "enable_thinking": thinks}
+    (choice,) = ask(byte_live, tools=[], max_tokens=6, extra_body=extra).choices
+    assert [params.grammar_after for params in asked] == ["</think>" if thinks else None]
+    if thinks:
+        assert choice.message.content == ""
+        assert choice.message.reasoning_content
+    else:
+        assert choice.message.content.startswith("ababab")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 
 import numpy as np
@@ -55,6 +56,21 @@ def test_a_stream_ends_with_them(client):
     with client.stream("POST", "/generate", json=body | {"stream": True}) as answer:
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
     assert np.array_equal(routes_of(json.loads(lines[-2])), routes_of(whole))
+
+
+def test_openais_and_vllms_calls_have_them_in_numpys_form(client, folder):
+    engine = RolloutEngine.from_pretrained(folder, record_routes=True)
+    (expected,) = engine.generate(PROMPTS[:1], SamplingParams(**SAMPLING, routed_experts=True))
+    sampling = {"temperature": 0.9, "max_tokens": 6, "seed": 5, "ignore_eos": True}
+    asked = {"return_routed_experts": True}
+    for path, body in (
+        ("/v1/completions", {"prompt": PROMPTS[0]} | sampling),
+        ("/inference/v1/generate", {"token_ids": PROMPTS[0], "sampling_params": sampling}),
+    ):
+        (choice,) = client.post(path, json=body | asked).json()["choices"]
+        routes = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
+        assert np.array_equal(routes, expected.routed_experts)
+        assert "routed_experts" not in client.post(path, json=body).json()["choices"][0]
 
 
 @pytest.mark.parametrize("start", [-1, 5])

@@ -78,6 +78,19 @@ def test_requests_in_flight_are_waited_for(live, client):
     assert client.get("/is_paused").json() == {"is_paused": True}
 
 
+def test_requests_that_come_while_others_are_waited_for_come_after_the_pause(live, client):
+    """Else a trainer that keeps sending would never be paused, or sample from both weights."""
+    with requested(live, max_tokens=300) as running, ThreadPoolExecutor(1) as threads:
+        pausing = threads.submit(post, client, "/pause", mode="wait")
+        wait_until(lambda: live.serving.loop.is_holding or pausing.done())
+        with requested(live) as later, live.client() as other:
+            pausing.result(HANG_SECONDS)
+            assert len(running.result(HANG_SECONDS)["token_ids"]) == 300
+            assert not later.done()
+            post(other, "/resume")
+            assert len(later.result(HANG_SECONDS)["token_ids"]) == 9
+
+
 def test_asleep_and_awake_part_by_part(live, client):
     before = output_ids(client)
     assert post(client, "/sleep", level=1)["freed_bytes"].keys() >= {"weights", "kv_cache"}

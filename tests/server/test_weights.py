@@ -118,6 +118,26 @@ def test_a_folder_below_the_root_and_the_models_own(client, first, second):
     assert output_ids(client) == first.output_ids
 
 
+def test_what_has_changed_since_a_version(client, first, second):
+    """By the places that changed; a version that was missed is refused by that name."""
+    old, new = first.tensors, second.tensors
+    changes: dict[str, torch.Tensor] = {}
+    for name, tensor in new.items():
+        places = (tensor != old[name]).view(-1).nonzero().flatten()
+        changes[f"{name}:elements"] = places
+        changes[f"{name}:values"] = tensor.view(-1)[places]
+    content, before = save(changes), version(client)
+    for base in (before - 1, before + 1):
+        query = {"base_version": str(base)}
+        answer = client.post(QUERY, content=content, headers=RAW, params=query)
+        assert f"version {before}" in refused(answer)
+        assert answer.json()["error"]["param"] == "base_version"
+    assert output_ids(client) == first.output_ids
+    ok(client.post(QUERY, content=content, headers=RAW, params={"base_version": str(before)}))
+    assert output_ids(client) == second.output_ids
+    assert version(client) == before + 1
+
+
 def test_shared_memory(client, second):
     with SharedMemorySender(1 << 20, num_segments=4) as sender:
         handles = list(sender.handles(second.tensors.items()))

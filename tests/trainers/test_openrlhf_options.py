@@ -140,7 +140,7 @@ def test_sampling_parameters_without_an_equal_are_refused(wrong):
 class VllmsOwn(VllmSamplingParams):
     """Fields of vLLM's class that our stand-in has not."""
 
-    bad_words: list[str] | None = None
+    logits_processors: list[str] | None = None
     extra_args: dict[str, int] | None = None
     include_stop_str_in_output: bool = False
     of_a_later_release: int = -1
@@ -161,7 +161,7 @@ class StructOfVllm:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"bad_words": ["no"]},
+        {"logits_processors": ["no"]},
         {"extra_args": {"max_tokens_n": 3}},
         {"include_stop_str_in_output": True},
         {"of_a_later_release": 0},

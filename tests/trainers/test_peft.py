@@ -10,12 +10,26 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("peft")
 
-from peft import LoHaConfig, LoraConfig, PromptTuningConfig, get_peft_model
+from peft import (
+    LoHaConfig,
+    LoraConfig,
+    PromptTuningConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
 
 from rollout.errors import InvalidInputError
 from rollout.trainers import RolloutHook, weight_source
 from tests.helpers.tiny_model import save_tiny_llama
-from tests.helpers.trainer_checks import engine_of, gap, hash_of, logprobs_of, loss_of, with_lora
+from tests.helpers.trainer_checks import (
+    digest_of_plain_update,
+    engine_of,
+    gap,
+    hash_of,
+    logprobs_of,
+    loss_of,
+    with_lora,
+)
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +125,53 @@ def test_in_float32_nothing_is_rounded_on_the_way(base):
     name = "model.layers.0.self_attn.q_proj.weight"
     assert not torch.equal(exact[name], rounded[name].float())
     assert torch.equal(exact[name].bfloat16(), rounded[name])
+
+
+def adapters_of(model):
+    """What PEFT saves: adapters, and modules that are trained whole, by their own names."""
+    found = {}
+    for name, tensor in get_peft_model_state_dict(model).items():
+        is_adapter = ".lora_" in name
+        found[name if is_adapter else name.removeprefix("base_model.model.")] = tensor
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_alone_give_the_engine_what_the_merged_weights_give(folder, base, dtype):
+    engine = engine_of(folder, dtype)
+    base.to(getattr(torch, dtype))
+    plain = engine.weights_digest()
+    for options in ({"modules_to_save": ["norm"]}, {"target_modules": ["q_proj", "o_proj"]}, {}):
+        model = with_lora(copy.deepcopy(base), **options)
+        adapters = adapters_of(model)
+        if "modules_to_save" not in options:
+            adapters["model.norm.weight"] = base.model.norm.weight  # as the last one left it
+        wanted = digest_of_plain_update(folder, merged_by_peft(model), dtype)
+        engine.update_weights_from_tensor(adapters, lora_scaling=2)
+        assert engine.weights_digest() == wanted != plain
+    engine.update_weights_from_tensor(base.state_dict())
+    assert engine.weights_digest() == plain
+    engine.update_weights_from_tensor(adapters, lora_scaling=2.0)
+    assert engine.weights_digest() == wanted
+
+
+def test_wrong_adapters_are_refused_before_anything_is_written(folder, base):
+    engine = engine_of(folder)
+    before = engine.weights_digest()
+    adapters = adapters_of(with_lora(base))
+    (name, *_) = adapters
+    for given, options, says in (
+        (adapters, {}, "lora_scaling"),
+        (adapters, {"partial": True}, "lora_scaling"),
+        (adapters, {"lora_scaling": float("nan")}, "finite"),
+        ({**adapters, name: torch.zeros(4, 5)}, {"lora_scaling": 2}, "must be"),
+        ({each: adapters[each] for each in adapters if each != name}, {"lora_scaling": 2}, "needs"),
+        ({"x.lora_A.weight": torch.zeros(1, 2), "x.lora_B.weight": torch.zeros(2, 1)},
+         {"lora_scaling": 2}, "unexpected: x.weight"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidInputError, match=says):
+            engine.update_weights_from_tensor(given, **options)
+    assert engine.weights_digest() == before
 
 
 @pytest.mark.parametrize(

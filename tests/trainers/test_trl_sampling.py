@@ -9,8 +9,10 @@ import pytest
 pytest.importorskip("trl")
 
 from rollout.errors import InvalidInputError
+from rollout.sampling.parameter_names import FIELD_OF
 from rollout.trainers.trl.colocated import TrlSampleSeeds
 from rollout.trainers.trl.sampling import sampling_params
+from rollout.trainers.trl.server_engine import _SENT
 from rollout.types import SamplingParams
 
 OPTIONS: dict[str, Any] = {
@@ -48,6 +50,8 @@ def test_options_keep_their_meaning() -> None:
         ("ignore_eos", True, {"stop_token_ids": []}),
         ("frequency_penalty", 0.2, {"frequency_penalty": 0.2}),
         ("logit_bias", {4: 1.0}, {"logit_bias": {4: 1.0}}),
+        ("bad_words", ["three"], {"bad_words": ["three"]}),
+        ("allowed_token_ids", [4, 5], {"allowed_token_ids": [4, 5]}),
         ("top_k", None, {"top_k": -1}),
         ("n", 1, {}),
         ("do_sample", True, {}),
@@ -66,7 +70,7 @@ def test_generation_kwargs_go_over_the_others(
     ("name", "value"),
     [
         ("structured_outputs", {"regex": "a"}),
-        ("bad_words", ["x"]),
+        ("logits_processors", ["x"]),
         ("logprobs", 5),
         ("num_beams", 2),
         ("n", 2),
@@ -76,6 +80,10 @@ def test_generation_kwargs_go_over_the_others(
 def test_what_cannot_be_honoured_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(InvalidInputError, match=rf"generation_kwargs\['{name}'\]"):
         sampling_params(**OPTIONS, generation_kwargs={name: value})
+
+
+def test_a_server_is_sent_all_that_changes_what_is_sampled() -> None:
+    assert set(FIELD_OF.values()) - set(_SENT) == {"seed", "logprob_token_ids"}
 
 
 def test_greedy_is_refused() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from io import BytesIO
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 from fastapi import Request, Response
 
 from rollout.engine.requests import cut_at_stop
@@ -96,13 +99,25 @@ class Heading:
 def finish(rollout: Rollout) -> dict[str, Any]:
     """How a choice ends: beside OpenAI's reasons ``abort`` and ``error``, which it does not have.
 
-    ``weight_versions``: spans ``[version, start, end]`` of the choice's tokens.
+    ``weight_versions``: spans ``[version, start, end]`` of the choice's tokens. ``routed_experts``,
+    where they were asked for: numpy's file of them in base64, as vLLM has it.
     """
     fields: dict[str, Any] = {
         "finish_reason": str(rollout.finish_reason),
         "weight_versions": [list(span) for span in rollout.weight_version_spans],
     }
-    return fields if rollout.error is None else {**fields, "error": rollout.error}
+    if rollout.error is not None:
+        fields["error"] = rollout.error
+    if rollout.routed_experts is not None:
+        file = BytesIO()
+        np.save(file, rollout.routed_experts.astype(np.int32))
+        fields["routed_experts"] = base64.b64encode(file.getvalue()).decode("ascii")
+    return fields
+
+
+def sampling_mask(tokens: Rollout | Delta, is_asked: bool) -> dict[str, Any]:
+    """vLLM's field for the tokens that truncation left at each position; none where not asked."""
+    return {"sampling_mask": list(tokens.extras.sampling_masks)} if is_asked else {}
 
 
 WritePart = Callable[[str, Delta], dict[str, Any] | None]
@@ -145,6 +160,10 @@ class Answer(ABC, Generic[BodyType]):
     def answer_fields(self) -> dict[str, Any]:
         """Fields that are said once, beside the choices."""
         return {}
+
+    def sampling_mask(self, tokens: Rollout | Delta) -> dict[str, Any]:
+        """See the function of this name."""
+        return sampling_mask(tokens, bool(self.body.return_sampling_mask))
 
     def text(self, index: int, rollout: Rollout) -> str:
         """The text of a choice."""
@@ -203,6 +222,7 @@ class Answer(ABC, Generic[BodyType]):
         """Generate, and answer whole or in parts, as the body asks."""
         samples = with_rid(self.samples, self.body.rid)
         if self.body.stream:
+            await while_connected(request, serving.prepare(samples))
             deltas = await open_stream(request, serving.stream(samples))
             return EventStream(self.parts(deltas), deltas)
         rollouts = await while_connected(request, serving.generate(samples))

@@ -14,9 +14,12 @@ from rollout.server.openai.chat_body import ChatBody
 from rollout.server.openai.chat_format import ChatFormat, MessageFormat
 from rollout.server.openai.logprobs import ScoredTokens
 from rollout.server.openai.message_reader import MessagePart, MessageReader
-from rollout.server.openai.route import OpenAIRoute, require_model
+from rollout.server.openai.prompt_logprobs import PromptLogprobs, prompt_logprobs
+from rollout.server.openai.route import OpenAIRoute
 from rollout.server.serving import Serving
-from rollout.server.streams import Delta, SampleRequest
+from rollout.server.sglang.generate_answer import AnswerWriter
+from rollout.server.sglang.generate_body import GenerateItem
+from rollout.server.streams import Delta, SampleRequest, while_connected
 from rollout.types import FinishReason, Rollout
 
 _ROLE = "assistant"
@@ -27,6 +30,8 @@ class ChatAnswer(Answer[ChatBody]):
     """One message of the assistant for each sample."""
 
     format: MessageFormat
+    meta_writer: AnswerWriter
+    prompt_logprobs: PromptLogprobs | None  # None: they are not asked for
 
     def choice(self, index: int, rollout: Rollout) -> dict[str, Any]:
         reader = self.format.open()
@@ -37,12 +42,36 @@ class ChatAnswer(Answer[ChatBody]):
             message["tool_calls"] = [self.format.write_call(call) for call in part.calls]
         if self.format.reads_reasoning:
             message["reasoning_content"] = part.reasoning or None
-        return {
+        choice = {
             "index": index,
             "message": message,
             **self.of_tokens(rollout),
             **_finish(rollout, reader),
         }
+        if self.body.return_prompt_token_ids:
+            choice["prompt_token_ids"] = list(rollout.prompt_ids)
+        if self.body.return_meta_info:
+            choice["meta_info"] = self._meta_info(index, rollout)
+        return choice
+
+    def _meta_info(self, index: int, rollout: Rollout) -> dict[str, Any]:
+        sample, body = self.samples[index], self.body
+        item = GenerateItem(
+            rid=body.rid or self.heading.id,
+            prompt_ids=list(sample.prompt_ids),
+            prompt_index=0,
+            params=sample.params,
+            request_seed=None,
+            generates=True,
+            skip_special_tokens=body.skips_special_tokens,
+            no_stop_trim=bool(body.no_stop_trim),
+            return_logprob=bool(body.logprobs),
+            top_p_ids=False,
+            score_from=None,
+            text_in_logprobs=False,
+            routes_from=0,
+        )
+        return self.meta_writer.meta_info(item, rollout, weight_version=0)
 
     @property
     def part_heading(self) -> Heading:
@@ -53,9 +82,12 @@ class ChatAnswer(Answer[ChatBody]):
         return [_part(index, begin) for index in range(len(self.samples))]
 
     def answer_fields(self) -> dict[str, Any]:
-        if not self.body.return_token_ids:
-            return {}
-        return {"prompt_token_ids": list(self.samples[0].prompt_ids)}
+        fields: dict[str, Any] = {}
+        if self.body.return_token_ids:
+            fields["prompt_token_ids"] = list(self.samples[0].prompt_ids)
+        if self.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = self.prompt_logprobs
+        return fields
 
     def part_writers(self) -> list[WritePart]:
         return [_PartWriter(self).next_part for _ in self.samples]
@@ -67,7 +99,7 @@ class ChatAnswer(Answer[ChatBody]):
             fields["logprobs"] = self.writer.of_chat(ScoredTokens.of(tokens))
         if self.body.return_token_ids:
             fields["token_ids"] = list(tokens.token_ids)
-        return fields
+        return fields | self.sampling_mask(tokens)
 
 
 class _PartWriter:
@@ -85,7 +117,9 @@ class _PartWriter:
         part = _part(delta.index, self._delta(message, num_before)) | answer.of_tokens(delta)
         if rollout is not None:
             return part | _finish(rollout, self._reader)
-        return part if message or answer.body.logprobs or answer.body.return_token_ids else None
+        body = answer.body
+        is_told = body.logprobs or body.return_token_ids or body.return_sampling_mask
+        return part if message or is_told else None
 
     def _delta(self, message: MessagePart, num_before: int) -> dict[str, Any]:
         delta: dict[str, Any] = {}
@@ -112,25 +146,41 @@ def _part(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
+async def scored_prompt(
+    serving: Serving, body: ChatBody, request: Request, sample: SampleRequest, texts: OutputTexts
+) -> PromptLogprobs | None:
+    """The logprobs of the prompt's tokens, where they are asked for."""
+    if body.prompt_logprobs is None:
+        return None
+    scoring = prompt_logprobs(
+        serving, sample.prompt_ids, sample.params, body.prompt_logprobs, texts.spelling
+    )
+    return await while_connected(request, scoring)
+
+
 def routes(serving: Serving) -> APIRouter:
     router = APIRouter(tags=["openai"], route_class=OpenAIRoute)
     texts = OutputTexts(serving.encoder)
     chat_format = ChatFormat(serving)
+    meta_writer = AnswerWriter(serving.encoder)
 
     @router.post("/v1/chat/completions", responses=EVENTS)
     async def chat(body: ChatBody, request: Request) -> Response:
         """The messages become a prompt by the tokenizer's chat template."""
-        require_model(serving, body.model)
+        serving.require_model(body.model)
         body.check_fields()
         serving.require_batch(body.num_samples, "n")
         rendered = await asyncio.to_thread(chat_format.render, body)
         message_format = chat_format.message_format(body, rendered)
+        samples = await _samples(serving, body, rendered, message_format)
         answer = ChatAnswer(
             heading=Heading.new("chatcmpl", "chat.completion", serving.model_name),
             body=body,
-            samples=await _samples(serving, body, rendered),
+            samples=samples,
             texts=texts,
             format=message_format,
+            meta_writer=meta_writer,
+            prompt_logprobs=await scored_prompt(serving, body, request, samples[0], texts),
             shown_ids=texts.streams.special_ids(message_format.markers),
         )
         return await answer.respond(request, serving)
@@ -138,14 +188,21 @@ def routes(serving: Serving) -> APIRouter:
     return router
 
 
-async def _samples(serving: Serving, body: ChatBody, rendered: str) -> list[SampleRequest]:
+async def _samples(
+    serving: Serving, body: ChatBody, rendered: str, message_format: MessageFormat
+) -> list[SampleRequest]:
     prompt_ids = await asyncio.to_thread(
         serving.encoder.encode_rendered,
         rendered,
         max_tokens=serving.max_prompt_len,
         add_special_tokens=bool(body.add_special_tokens),
     )
-    params = body.params(len(prompt_ids), serving.max_context_len, serving.fresh_seed())
+    params = body.params(
+        len(prompt_ids),
+        serving.max_context_len,
+        serving.fresh_seed(),
+        message_format.grammar_after,
+    )
     return [
         SampleRequest(prompt_ids=prompt_ids, params=params, sample_index=index)
         for index in range(body.num_samples)

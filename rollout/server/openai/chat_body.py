@@ -17,6 +17,7 @@ from rollout.errors import InvalidInputError
 from rollout.server.body_fields import Listed, refuse_unknown
 from rollout.server.openai.output_grammar import Grammar
 from rollout.server.openai.parsers.forced_calls import named_call_schema, required_calls_schema
+from rollout.server.openai.prompt_logprobs import NumPromptLogprobs
 from rollout.server.openai.sampling_body import OpenAISamplingBody
 from rollout.types import SamplingParams
 
@@ -140,6 +141,11 @@ class ChatBody(OpenAISamplingBody):
     parallel_tool_calls: bool | None = Field(
         None, description="false: the answer has the first call alone"
     )
+    prompt_logprobs: NumPromptLogprobs | None = None
+    return_prompt_token_ids: bool | None = Field(None, description="in each choice, as sglang's")
+    return_meta_info: bool | None = Field(
+        None, description="each choice has the `meta_info` of sglang's /generate"
+    )
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = Field(
         None, description="true: those that the tokenizer adds and the template did not write"
@@ -160,6 +166,14 @@ class ChatBody(OpenAISamplingBody):
         super().check_fields()
         if self.top_logprobs and not self.logprobs:
             raise InvalidInputError("top_logprobs", self.top_logprobs, "needs logprobs=true")
+        for name in ("prompt_logprobs", "return_meta_info"):
+            asked = getattr(self, name)
+            if asked not in (None, False) and self.stream:
+                raise InvalidInputError(name, asked, "needs stream=false")
+        if self.logprob_token_ids and not self.logprobs:
+            raise InvalidInputError(
+                "logprob_token_ids", self.logprob_token_ids, "needs logprobs=true"
+            )
         if self.add_generation_prompt and self.continue_final_message:
             raise InvalidInputError(
                 "continue_final_message", True, "is for add_generation_prompt=false"
@@ -227,7 +241,9 @@ class ChatBody(OpenAISamplingBody):
         """Calls of its tools are to be told from text."""
         return bool(self.tools) and self.tool_choice != "none"
 
-    def params(self, prompt_len: int, max_context_len: int, seed: int) -> SamplingParams:
+    def params(
+        self, prompt_len: int, max_context_len: int, seed: int, grammar_after: str | None = None
+    ) -> SamplingParams:
         """The engine's sampling parameters. Raises InvalidInputError naming the field."""
         asked = (
             self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -236,4 +252,6 @@ class ChatBody(OpenAISamplingBody):
             max_tokens=max(1, max_context_len - prompt_len) if asked is None else asked,
             seed=seed,
             top_logprobs=self.top_logprobs or 0,
+            grammar_after=None if self.grammar is None else grammar_after,
+            **self.asked_of_tokens,
         )

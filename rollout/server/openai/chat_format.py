@@ -32,6 +32,11 @@ class MessageFormat:
     parallel_calls: bool
 
     @property
+    def grammar_after(self) -> str | None:
+        """The text after which a grammar holds; None: from the first token."""
+        return think.END if self.begins_inside else None
+
+    @property
     def markers(self) -> set[str]:
         """Texts that are looked for, where some tokenizers have special tokens."""
         parsers = [ThinkParser] * self.reads_reasoning + [self.tool_parser]
@@ -90,15 +95,17 @@ class ChatFormat:
     def message_format(self, body: ChatBody, prompt: str) -> MessageFormat:
         """The format of the body's answers; ``prompt``: its text. Raises InvalidInputError."""
         begins_inside = _ends_inside(body, prompt)
+        separates = self._reads_reasoning and body.separate_reasoning is not False
         grammar = body.grammar
         is_free = body.wants_calls and body.forced_functions is None
-        if grammar is not None and (begins_inside or is_free):
+        is_unread = begins_inside and body.forced_functions is not None and not separates
+        if grammar is not None and (is_unread or is_free):
             remedy = "tool_choice=none" if is_free else "enable_thinking=false"
             raise InvalidInputError(
                 *grammar, f"is for the whole output, and leaves no room for more: send {remedy}"
             )
         return MessageFormat(
-            reads_reasoning=self._reads_reasoning and body.separate_reasoning is not False,
+            reads_reasoning=separates,
             begins_inside=begins_inside,
             tool_parser=self._parser_for(body),
             tools=body.functions if body.forced_functions is None else body.forced_functions,

@@ -25,7 +25,7 @@ from rollout.server.openai.prompt_logprobs import (
     prompt_logprobs,
     score_prompt,
 )
-from rollout.server.openai.route import OpenAIRoute, require_model
+from rollout.server.openai.route import OpenAIRoute
 from rollout.server.openai.sampling_body import OpenAISamplingBody
 from rollout.server.serving import Serving
 from rollout.server.streams import Delta, SampleRequest, while_connected
@@ -76,6 +76,8 @@ class CompletionBody(OpenAISamplingBody):
             raise InvalidInputError("stream", True, "nothing is generated with max_tokens=0")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidInputError("prompt_logprobs", self.prompt_logprobs, "needs stream=false")
+        if self.logprob_token_ids and self.num_logprobs is None:
+            raise InvalidInputError("logprob_token_ids", self.logprob_token_ids, "needs logprobs")
         if self.suffix:
             raise InvalidInputError("suffix", self.suffix, "this server only continues prompts")
 
@@ -86,6 +88,7 @@ class CompletionBody(OpenAISamplingBody):
             max_tokens=1 if self.only_scores else max_tokens,
             seed=seed,
             top_logprobs=self.num_logprobs or 0,
+            **self.asked_of_tokens,
         )
 
 
@@ -124,7 +127,8 @@ class CompletionAnswer(Answer[CompletionBody]):
 
     def choice(self, index: int, rollout: Rollout) -> dict[str, Any]:
         tokens = ScoredTokens.of(rollout)
-        return _Choice(self, index).part(self.text(index, rollout), tokens, rollout)
+        part = _Choice(self, index).part(self.text(index, rollout), tokens, rollout)
+        return part | self.sampling_mask(rollout)
 
     def part_writers(self) -> list[WritePart]:
         return [_Choice(self, index).next_part for index in range(len(self.samples))]
@@ -157,8 +161,9 @@ class _Choice:
     def next_part(self, text: str, delta: Delta) -> dict[str, Any] | None:
         """The next part of a stream; None if it would say nothing."""
         part = self.part(text, ScoredTokens.of(delta), delta.rollout)
-        says_something = part["text"] or part["logprobs"] or part["finish_reason"]
-        return part if says_something or self._answer.body.return_token_ids else None
+        mask = self._answer.sampling_mask(delta)
+        says_something = part["text"] or part["logprobs"] or part["finish_reason"] or mask
+        return part | mask if says_something or self._answer.body.return_token_ids else None
 
     def part(self, text: str, tokens: ScoredTokens, ended: Rollout | None) -> dict[str, Any]:
         """``tokens``: those since the last part; ``text``: what may be shown by now."""
@@ -192,7 +197,7 @@ def routes(serving: Serving) -> APIRouter:
     @router.post("/v1/completions", responses=EVENTS)
     async def completions(body: CompletionBody, request: Request) -> Response:
         """The samples of each prompt one after the other, the prompts in their order."""
-        require_model(serving, body.model)
+        serving.require_model(body.model)
         body.check_fields()
         serving.require_batch(body.num_samples * len(body.prompts), "n")
         samples = await _samples(serving, body)

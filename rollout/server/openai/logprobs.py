@@ -11,7 +11,7 @@ from typing import Any
 from rollout.engine.min_token_count import BYTE_OF_CHARACTER
 from rollout.server.streams import Delta
 from rollout.server.text_stream import Detokenizer, TokenText
-from rollout.types import Rollout
+from rollout.types import Rollout, TokenExtras
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -68,7 +68,9 @@ class ScoredTokens:
 
     token_ids: Sequence[int]
     logprobs: Sequence[float | None]
-    tops: Sequence[Sequence[tuple[int, float]]]  # the most likely tokens at the position of each
+    tops: Sequence[
+        Sequence[tuple[int, float]]
+    ]  # the most likely tokens there, then those asked for
 
     @classmethod
     def of(cls, generated: Rollout | Delta) -> ScoredTokens:
@@ -76,7 +78,7 @@ class ScoredTokens:
         return cls(
             token_ids=generated.token_ids,
             logprobs=generated.logprobs,
-            tops=generated.extras.top_logprobs or [()] * len(generated.token_ids),
+            tops=tops_of(generated.extras, len(generated.token_ids)),
         )
 
     def then(self, others: ScoredTokens) -> ScoredTokens:
@@ -89,6 +91,17 @@ class ScoredTokens:
 
     def __iter__(self) -> Iterator[tuple[int, float | None, Sequence[tuple[int, float]]]]:
         return zip(self.token_ids, self.logprobs, self.tops, strict=True)
+
+
+def tops_of(extras: TokenExtras, count: int) -> Sequence[Sequence[tuple[int, float]]]:
+    """The logprobs at each of ``count`` positions beside the token's own."""
+    tops = extras.top_logprobs or [[] for _ in range(count)]
+    if not extras.token_ids_logprobs:
+        return tops
+    return [
+        [*top, *(pair for pair in asked if pair not in top)]
+        for top, asked in zip(tops, extras.token_ids_logprobs, strict=True)
+    ]
 
 
 NO_TOKENS = ScoredTokens(token_ids=(), logprobs=(), tops=())

@@ -8,7 +8,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rollout.server.openai.logprobs import ScoredTokens, TokenSpelling, json_number
+from rollout.server.openai.logprobs import (
+    ScoredTokens,
+    TokenSpelling,
+    json_number,
+    tops_of,
+)
 from rollout.server.serving import Serving
 from rollout.types import SamplingParams
 
@@ -30,9 +35,9 @@ async def score_prompt(
     logprobs: list[float] = []
     tops: Sequence[Sequence[tuple[int, float]]] = []
     if len(prompt_ids) > 1:
-        plain = replace(params, presence_penalty=0.0, frequency_penalty=0.0)
+        plain = replace(params, presence_penalty=0.0, frequency_penalty=0.0, sampling_mask=False)
         logprobs, extras = await serving.score(prompt_ids[:1], prompt_ids[1:], plain)
-        tops = extras.top_logprobs or [()] * len(logprobs)
+        tops = tops_of(extras, len(logprobs))
     return ScoredTokens(token_ids=prompt_ids, logprobs=[None, *logprobs], tops=[(), *tops])
 
 

@@ -61,28 +61,10 @@ def routes(serving: Serving) -> APIRouter:
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        require_model(serving, name)
+        serving.require_model(name)
         return _model(serving)
 
     return router
-
-
-_ANY_MODEL = frozenset({"", "default", "unknown"})
-"""Names that gateways and clients send where they were told none."""
-
-
-def require_model(serving: Serving, name: str | None) -> None:
-    """Raises ModelNotFoundError unless ``name`` is the served model's.
-
-    That is its name, with an organisation's before it or without, and the path that the server was
-    started with. None and what gateways send for it ask for no other.
-    """
-    if name is None or name in _ANY_MODEL or name == serving.model_path:
-        return
-    if serving.model_name not in (name, name.rpartition("/")[2]):
-        raise ModelNotFoundError(
-            f"the model {name!r} does not exist: this server has {serving.model_name!r}"
-        )
 
 
 def _model(serving: Serving) -> dict[str, Any]:

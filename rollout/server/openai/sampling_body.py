@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -52,14 +52,22 @@ class SamplingFields(GrammarBody):
     stop_token_ids: Listed[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
+    allowed_token_ids: Listed[int] | None = Field(None, description="others are not drawn")
+    bad_words: Listed[str] | None = Field(None, description="are not completed")
+    logprob_token_ids: Listed[int] | None = Field(
+        None, description="tokens whose logprobs are told beside the most likely ones"
+    )
 
     @property
     def num_samples(self) -> int:
         """Samples of each prompt."""
         return 1 if self.n is None else self.n
 
-    def sampling_params(self, max_tokens: int, seed: int, top_logprobs: int) -> SamplingParams:
-        """The engine's sampling parameters. Raises InvalidInputError naming the body's field."""
+    def sampling_params(self, max_tokens: int, seed: int, **asked: Any) -> SamplingParams:
+        """The engine's sampling parameters. Raises InvalidInputError naming the body's field.
+
+        ``asked``: of SamplingParams that the body has beside these fields.
+        """
         given = our_fields({name: getattr(self, name) for name in SamplingFields.model_fields})
         for kind in ("json_schema", "regex"):
             given.pop(kind, None)
@@ -68,9 +76,7 @@ class SamplingFields(GrammarBody):
         given["logit_bias"] = biases_by_id(self.logit_bias, "logit_bias")
         given.setdefault("seed", seed)
         try:
-            return SamplingParams(
-                **given | {"max_new_tokens": max_tokens, "top_logprobs": top_logprobs}
-            )
+            return SamplingParams(**given | asked | {"max_new_tokens": max_tokens})
         except InvalidInputError as error:
             name = error.field.removeprefix("sampling.")
             raise InvalidInputError(
@@ -90,6 +96,10 @@ class OpenAISamplingBody(SamplingFields):
     no_stop_trim: bool | None = Field(None, description="sglang's name of the same")
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_sampling_mask: bool | None = Field(
+        None, description="the tokens that top_k, top_p and min_p left are told by position"
+    )
+    return_routed_experts: bool | None = None
     return_tokens_as_token_ids: bool | None = Field(
         None, description="tokens in logprobs are spelled `token_id:ID`"
     )
@@ -104,6 +114,14 @@ class OpenAISamplingBody(SamplingFields):
     def skips_special_tokens(self) -> bool:
         """Special tokens are no part of the text."""
         return self.skip_special_tokens is not False
+
+    @property
+    def asked_of_tokens(self) -> dict[str, bool]:
+        """Fields of SamplingParams that ask for more of each token."""
+        return {
+            "sampling_mask": bool(self.return_sampling_mask),
+            "routed_experts": bool(self.return_routed_experts),
+        }
 
     @property
     def wants_usage(self) -> bool:
@@ -121,4 +139,6 @@ _BODY_NAMES = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "top_logprobs": "logprobs",
+    "sampling_mask": "return_sampling_mask",
+    "routed_experts": "return_routed_experts",
 }

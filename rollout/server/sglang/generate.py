@@ -43,7 +43,7 @@ class _SoFar:
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         self.weight_versions += delta.weight_versions
-        self.extras.top_logprobs += delta.extras.top_logprobs
+        self.extras.extend(delta.extras)
         # The last token may turn out to be the one that ended it, which is no text.
         self.text += self._texts.push(self.token_ids[self._num_pushed : -1])
         self._num_pushed = max(len(self.token_ids) - 1, self._num_pushed)
@@ -98,6 +98,7 @@ class Generator:
             )
         scores = [await while_connected(request, self._prompt_logprobs(item)) for item in items]
         samples = [sample for item in items for sample in item.samples()]
+        await while_connected(request, self._serving.prepare(samples))
         deltas = await open_stream(request, self._serving.stream(samples))
         so_far = [
             _SoFar(item, index, scored, self._open_text(item))
@@ -145,7 +146,10 @@ class Generator:
             first = max(item.score_from, 1)
             known, scored = item.prompt_ids[:first], item.prompt_ids[first:]
             if scored:
-                params = SamplingParams(top_logprobs=item.params.top_logprobs)
+                params = SamplingParams(
+                    top_logprobs=item.params.top_logprobs,
+                    logprob_token_ids=item.params.logprob_token_ids,
+                )
                 logprobs, extras = await self._serving.score(known, scored, params)
         return self._writer.prompt_logprobs(item, logprobs, extras)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollout.engine.requests import completed_stop, cut_at_stop
 from rollout.engine.tokenizer import PromptEncoder
@@ -44,9 +46,20 @@ class AnswerWriter:
         seconds: float,
     ) -> dict[str, Any]:
         """``weight_version``: the engine's, for a rollout without tokens."""
+        meta = self.meta_info(item, rollout, weight_version)
+        return {
+            "text": self.text(item, rollout),
+            "output_ids": rollout.token_ids,
+            "meta_info": {**meta, "e2e_latency": seconds, **prompt_logprobs},
+        }
+
+    def meta_info(
+        self, item: GenerateItem, rollout: Rollout, weight_version: int
+    ) -> dict[str, Any]:
+        """All that is told of a sample that has ended, beside its tokens and its text."""
         stats, count = rollout.stats, len(rollout.token_ids)
         versions = rollout.weight_versions
-        meta = {
+        return {
             **self.meta(item, rollout.sample_index, versions or [weight_version], count),
             "finish_reason": self._finish_reason(item, rollout),
             "cached_tokens": stats.cached_tokens,
@@ -55,7 +68,6 @@ class AnswerWriter:
                 for version, start, end in rollout.weight_version_spans
             ],
             "num_retractions": stats.preemptions,
-            "e2e_latency": seconds,
             "request_seed": rollout.seed,
             "spec_verify_ct": stats.verify_steps,
             "spec_accept_token_num": stats.accepted,
@@ -63,13 +75,7 @@ class AnswerWriter:
             "spec_accept_length": stats.accept_length,
             "spec_accept_rate": stats.accepted / stats.drafted if stats.drafted else 0.0,
             **self.output_logprobs(item, rollout.token_ids, rollout.logprobs, rollout.extras),
-            **prompt_logprobs,
             **_routed_experts(item, rollout),
-        }
-        return {
-            "text": self.text(item, rollout),
-            "output_ids": rollout.token_ids,
-            "meta_info": meta,
         }
 
     def scored(
@@ -110,15 +116,17 @@ class AnswerWriter:
         logprobs: Sequence[float],
         extras: TokenExtras,
     ) -> dict[str, Any]:
-        """Logprobs of the tokens that were generated, where they are asked for."""
+        """Logprobs of the tokens that were generated, and the sampling mask, where they are asked
+        for."""
+        found = _sampling_mask(item, extras)
         if not item.return_logprob:
-            return {}
-        found: dict[str, Any] = {
-            "output_token_logprobs": self._triples(item, logprobs, token_ids),
-            "output_token_logprobs_length": len(token_ids),
-        }
+            return found
+        found["output_token_logprobs"] = self._triples(item, logprobs, token_ids)
+        found["output_token_logprobs_length"] = len(token_ids)
         if item.params.top_logprobs:
-            found["output_top_logprobs"] = self._tops(item, extras)
+            found["output_top_logprobs"] = self._lists(item, extras.top_logprobs)
+        if item.params.logprob_token_ids:
+            found["output_token_ids_logprobs"] = self._lists(item, extras.token_ids_logprobs)
         return found
 
     def prompt_logprobs(
@@ -140,17 +148,22 @@ class AnswerWriter:
             "input_token_logprobs": self._triples(item, [*none, *logprobs], ids)
         }
         if item.params.top_logprobs:
-            found["input_top_logprobs"] = [*none, *self._tops(item, extras)]
+            found["input_top_logprobs"] = [*none, *self._lists(item, extras.top_logprobs)]
+        if item.params.logprob_token_ids:
+            listed = self._lists(item, extras.token_ids_logprobs)
+            found["input_token_ids_logprobs"] = [*none, *listed]
         return found
 
-    def _tops(self, item: GenerateItem, extras: TokenExtras) -> list[list[list[Any]]]:
+    def _lists(
+        self, item: GenerateItem, logprobs: Sequence[Sequence[tuple[int, float]]]
+    ) -> list[list[list[Any]]]:
         return [
             self._triples(
                 item,
-                [max(logprob, _LOWEST) for _, logprob in top],
-                [token for token, _ in top],
+                [max(logprob, _LOWEST) for _, logprob in pairs],
+                [token for token, _ in pairs],
             )
-            for top in extras.top_logprobs
+            for pairs in logprobs
         ]
 
     def _triples(
@@ -182,9 +195,28 @@ class AnswerWriter:
         return completed_stop(params.stop, ids, self._encoder.decode_with_specials) or ids[-1]
 
 
+def _sampling_mask(item: GenerateItem, extras: TokenExtras) -> dict[str, Any]:
+    """The tokens that truncation left at each position: in sglang's form, and in slime's, which is
+    the bytes of all of them and of the offsets at which each position's begin."""
+    found: dict[str, Any] = {}
+    masks = extras.sampling_masks
+    if item.top_p_ids and item.params.sampling_mask:
+        offsets = np.cumsum([0, *map(len, masks)])
+        found["top_p_token_ids"] = _int32_bytes(np.array(list(chain.from_iterable(masks))))
+        found["top_p_token_offsets"] = _int32_bytes(offsets)
+    if item.params.sampling_mask and item.params.sampling_logprobs:
+        found["output_token_sampling_mask"] = masks
+        found["output_token_sampling_mask_length"] = len(masks)
+        found["output_token_sampling_logprobs"] = extras.sampling_logprobs
+    return found
+
+
+def _int32_bytes(values: NDArray) -> str:
+    return base64.b64encode(values.astype(np.int32).tobytes()).decode("ascii")
+
+
 def _routed_experts(item: GenerateItem, rollout: Rollout) -> dict[str, str]:
     """The bytes of int32 [positions, sparse layers, experts per token], as trainers read them."""
     if rollout.routed_experts is None:
         return {}
-    routes = rollout.routed_experts[item.routes_from :].astype(np.int32)
-    return {"routed_experts": base64.b64encode(routes.tobytes()).decode("ascii")}
+    return {"routed_experts": _int32_bytes(rollout.routed_experts[item.routes_from :])}

@@ -10,17 +10,14 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from rollout.errors import InvalidInputError
-from rollout.sampling.parameter_names import our_fields
 from rollout.server.body_fields import (
     MAX_RID_LEN,
-    Biases,
     KnownIds,
     Listed,
-    biases_by_id,
     refuse_unknown,
 )
-from rollout.server.openai.route import require_model
 from rollout.server.serving import Serving
+from rollout.server.sglang.sampling_body import SglangSamplingBody
 from rollout.server.streams import SampleRequest
 from rollout.types import Prompt, SamplingParams
 
@@ -37,90 +34,6 @@ _HARMLESS = frozenset(
         "sampling_logprobs_mode", "use_audio_in_video",
     }
 )  # fmt: skip
-_HARMLESS_SAMPLING = frozenset(
-    {
-        "spaces_between_special_tokens",  # the tokenizer's own spacing stays
-        "stream_interval",  # events come as often as the reader takes them
-    }
-)
-_GREEDY_BELOW = 1e-6  # as temperatures that small are taken there
-_MAX_TOP_K = 2**30  # a whole vocabulary, however large
-
-
-class SglangSamplingBody(BaseModel):
-    """A field that is null has its default, but for ``max_new_tokens``: as many as fit."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    max_new_tokens: int | None = 128  # 0: the prompt is scored, and nothing is generated
-    min_new_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Biases | None = None
-    stop: str | Listed[str] | None = None
-    stop_token_ids: Listed[int | None] | None = None
-    ignore_eos: bool | None = None
-    json_schema: str | None = None
-    regex: str | None = None
-    skip_special_tokens: bool | None = None
-    no_stop_trim: bool | None = None
-    n: int | None = None
-    sampling_seed: int | None = None
-    seed: int | None = None  # the same
-    request_seed: int | None = None  # ours: a sample's own, as meta_info tells it
-    custom_params: dict[str, Any] | None = None  # for a custom logit processor, which is refused
-
-    def to_params(
-        self, *, seed: int, max_context_len: int, top_logprobs: int, routed_experts: bool
-    ) -> SamplingParams:
-        """Raises InvalidInputError. ``seed``: where none came along."""
-        refuse_unknown(self.model_extra, _HARMLESS_SAMPLING, "sampling_params.")
-        if (self.custom_params or {}).get("return_top_p_token_ids") and self.top_p not in (None, 1):
-            raise InvalidInputError(
-                "sampling_params.custom_params.return_top_p_token_ids", True,
-                "this server does not tell what top_p left: leave it out, or set top_p=1",
-            )  # fmt: skip
-        given = our_fields({name: getattr(self, name) for name in type(self).model_fields})
-        # A context is never longer, and counts beyond all sizes would meet arrays of 32 bits.
-        most = max_context_len if self.max_new_tokens is None else self.max_new_tokens
-        least = self.min_new_tokens or 0
-        temperature = 1.0 if self.temperature is None else self.temperature
-        if not 0 <= least <= most:
-            raise InvalidInputError("min_new_tokens", least, f"must be in [0, {most}]")
-        if given.get("top_k", 0) > _MAX_TOP_K:
-            del given["top_k"]
-        given |= {
-            "temperature": 0.0 if 0 <= temperature < _GREEDY_BELOW else temperature,
-            "logit_bias": biases_by_id(self.logit_bias, "sampling_params.logit_bias"),
-            "stop_token_ids": [token for token in self.stop_token_ids or [] if token is not None],
-            "max_new_tokens": min(max(most, 1), max_context_len),
-            "min_new_tokens": min(least, max_context_len),
-            "seed": self._seed(seed),
-        }
-        return SamplingParams(
-            **given,
-            n=1 if self.n is None else self.n,
-            top_logprobs=top_logprobs,
-            routed_experts=routed_experts,
-        )
-
-    @property
-    def generates(self) -> bool:
-        """Tokens are asked for, not the prompt's score alone."""
-        return self.max_new_tokens != 0
-
-    def _seed(self, default: int) -> int:
-        if None not in (self.seed, self.sampling_seed) and self.seed != self.sampling_seed:
-            raise InvalidInputError(
-                "sampling_params.seed", self.seed, "differs from sampling_seed: give one"
-            )
-        given = self.sampling_seed if self.seed is None else self.seed
-        return default if given is None else given
 
 
 class GenerateBody(BaseModel):
@@ -137,7 +50,9 @@ class GenerateBody(BaseModel):
     return_logprob: bool | Listed[bool] | None = None
     logprob_start_len: int | Listed[int] | None = None  # -1: no prompt token is scored
     top_logprobs_num: int | Listed[int] | None = None
+    token_ids_logprob: Listed[int] | Listed[Listed[int] | None] | None = None
     return_text_in_logprobs: bool | None = None
+    return_sampling_mask: bool | Listed[bool] | None = None
     return_routed_experts: bool | list[bool] | None = None
     routed_experts_start_len: int | list[int] | None = None  # a position of the prompt
 
@@ -155,6 +70,7 @@ class GenerateItem:
     skip_special_tokens: bool
     no_stop_trim: bool
     return_logprob: bool
+    top_p_ids: bool  # the sampling mask is told in slime's form
     score_from: int | None  # the first prompt token whose logprob is asked for
     text_in_logprobs: bool
     routes_from: int  # the first position whose experts are told, where they are
@@ -184,7 +100,7 @@ async def generate_items(body: GenerateBody, serving: Serving) -> tuple[list[Gen
     Raises InvalidInputError.
     """
     refuse_unknown(body.model_extra, _HARMLESS)
-    require_model(serving, body.model)
+    serving.require_model(body.model)
     prompts, is_single = _prompts(body)
     count = len(prompts)
     serving.require_batch(count)
@@ -192,30 +108,38 @@ async def generate_items(body: GenerateBody, serving: Serving) -> tuple[list[Gen
     wants_logprob = _each(body.return_logprob, count, "return_logprob", False)
     starts = _each(body.logprob_start_len, count, "logprob_start_len", -1)
     tops = _each(body.top_logprobs_num, count, "top_logprobs_num", 0)
+    wants_mask = _each(body.return_sampling_mask, count, "return_sampling_mask", False)
+    asked_ids: Any = body.token_ids_logprob
+    if asked_ids and isinstance(asked_ids[0], int):
+        asked_ids = [asked_ids] * count
+    ids_each: list[list[int] | None] = _each(asked_ids or None, count, "token_ids_logprob", None)
     wants_routes = _each(body.return_routed_experts, count, "return_routed_experts", False)
     routes_from = _each(body.routed_experts_start_len, count, "routed_experts_start_len", 0)
     rids = _rids(body.rid, count, is_single)
     seed = serving.fresh_seed()  # of all prompts that bring none: their indices tell them apart
     # One for all prompts that ask for the same.
-    known: dict[tuple[int, int, bool], SamplingParams] = {}
+    known: dict[tuple, SamplingParams] = {}
 
-    def params_of(each: SglangSamplingBody, top_logprobs: int, routes: bool) -> SamplingParams:
-        key = (id(each), top_logprobs, routes)
+    def params_of(index: int) -> SamplingParams:
+        wanted = wants_logprob[index]
+        ids = ids_each[index] or []
+        if ids and not wanted:
+            raise InvalidInputError("token_ids_logprob", ids, "needs return_logprob=true")
+        top, mask, routes = tops[index] if wanted else 0, wants_mask[index], wants_routes[index]
+        key = (id(sampling[index]), top, tuple(ids), mask, routes)
         if key not in known:
-            known[key] = each.to_params(
+            known[key] = sampling[index].to_params(
                 seed=seed,
                 max_context_len=serving.max_context_len,
-                top_logprobs=top_logprobs,
+                top_logprobs=top,
+                logprob_token_ids=ids,
+                sampling_mask=mask,
+                sampling_logprobs=mask,
                 routed_experts=routes,
             )
         return known[key]
 
-    params = [
-        params_of(each, top if wanted else 0, routes)
-        for each, top, wanted, routes in zip(
-            sampling, tops, wants_logprob, wants_routes, strict=True
-        )
-    ]
+    params = [params_of(index) for index in range(count)]
     serving.require_batch(sum(each.n for each in params))
     field = "input_ids" if body.text is None else "text"
     all_ids = await serving.encode(prompts, field)
@@ -230,6 +154,7 @@ async def generate_items(body: GenerateBody, serving: Serving) -> tuple[list[Gen
             skip_special_tokens=sampling[index].skip_special_tokens is not False,
             no_stop_trim=bool(sampling[index].no_stop_trim),
             return_logprob=wants_logprob[index],
+            top_p_ids=sampling[index].wants_top_p_ids,
             score_from=_score_from(starts[index], wants_logprob[index], prompt_ids),
             text_in_logprobs=bool(body.return_text_in_logprobs),
             routes_from=_check_start("routed_experts_start_len", routes_from[index], 0, prompt_ids),

@@ -22,6 +22,8 @@ class UpdateFields(Body):
     abort_all_requests: bool | None = None
     weight_version: Version | None = None
     partial: bool | None = None
+    base_version: Version | None = None
+    lora_scaling: float | None = None
     check_finite: bool | None = None
     timeout: float | None = None
     torch_empty_cache: bool = False  # unread: /release_memory_occupation gives memory back

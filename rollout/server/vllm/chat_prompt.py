@@ -11,13 +11,14 @@ from pydantic import Field
 from rollout.errors import InvalidInputError
 from rollout.server.body_fields import EVENTS, KnownIds, Listed
 from rollout.server.openai.answer import Heading, OutputTexts
-from rollout.server.openai.chat import ChatAnswer
+from rollout.server.openai.chat import ChatAnswer, scored_prompt
 from rollout.server.openai.chat_body import ChatBody
 from rollout.server.openai.chat_format import ChatFormat
 from rollout.server.openai.output_grammar import GrammarBody
-from rollout.server.openai.route import OpenAIRoute, require_model
+from rollout.server.openai.route import OpenAIRoute
 from rollout.server.openai.sampling_body import SamplingFields
 from rollout.server.serving import Serving
+from rollout.server.sglang.generate_answer import AnswerWriter
 from rollout.server.streams import SampleRequest
 
 _PLAIN_FIELDS = SamplingFields.model_fields.keys() - GrammarBody.model_fields.keys()
@@ -53,13 +54,13 @@ async def chat_prompt_ids(serving: Serving, chat_format: ChatFormat, body: ChatB
 
 def routes(serving: Serving) -> APIRouter:
     router = APIRouter(tags=["vllm"], route_class=OpenAIRoute)
-    texts = OutputTexts(serving.encoder)
+    texts, meta_writer = OutputTexts(serving.encoder), AnswerWriter(serving.encoder)
     chat_format = ChatFormat(serving)
 
     @router.post("/v1/chat/completions/render")
     async def render(body: ChatBody) -> dict[str, Any]:
         """The body that `/inference/v1/generate` takes for this chat; nothing is generated."""
-        require_model(serving, body.model)
+        serving.require_model(body.model)
         body.check_fields()
         prompt_ids = await chat_prompt_ids(serving, chat_format, body)
         serving.check_prompt_len(len(prompt_ids))
@@ -82,32 +83,41 @@ def routes(serving: Serving) -> APIRouter:
             "cache_salt": (body.model_extra or {}).get("cache_salt"),
             "priority": 0,
             "kv_transfer_params": None,
+            **{f"return_{name}": True for name, wanted in body.asked_of_tokens.items() if wanted},
         }
 
     @router.post("/v1/chat/completions/tokens", responses=EVENTS)
     async def tokens(body: TokensBody, request: Request) -> Response:
         """A chat's answer to a prompt of token ids; the messages are not looked at."""
-        require_model(serving, body.model)
+        serving.require_model(body.model)
         body.check_fields()
         serving.require_batch(body.num_samples, "n")
         (prompt_ids,) = await serving.encode([body.tokens], "tokens")
-        params = body.params(len(prompt_ids), serving.max_context_len, serving.fresh_seed())
         encoder = serving.encoder
         prompt = "" if encoder.tokenizer is None else encoder.decode_with_specials(prompt_ids)
         message_format = chat_format.message_format(body.begun(), prompt)
+        params = body.params(
+            len(prompt_ids),
+            serving.max_context_len,
+            serving.fresh_seed(),
+            message_format.grammar_after,
+        )
         if body.wants_calls and message_format.tool_parser is None:
             raise InvalidInputError(
                 "tools", body.tools, "it is not known how the model writes calls: see tool_parser"
             )
+        samples = [
+            SampleRequest(prompt_ids=prompt_ids, params=params, sample_index=index)
+            for index in range(body.num_samples)
+        ]
         answer = ChatAnswer(
             heading=Heading.new("chatcmpl", "chat.completion", serving.model_name),
             body=body,
-            samples=[
-                SampleRequest(prompt_ids=prompt_ids, params=params, sample_index=index)
-                for index in range(body.num_samples)
-            ],
+            samples=samples,
             texts=texts,
             format=message_format,
+            meta_writer=meta_writer,
+            prompt_logprobs=await scored_prompt(serving, body, request, samples[0], texts),
             shown_ids=texts.streams.special_ids(message_format.markers),
         )
         return await answer.respond(request, serving)

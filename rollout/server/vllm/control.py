@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from pydantic import Field
 
+from rollout.engine.engine_loop import RequestHandle
 from rollout.engine.protocol import Engine
 from rollout.errors import EngineStateError
 from rollout.server.body_fields import CHANGED, Body
@@ -58,8 +61,6 @@ def routes(serving: Serving) -> APIRouter:
     ) -> JsonAnswer:
         """Run nothing until `/resume`; new requests wait."""
         mode = "wait" if query.wait_for_inflight_requests else query.mode
-        if mode == "wait":
-            await while_connected(request, _finish_running(serving))
 
         def stop(engine: Engine) -> Answer:
             engine.pause_generation(PauseMode.ABORT if mode == "abort" else PauseMode.IN_PLACE)
@@ -67,7 +68,8 @@ def routes(serving: Serving) -> APIRouter:
                 engine.flush_cache()
             return {"message": "generation is paused", "status": "paused"}
 
-        return await change(serving, stop)
+        async with _running_finished(serving, request, mode):
+            return await change(serving, stop)
 
     @router.post("/resume", responses=CHANGED)
     async def resume(body: Body | None = None) -> JsonAnswer:
@@ -88,8 +90,6 @@ def routes(serving: Serving) -> APIRouter:
         query: Annotated[SleepFields, Query()], request: Request, body: Body | None = None
     ) -> JsonAnswer:
         """Give memory back. Requests that are kept, and new ones, wait for it to be taken again."""
-        if query.mode == "wait":
-            await while_connected(request, _finish_running(serving))
 
         def release(engine: Engine) -> Answer:
             held = [tag for tag in memory_tags(query.tags) if tag not in engine.released_tags]
@@ -101,7 +101,8 @@ def routes(serving: Serving) -> APIRouter:
             freed = engine.release_memory(held, query.level == "1") if held else {}
             return {"freed_bytes": freed}
 
-        return await change(serving, release)
+        async with _running_finished(serving, request, query.mode):
+            return await change(serving, release)
 
     @router.post("/wake_up", responses=CHANGED)
     async def wake_up(
@@ -142,12 +143,20 @@ def routes(serving: Serving) -> APIRouter:
     return router
 
 
-async def _finish_running(serving: Serving) -> None:
-    """Wait until what is running or waiting now has ended; later requests run beside it.
+@asynccontextmanager
+async def _running_finished(serving: Serving, request: Request, mode: Mode) -> AsyncIterator[None]:
+    """With ``wait``, a context that begins when all requests have ended that had come before it.
+    Later ones are held back until it ends."""
+    if mode != "wait":
+        yield
+        return
+    with serving.loop.holding() as unfinished:
+        await while_connected(request, _finish(serving, unfinished))
+        yield
 
-    Raises EngineStateError while nothing can run: it would not end.
-    """
-    unfinished = serving.loop.unfinished()
+
+async def _finish(serving: Serving, unfinished: Sequence[RequestHandle]) -> None:
+    """Wait until these end. Raises EngineStateError while nothing can run: they would not."""
     while not all(handle.future.done() for handle in unfinished):
         reason = await serving.call(lambda engine: engine.unavailable_reason)
         if reason:

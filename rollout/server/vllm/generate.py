@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from rollout.errors import InvalidInputError
 from rollout.sampling.parameter_names import WITHOUT_EFFECT
 from rollout.server.body_fields import EVENTS, KnownIds, Listed, Rid, refuse_unknown
 from rollout.server.json_route import json_response
-from rollout.server.openai.answer import finish
+from rollout.server.openai.answer import finish, sampling_mask
 from rollout.server.openai.logprobs import LogprobWriter, ScoredTokens, TokenSpelling
 from rollout.server.openai.prompt_logprobs import (
     NumPromptLogprobs,
     PromptLogprobs,
     prompt_logprobs,
 )
-from rollout.server.openai.route import OpenAIRoute, require_model
+from rollout.server.openai.route import OpenAIRoute
 from rollout.server.openai.sampling_body import HARMLESS, SamplingFields, StreamOptions
 from rollout.server.serving import Serving
 from rollout.server.streams import (
@@ -39,7 +40,7 @@ from rollout.types import Rollout, SamplingParams
 
 _HARMLESS_SAMPLING = WITHOUT_EFFECT | {
     "include_stop_str_in_output",  # no text is answered
-    "routed_experts_prompt_start",  # experts are not told
+    "routed_experts_prompt_start",  # all positions are told
 }
 
 
@@ -51,16 +52,27 @@ class TokenSamplingBody(SamplingFields):
     prompt_logprobs: NumPromptLogprobs | None = None
 
     def to_params(
-        self, prompt_len: int, max_context_len: int, seed: int, prefix: str = "sampling_params."
+        self,
+        prompt_len: int,
+        max_context_len: int,
+        seed: int,
+        prefix: str = "sampling_params.",
+        **asked: Any,
     ) -> SamplingParams:
-        """Raises InvalidInputError naming the field, behind ``prefix``."""
+        """Raises InvalidInputError naming the field, behind ``prefix``; ``asked``: see
+        `sampling_params`."""
         refuse_unknown(self.model_extra, _HARMLESS_SAMPLING, prefix)
+        if self.logprob_token_ids and self.logprobs is None:
+            raise InvalidInputError(
+                f"{prefix}logprob_token_ids", self.logprob_token_ids, "needs logprobs"
+            )
         left = max(1, max_context_len - prompt_len)
         try:
             return self.sampling_params(
                 max_tokens=left if self.max_tokens is None else self.max_tokens,
                 seed=seed,
                 top_logprobs=self.logprobs or 0,
+                **asked,
             )
         except InvalidInputError as error:
             name = f"{prefix}{error.field}"
@@ -79,6 +91,10 @@ class TokenGenerateBody(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    return_sampling_mask: bool | None = Field(
+        None, description="default: where top_k, top_p or min_p cut the distribution"
+    )
+    return_routed_experts: bool | None = None
 
 
 class _TokenAnswer:
@@ -89,9 +105,11 @@ class _TokenAnswer:
         body: TokenGenerateBody,
         request_id: str,
         prompt_ids: Sequence[int],
+        params: SamplingParams,
         spelling: TokenSpelling,
     ) -> None:
         self._body = body
+        self._tells_mask = params.sampling_mask
         self._request_id = request_id
         self._prompt_ids = prompt_ids
         self._writer = LogprobWriter(spelling, as_ids=True)
@@ -132,6 +150,7 @@ class _TokenAnswer:
             "token_ids": list(tokens.token_ids),
             "logprobs": self._writer.of_chat(ScoredTokens.of(tokens)) if wants_logprobs else None,
             "finish_reason": None,
+            **sampling_mask(tokens, self._tells_mask),
         }
 
     def _usage(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
@@ -152,21 +171,30 @@ def routes(serving: Serving) -> APIRouter:
     @router.post("/inference/v1/generate", responses=EVENTS)
     async def generate(body: TokenGenerateBody, request: Request) -> Response:
         """The ids that follow a prompt, with the logprobs of the distribution they came from."""
-        require_model(serving, body.model)
+        serving.require_model(body.model)
         refuse_unknown(body.model_extra, HARMLESS)
         sampling = body.sampling_params
         if body.stream and sampling.prompt_logprobs is not None:
             raise InvalidInputError("stream", True, "prompt_logprobs come with stream=false alone")
         serving.require_batch(sampling.num_samples, "sampling_params.n")
         (prompt_ids,) = await serving.encode([body.token_ids], "token_ids")
-        params = sampling.to_params(len(prompt_ids), serving.max_context_len, serving.fresh_seed())
+        params = sampling.to_params(
+            len(prompt_ids),
+            serving.max_context_len,
+            serving.fresh_seed(),
+            sampling_mask=bool(body.return_sampling_mask),
+            routed_experts=bool(body.return_routed_experts),
+        )
+        if body.return_sampling_mask is None:
+            params = replace(params, sampling_mask=params.truncates)
         request_id = uuid.uuid4().hex if body.request_id is None else body.request_id
         samples = [
             SampleRequest(prompt_ids=prompt_ids, params=params, sample_index=index, rid=request_id)
             for index in range(sampling.num_samples)
         ]
-        answer = _TokenAnswer(body, request_id, prompt_ids, spelling)
+        answer = _TokenAnswer(body, request_id, prompt_ids, params, spelling)
         if body.stream:
+            await while_connected(request, serving.prepare(samples))
             deltas = await open_stream(request, serving.stream(samples))
             return EventStream(answer.parts(deltas), deltas)
         of_prompt = None

@@ -13,7 +13,7 @@ from rollout.errors import InvalidInputError
 from rollout.server.body_fields import KnownIds, Listed, refuse_unknown
 from rollout.server.openai.chat_body import ChatBody
 from rollout.server.openai.chat_format import ChatFormat
-from rollout.server.openai.route import OpenAIRoute, require_model
+from rollout.server.openai.route import OpenAIRoute
 from rollout.server.openai.sampling_body import HARMLESS
 from rollout.server.serving import Serving
 from rollout.server.vllm.chat_prompt import chat_prompt_ids
@@ -64,7 +64,7 @@ def routes(serving: Serving) -> APIRouter:
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         """The token ids that a prompt of this text, or of these messages, has."""
-        require_model(serving, body.model)
+        serving.require_model(body.model)
         if isinstance(body, TokenizeChat):
             body.check_fields()
             ids = await chat_prompt_ids(serving, chat_format, body)
@@ -85,7 +85,7 @@ def routes(serving: Serving) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
         """The text of tokens, special ones spelled out."""
-        require_model(serving, body.model)
+        serving.require_model(body.model)
         refuse_unknown(body.model_extra, HARMLESS)
         if encoder.tokenizer is None:
             raise _no_tokenizer("tokens")

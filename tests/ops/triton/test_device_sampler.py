@@ -20,7 +20,7 @@ VOCAB = 1100
 PARAMS = [
     {"temperature": 0.0},
     {"temperature": 1.0, "entropy": True},
-    {"temperature": 0.7, "top_k": 5, "sampling_logprobs": True},
+    {"temperature": 0.7, "top_k": 5, "sampling_logprobs": True, "sampling_mask": True},
     {"temperature": 1.4, "top_p": 0.8, "raw_logprobs": True},
     {"temperature": 1.0, "min_p": 0.1, "top_k": 900, "top_logprobs": 2},
     {"temperature": 0.9, "repetition_penalty": 1.7},
@@ -28,7 +28,8 @@ PARAMS = [
     {"temperature": 1.0, "logit_bias": {3: 8.0, 7: -100.0, 1099: 2.5}, "raw_logprobs": True},
     {"temperature": 1.0, "min_new_tokens": 6, "max_new_tokens": 20, "sampling_logprobs": True},
     {"temperature": 0.8, "top_p": 0.7, "repetition_penalty": 0.8, "min_new_tokens": 3,
-     "logit_bias": {2: 9.0}, "frequency_penalty": -0.2, "entropy": True},
+     "logit_bias": {2: 9.0}, "frequency_penalty": -0.2, "entropy": True, "sampling_mask": True,
+     "logprob_token_ids": [1099, 4]},
     {"repetition_penalty": 3e38, "presence_penalty": -3e38, "frequency_penalty": -3e38,
      "logit_bias": {3: 3e38, 5: -3e38}},
 ]  # fmt: skip
@@ -74,7 +75,10 @@ def assert_near(one, other):
         for name in ("raw_logprobs", "sampling_logprobs", "entropies"):
             values = getattr(others, name)
             assert getattr(own, name) == pytest.approx(values, rel=1e-5, abs=1e-5)
-        for tokens, other_tokens in zip(own.top_logprobs, others.top_logprobs, strict=True):
+        assert own.sampling_masks == others.sampling_masks
+        listed = [*own.top_logprobs, *own.token_ids_logprobs]
+        others_listed = [*others.top_logprobs, *others.token_ids_logprobs]
+        for tokens, other_tokens in zip(listed, others_listed, strict=True):
             assert [token for token, _ in tokens] == [token for token, _ in other_tokens]
             values = [value for _, value in other_tokens]
             assert [value for _, value in tokens] == pytest.approx(values, rel=1e-5, abs=1e-5)
