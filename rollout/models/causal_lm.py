@@ -16,6 +16,7 @@ from rollout.models.layers.experts import RouteRecorder
 from rollout.models.layers.linear import Linear
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.spec import ModelSpec
+from rollout.ops.paged_attention import PLAIN, AttentionVariant
 from rollout.parallel import ModelRanks
 
 __all__ = ["CausalLM", "LayerAttention", "LayerStates", "RouteRecorder"]
@@ -33,12 +34,14 @@ class LayerAttention(Protocol):
         positions_T: torch.Tensor,
         cos_sin_PD: torch.Tensor,
         rows_R: torch.Tensor | None = None,
+        variant: AttentionVariant = PLAIN,
     ) -> torch.Tensor:
         """Rotate queries and keys, then attend from every row. Returns [T, H, D], dtype of q.
 
         q, k and v may be strided views. q is rotated in place. k is undefined afterwards and must
         not be read (see `rotary_store_kv_`). ``layer``: index among the attention layers.
         ``rows_R``: attend from these alone, [R, H, D]; all rows have keys and values.
+        ``variant``: the layer's own, the same at each call.
         """
         ...
 

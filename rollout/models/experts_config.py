@@ -59,6 +59,7 @@ _NORMALIZES = {
     "Qwen3NextForCausalLM": True,
     "Qwen3_5MoeForCausalLM": True,
     "Qwen3_5MoeForConditionalGeneration": True,
+    "GptOssForCausalLM": True,
 }
 """Architectures with experts, and their default of norm_topk_prob."""
 

@@ -18,7 +18,7 @@ from rollout.memory.transfers import A
 from rollout.ops.causal_conv import causal_conv
 from rollout.ops.gated_delta_rule import gated_delta_rule
 from rollout.ops.gated_delta_rule.chunked import ChunkedPlan
-from rollout.ops.paged_attention import AttentionPlan, paged_attention
+from rollout.ops.paged_attention import PLAIN, AttentionPlan, AttentionVariant, paged_attention
 from rollout.ops.rotary_store_kv import rotary_store_kv_
 from rollout.ops.state_plan import NO_STATE, StatePlan
 from rollout.types import Batch, DraftTrees
@@ -54,6 +54,7 @@ class PagedAttention:
         positions_T: torch.Tensor,
         cos_sin_PD: torch.Tensor,
         rows_R: torch.Tensor | None = None,
+        variant: AttentionVariant = PLAIN,
     ) -> torch.Tensor:
         """Store keys and values of all rows, then attend from all rows. Returns [T, H, D].
 
@@ -63,7 +64,7 @@ class PagedAttention:
         rotary_store_kv_(q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, keys, values, self._slots_T)
         if rows_R is not None:
             q_THD = q_THD[rows_R]
-        return paged_attention(q_THD, keys, values, self._plan, self._scale)
+        return paged_attention(q_THD, keys, values, self._plan, self._scale, variant)
 
 
 class RecurrentStates:

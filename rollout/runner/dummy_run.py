@@ -63,7 +63,7 @@ class DummyRun:
             values=self._kv.values,
             slots_T=zeros_T,
             plan=self._attention_plan(nodes, longest),
-            scale=spec.head_dim**-0.5,
+            scale=spec.attention_scale,
         )
         collector = None
         if self._features.count:

@@ -13,6 +13,7 @@ OPS = (
     "categorical",
     "experts",
     "gates",
+    "glu",
     "paged_attention",
     "recurrent_layers",
     "rms_norm",

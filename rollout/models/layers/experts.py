@@ -8,6 +8,7 @@ Legend: T query rows, E hidden, F ffn of one expert, N experts, X experts per ro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -23,6 +24,9 @@ from rollout.ops.routing import route
 from rollout.ops.silu_mul import silu_mul
 from rollout.parallel import ONE_RANK, ModelRanks
 from rollout.parallel.partition import even_parts, gather_rows
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+"""From gate and up columns [T, 2 F] to inner features [T, F]."""
 
 
 class RouteRecorder(Protocol):
@@ -55,6 +59,8 @@ class Experts:
         ffn_size: int,
         shared_ffn_size: int = 0,
         normalizes: bool = True,
+        bias: bool = False,
+        activation: Activation = silu_mul,
         dtype: torch.dtype,
         device: torch.device,
         packing: bool = True,
@@ -66,24 +72,27 @@ class Experts:
             index: among the sparse layers.
             shared_ffn_size: of a gated expert that runs for every row; 0: none.
             normalizes: whether the chosen experts' probabilities are scaled to add up to 1.
+            bias: whether the router's and the experts' products have biases.
+            activation: of an expert's gate and up columns.
             stacked: as for `GroupedLinear`.
 
         Raises InvalidInputError for more ranks than features.
         """
 
         def linear(inputs: int, outputs: int) -> Linear:
-            return Linear(inputs, outputs, dtype=dtype, device=device, packing=packing)
+            return Linear(inputs, outputs, bias=bias, dtype=dtype, device=device, packing=packing)
 
         def grouped(inputs: int, outputs: int) -> GroupedLinear:
             return GroupedLinear(
                 num_experts, inputs, outputs,
-                dtype=dtype, device=device, packing=packing, stacked=stacked,
+                bias=bias, dtype=dtype, device=device, packing=packing, stacked=stacked,
             )  # fmt: skip
 
         self.index = index
         self.num_experts = num_experts
         self.experts_per_token = experts_per_token
         self.normalizes = normalizes
+        self._activation = activation
         self.has_shared = shared_ffn_size > 0
         self._group, self._rows = ranks.all, ranks.rows
         self._features = self._parts(ffn_size)
@@ -120,7 +129,7 @@ class Experts:
             routes.record(self.index, experts_TX[own])
         groups = RowGroups.of(experts_TX, self.num_experts)
         left_out = self.router.left_out_tiles
-        inner_SF = silu_mul(self.gate_up(hidden_TE, groups, left_out))
+        inner_SF = self._activation(self.gate_up(hidden_TE, groups, left_out))
         inner_SF = self._group.all_gather_columns(inner_SF, self._features)
         outputs_SE = self.down(inner_SF, groups, left_out)
         outputs_TXE = outputs_SE.view(*experts_TX.shape, self.down.out_features)
