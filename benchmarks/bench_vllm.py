@@ -147,14 +147,14 @@ class Engines:
             asked = engine_options(self._options)[name]
             is_vllm = asked["kind"] == "vllm"
             python = self._options.vllm_python if is_vllm else Path(sys.executable)
+            warm = Job(prompts=[[1, 2, 3, 4]] * 4, tokens=8, width=4)
             try:
                 engine = EngineProcess(python, asked, self._options.threads)
+                engine.run(warm)
             except RuntimeError as error:
                 print(f"{name}: left out, it did not start:\n{error}", flush=True)
                 self._running[name] = None
             else:
-                warm = Job(prompts=[[1, 2, 3, 4]] * 4, tokens=8, width=4)
-                engine.run(warm)
                 self._running[name] = engine
         return self._running[name]
 
