@@ -8,7 +8,8 @@ threads, in bf16; they take turns, so that one runs while the others wait. A row
 prompts, as token ids, and is not run where engines generated unequal numbers of tokens: every
 request generates its limit, whatever it says. Ratios are medians of neighbours' ratios.
 
-Accept length is tokens by forwards of a request, steps without drafts included. The second epoch of
+Accept length is tokens by forwards of a request, its first token left out and steps without drafts
+included. The second epoch of
 a GRPO-like job is timed four requests at a time, after a first one at sixteen that teaches. vLLM
 drafts with `ngram`, `suffix` where arctic-inference is installed beside it (its CUDA part is not
 needed), an EAGLE-3 draft where ``--draft`` is there, and `NgramProposer` of this repository.
@@ -71,7 +72,7 @@ class Done:
 
     seconds: list[float] = field(default_factory=list)
     lengths: list[list[int]] = field(default_factory=list)
-    accepted: float = 0.0  # of the last repeat
+    decodes: int = 0  # forwards of requests after their first tokens, in the last repeat
     peak_bytes: int = 0
 
     @property
@@ -84,7 +85,7 @@ class Done:
 
     @property
     def accept_length(self) -> float:
-        return self.num_tokens / max(1.0, self.num_tokens - self.accepted)
+        return (self.num_tokens - len(self.lengths[-1])) / max(1, self.decodes)
 
 
 class EngineProcess:
@@ -146,14 +147,14 @@ class Engines:
             asked = engine_options(self._options)[name]
             is_vllm = asked["kind"] == "vllm"
             python = self._options.vllm_python if is_vllm else Path(sys.executable)
+            warm = Job(prompts=[[1, 2, 3, 4]] * 4, tokens=8, width=4)
             try:
                 engine = EngineProcess(python, asked, self._options.threads)
+                engine.run(warm)
             except RuntimeError as error:
                 print(f"{name}: left out, it did not start:\n{error}", flush=True)
                 self._running[name] = None
             else:
-                warm = Job(prompts=[[1, 2, 3, 4]] * 4, tokens=8, width=4)
-                engine.run(warm)
                 self._running[name] = engine
         return self._running[name]
 
@@ -166,7 +167,7 @@ class Engines:
                 answer = there[name].run(job)
                 done[name].seconds.append(answer["seconds"])
                 done[name].lengths.append(answer["lengths"])
-                done[name].accepted = answer["accepted"]
+                done[name].decodes = answer["decodes"]
                 done[name].peak_bytes = answer["peak_bytes"]
         return done
 
@@ -239,7 +240,7 @@ def compare(
     """The rates of all, and the ratio of one to another."""
     for name, each in done.items():
         yield row(f"{title}: {name}", each.rate, "tokens/s")
-        if each.accepted:
+        if each.accept_length > 1:
             yield row(f"{title}: {name}, accept length", each.accept_length, "tokens")
     ratio = f"{title}: {own} beside {other}"
     if own not in done or other not in done or not equal_counts(done):

@@ -26,8 +26,8 @@ class Engine(Protocol):
         """The output tokens of all samples of all prompts, all submitted at once."""
         ...
 
-    def accepted(self) -> float:
-        """Draft tokens accepted so far."""
+    def decodes(self) -> int:
+        """Forwards so far, for each request those after its first token's."""
         ...
 
     def forget(self) -> None:
@@ -56,9 +56,10 @@ class VllmEngine:
         outputs = self._llm.generate(asked, params, use_tqdm=False)
         return [list(sample.token_ids) for output in outputs for sample in output.outputs]
 
-    def accepted(self) -> float:
-        name = "vllm:spec_decode_num_accepted_tokens"
-        return float(sum(each.value for each in self._llm.get_metrics() if each.name == name))
+    def decodes(self) -> int:
+        name = "vllm:inter_token_latency_seconds"  # noted for each request and step
+        found: Any = [each for each in self._llm.get_metrics() if each.name == name]
+        return sum(each.count for each in found)
 
     def forget(self) -> None:
         self._llm.reset_prefix_cache()
@@ -69,7 +70,7 @@ class OwnEngine:
         from rollout import RolloutEngine
 
         self._engine = RolloutEngine.from_pretrained(model, **options)
-        self._accepted = 0
+        self._decodes = 0
 
     def generate(self, prompts: list[list[int]], job: dict[str, Any]) -> Outputs:
         from rollout import SamplingParams
@@ -80,11 +81,11 @@ class OwnEngine:
         )  # fmt: skip
         self._engine.reset_metrics()
         outputs = [each.token_ids for each in self._engine.generate(prompts, params)]
-        self._accepted += self._engine.metrics().accepted
+        self._decodes += self._engine.metrics().target_forwards - len(outputs)
         return outputs
 
-    def accepted(self) -> float:
-        return float(self._accepted)
+    def decodes(self) -> int:
+        return self._decodes
 
     def forget(self) -> None:
         self._engine.flush_cache()
@@ -93,7 +94,7 @@ class OwnEngine:
 def run(engine: Engine, job: dict[str, Any]) -> dict[str, Any]:
     """Generate for ``width`` prompts at a time; the time and what was generated in all."""
     engine.forget()
-    before, prompts, width = engine.accepted(), job["prompts"], job["width"]
+    before, prompts, width = engine.decodes(), job["prompts"], job["width"]
     started = time.perf_counter()
     outputs: Outputs = []
     for begin in range(0, len(prompts), width):
@@ -103,7 +104,7 @@ def run(engine: Engine, job: dict[str, Any]) -> dict[str, Any]:
     return {
         "seconds": seconds,
         "lengths": [len(tokens) for tokens in outputs],
-        "accepted": engine.accepted() - before,
+        "decodes": engine.decodes() - before,
         "peak_bytes": used * 1024,
     }
 

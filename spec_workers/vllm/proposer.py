@@ -154,7 +154,8 @@ class NgramProposer:
     def counters(self) -> dict[str, float]:
         """Gauges and running totals by name.
 
-        ``accepted / rows + 1`` is the accept length: tokens for each row and step.
+        ``accepted / rows + 1`` is the accept length: tokens for each row and step, those that came
+        with a request's end and were dropped included.
         """
         named = {f"corpus/{name}": value for name, value in self._corpus.counters().items()}
         named |= {f"budget/{name}": value for name, value in self._budget.counters().items()}

@@ -20,13 +20,13 @@ def test_a_job_is_generated_to_its_limit_whatever_it_says(tiny_model_path: Path)
     job = Job(prompts=[[5, 6, 7]] * 3, tokens=12, samples=2, temperature=0.0, width=2)
     answers = [engine_process.run(engine, vars(job)) for _ in range(2)]
     assert [each["lengths"] for each in answers] == [[12] * 6] * 2
-    assert answers[1]["accepted"] > 0  # the second epoch
+    assert answers[0]["decodes"] > answers[1]["decodes"] > 6  # drafts, and more in the next epoch
     assert answers[1]["peak_bytes"] > 1 << 20
 
 
 def test_unequal_numbers_of_tokens_make_no_ratio() -> None:
-    own = Done(seconds=[1.0, 3.0], lengths=[[4, 4], [4, 4]], accepted=4)
-    other = Done(seconds=[2.0, 6.0], lengths=[[4, 4], [4, 4]])
+    own = Done(seconds=[1.0, 3.0], lengths=[[4, 4], [4, 4]], decodes=3)
+    other = Done(seconds=[2.0, 6.0], lengths=[[4, 4], [4, 4]], decodes=6)
     rows = list(compare("title", {"own": own, "other": other}, "own", "other", 1.5))
     assert [each.value for each in rows] == [4.0, 2.0, 2.0, 2.0]
     assert rows[1].name == "title: own, accept length"
