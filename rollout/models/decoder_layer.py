@@ -13,6 +13,7 @@ import torch
 
 from rollout.models.attention import Attention
 from rollout.models.causal_lm import LayerAttention, RouteRecorder
+from rollout.models.latent_attention import LatentAttention
 from rollout.models.layers.linear import Linear
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.mlp import FeedForward, feed_forward
@@ -106,7 +107,8 @@ class DecoderLayer(Layer):
         attention_inputs: int | None = None,
     ) -> None:
         """``layer``: index in the model. ``attention_inputs``: I; default: the hidden size."""
-        self._attention = Attention(
+        kind = Attention if spec.latent is None else LatentAttention
+        self._attention = kind(
             spec,
             dtype=dtype,
             device=device,

@@ -14,6 +14,7 @@ from rollout.config import DType, LoadFormat
 from rollout.errors import CheckpointError, InvalidInputError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import Checkpoint, listed
+from rollout.models.deepseek_config import FAMILY
 from rollout.models.hybrid import Hybrid
 from rollout.models.hybrid_config import HYBRIDS
 from rollout.models.layers.weight_loader import mismatches
@@ -44,6 +45,7 @@ MODEL_CLASSES: Mapping[str, ModelClass] = MappingProxyType(
         "Qwen3ForCausalLM": Llama,
         "Qwen3MoeForCausalLM": Llama,
         "MiMoForCausalLM": Llama,
+        **dict.fromkeys(FAMILY, Llama),
         **dict.fromkeys(HYBRIDS, Hybrid),
     }
 )

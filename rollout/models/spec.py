@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rollout.errors import CheckpointError, InvalidInputError, UnsupportedModelError
+from rollout.models.deepseek_config import FAMILY, LATENT, LatentSpec, deepseek_fields
 from rollout.models.experts_config import ExpertsSpec, LinearAttentionSpec, experts_spec, size
 from rollout.models.hybrid_config import (
     HYBRIDS,
@@ -73,6 +74,8 @@ class ModelSpec:
     linear_attention: LinearAttentionSpec | None = None  # None: every layer is full attention
     experts: ExpertsSpec | None = None  # None: every MLP is dense
     rotary_dim: int  # first dimensions of a head, which are rotated
+    latent: LatentSpec | None = None  # None: a token's heads have keys and values of their own
+    attention_multiplier: float | None = None  # scales scores; None: by head_dim
     gated_attention: bool = False  # attention's output is scaled by a gate of its input
     norm_unit_offset: bool = False  # norms multiply by 1 + weight, except those after a gate
     decoder_names: tuple[str, ...] = ("model",)  # prefixes of tensor names, its own first
@@ -89,6 +92,12 @@ class ModelSpec:
         """The layers with full attention, which store keys and values."""
         linear = () if self.linear_attention is None else self.linear_attention.layers
         return tuple(layer for layer in range(self.num_layers) if layer not in linear)
+
+    @property
+    def attention_scale(self) -> float:
+        """The factor of products of queries and keys."""
+        given = self.attention_multiplier
+        return self.head_dim**-0.5 if given is None else given
 
     def passes_over(self, name: str) -> bool:
         """Whether to skip a tensor of a checkpoint or trainer: an MTP head or a vision tower."""
@@ -133,8 +142,12 @@ def _spec(config: Mapping[str, Any], extra_eos: object, requested_context: int |
     architectures = config.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else None
     is_hybrid, rotated_part = architecture in HYBRIDS, 1.0
+    own_fields: dict[str, Any] = {}
     if is_hybrid:
         config, rotated_part = plain_rope(text_config(config))
+    elif architecture in FAMILY:
+        config, own_fields = deepseek_fields(str(architecture), config)
+        rotated_part = own_fields.pop("rotated_part", 1.0)
     qkv_bias, o_bias, mlp_bias = _biases(architecture, config)
     for name, values in _IMPLEMENTED.items():
         if name in config and config[name] not in values:
@@ -149,7 +162,7 @@ def _spec(config: Mapping[str, Any], extra_eos: object, requested_context: int |
     # Some families have a default head_dim; elsewhere the heads share the hidden size.
     default_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_heads
     head_dim = size(config, "head_dim", 256 if is_hybrid else default_head_dim)
-    rotary_dim = int(head_dim * rotated_part)
+    rotary_dim = own_fields.pop("rotary_dim", int(head_dim * rotated_part))
     if num_heads % num_kv_heads:
         raise CheckpointError(
             f"config.json: num_attention_heads={num_heads} is not a multiple of "
@@ -170,8 +183,9 @@ def _spec(config: Mapping[str, Any], extra_eos: object, requested_context: int |
             "model.max_context_len", max_context_len, f"the checkpoint's positions end at {limit}"
         )
     num_layers = size(config, "num_hidden_layers")
-    experts = experts_spec(config, architecture)
+    experts = own_fields.pop("experts", None) or experts_spec(config, architecture)
     is_all_sparse = experts is not None and len(experts.layers) == num_layers
+    has_qk_norm = is_hybrid or architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
     linear_attention = None
     if is_hybrid:
         linear_attention = linear_attention_spec(config, str(architecture))
@@ -194,7 +208,7 @@ def _spec(config: Mapping[str, Any], extra_eos: object, requested_context: int |
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         mlp_bias=mlp_bias,
-        qk_norm=is_hybrid or architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+        qk_norm=own_fields.pop("qk_norm", has_qk_norm),
         eos_token_ids=_token_ids(config.get("eos_token_id"), extra_eos),
         dtype=_dtype(config.get("dtype", config.get("torch_dtype"))),
         num_mtp_layers=size(config, _MTP_LAYERS) if config.get(_MTP_LAYERS) else 0,
@@ -204,6 +218,7 @@ def _spec(config: Mapping[str, Any], extra_eos: object, requested_context: int |
         gated_attention=is_hybrid,
         norm_unit_offset=is_hybrid,
         decoder_names=decoder_names(str(architecture)),
+        **own_fields,
     )
 
 
@@ -219,14 +234,16 @@ def _biases(architecture: object, config: Mapping[str, Any]) -> tuple[bool, bool
             return True, False, False
         case "Qwen3ForCausalLM" | "Qwen3MoeForCausalLM":
             return attention, attention, False
-    if architecture in HYBRIDS:
+        case "Glm4MoeForCausalLM":
+            return attention, False, False
+    if architecture in HYBRIDS | LATENT:
         return attention, attention, False
     raise UnsupportedModelError(
         f"config.json: architectures={config.get('architectures')!r} is not implemented; only "
         "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, "
         "Qwen3MoeForCausalLM, MiMoForCausalLM, Qwen3NextForCausalLM, Qwen3_5ForCausalLM, "
-        "Qwen3_5MoeForCausalLM, Qwen3_5ForConditionalGeneration and "
-        "Qwen3_5MoeForConditionalGeneration are"
+        "Qwen3_5MoeForCausalLM, Qwen3_5ForConditionalGeneration, "
+        f"Qwen3_5MoeForConditionalGeneration, {' and '.join(sorted(FAMILY))} are"
     )
 
 

@@ -41,6 +41,7 @@ class DummyRun:
             num_slots=1,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
+            has_values=spec.latent is None,
             dtype=model.dtype,
             device=self._device,
         )
@@ -63,7 +64,7 @@ class DummyRun:
             values=self._kv.values,
             slots_T=zeros_T,
             plan=self._attention_plan(nodes, longest),
-            scale=spec.head_dim**-0.5,
+            scale=spec.attention_scale,
         )
         taps = None
         if self._features.count:

@@ -138,7 +138,7 @@ class ModelRunner:
             values=self._kv_pool.values,
             slots_T=inputs.slots_T,
             plan=attention_plan(vars(inputs), self._table.tensor, longest),
-            scale=self.model.spec.head_dim**-0.5,
+            scale=self.model.spec.attention_scale,
         )
         taps = self._taps(len(inputs.input_ids_T))
         routes = None if self._routes_pool is None else StepRoutes()

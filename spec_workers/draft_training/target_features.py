@@ -86,8 +86,9 @@ class TargetFeatures:
         positions_T = torch.cat([torch.arange(length) for length in lengths])
         like = torch.empty(0, dtype=self._model.dtype, device=device)
         collector = AuxHiddenStateCollector(self._features, len(ids_T), hidden, like)
+        attention = _CausalAttention(lengths, self._model.spec.attention_scale)
         self._model.forward(
-            ids_T.to(device), positions_T.to(device), _CausalAttention(lengths), collector,
+            ids_T.to(device), positions_T.to(device), attention, collector,
             states=_states(self._model, lengths),
         )  # fmt: skip
         parts = collector.features_TF.split(lengths)
@@ -102,25 +103,29 @@ class TargetFeatures:
 class _CausalAttention:
     """A `LayerAttention` in which each row attends to its sequence's rows up to itself."""
 
-    def __init__(self, lengths: list[int]) -> None:
+    def __init__(self, lengths: list[int], scale: float) -> None:
         self._lengths = lengths
+        self._scale = scale
 
     def run(
         self,
         layer: int,
         q_THD: torch.Tensor,
         k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
+        v_TKD: torch.Tensor | None,
         positions_T: torch.Tensor,
         cos_sin_PD: torch.Tensor,
         rows_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert rows_R is None
-        keys_TKD, values_TKD = torch.empty_like(k_TKD), torch.empty_like(v_TKD)
+        keys_TKD = torch.empty_like(k_TKD)
+        values_TKD = None if v_TKD is None else torch.empty_like(v_TKD)
         slots_T = torch.arange(len(k_TKD), device=k_TKD.device)
         rotary_store_kv_(
             q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, keys_TKD, values_TKD, slots_T
         )
+        if values_TKD is None:
+            values_TKD = keys_TKD[..., cos_sin_PD.shape[1] :]
         attended = []
         for q_LHD, k_LKD, v_LKD in zip(
             *(each.split(self._lengths) for each in (q_THD, keys_TKD, values_TKD)), strict=True
@@ -131,6 +136,7 @@ class _CausalAttention:
                 v_LKD.transpose(0, 1)[None],
                 is_causal=True,
                 enable_gqa=True,
+                scale=self._scale,
             )[0]
             attended.append(attended_HLD.transpose(0, 1))
         return torch.cat(attended)

@@ -193,7 +193,7 @@ class DraftRunner:
             values=self.kv.pool.values,
             slots_T=self._padded(slots_T),
             plan=plan,
-            scale=self.model.spec.head_dim**-0.5,
+            scale=self.model.spec.decoder.attention_scale,
         )
         hidden_TE = self.model.forward(
             self._padded(input_ids_T),

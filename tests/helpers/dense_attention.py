@@ -14,24 +14,29 @@ from tests.helpers.dense_states import DenseStates
 def rotated(
     q_THD: torch.Tensor,
     k_TKD: torch.Tensor,
-    v_TKD: torch.Tensor,
+    v_TKD: torch.Tensor | None,
     positions_T: torch.Tensor,
     cos_sin_PD: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values in tensors of their own; queries are rotated in place. The keys handed in are
-    NaN afterwards, so that whoever reads them shows."""
-    keys_TKD, values_TKD = torch.empty_like(k_TKD), torch.empty_like(v_TKD)
+    NaN afterwards, so that whoever reads them shows. Latent attention's values are in its keys."""
+    keys_TKD = torch.empty_like(k_TKD)
+    values_TKD = None if v_TKD is None else torch.empty_like(v_TKD)
     slots_T = torch.arange(len(k_TKD))
     rotary_store_kv_(q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, keys_TKD, values_TKD, slots_T)
     k_TKD.fill_(torch.nan)
+    if values_TKD is None:
+        values_TKD = keys_TKD[..., cos_sin_PD.shape[1] :]
     return keys_TKD, values_TKD
 
 
 class DenseAttention:
     """Causal attention within each of several sequences laid end to end."""
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+    def __init__(self, lengths: Sequence[int], scale: float | None = None) -> None:
+        """``scale``: of scores; default: that of heads with keys of their own."""
         self.lengths = list(lengths)
+        self.scale = scale
 
     def run(self, layer, q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, rows_R=None) -> torch.Tensor:
         assert rows_R is None
@@ -39,7 +44,7 @@ class DenseAttention:
         out = [
             scaled_dot_product_attention(
                 q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1),
-                is_causal=True, enable_gqa=True,
+                is_causal=True, enable_gqa=True, scale=self.scale,
             ).transpose(0, 1)
             for q, k, v in zip(*(x.split(self.lengths) for x in (q_THD, k_TKD, v_TKD)), strict=True)
         ]  # fmt: skip
@@ -74,7 +79,8 @@ class GrowingAttention:
 @torch.inference_mode()
 def logits_of(model, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """Logits [length, V] of every sequence, all run in one ragged forward."""
-    attention = DenseAttention([len(sequence) for sequence in sequences])
+    lengths = [len(sequence) for sequence in sequences]
+    attention = DenseAttention(lengths, model.spec.attention_scale)
     tokens = torch.tensor([token for sequence in sequences for token in sequence]).long()
     states = None
     if model.spec.linear_attention is not None:

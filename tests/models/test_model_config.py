@@ -5,6 +5,7 @@ import torch
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from rollout.errors import CheckpointError, InvalidInputError, UnsupportedModelError
+from rollout.models.deepseek_config import FAMILY
 from rollout.models.hybrid_config import HYBRIDS
 from rollout.models.layers.rope import RopeType
 from rollout.models.loader import MODEL_CLASSES
@@ -71,6 +72,8 @@ def test_every_readable_architecture_has_a_class(tmp_path):
     for name in MODEL_CLASSES:
         changes = {"layer_types": ["linear_attention", "full_attention"]} if name in HYBRIDS else {}
         changes |= {"architectures": [name], "sliding_window": None, "num_experts": 0}
+        if name in FAMILY:
+            changes |= {"first_k_dense_replace": 2}
         assert read(tmp_path, **changes).architecture == name
 
 
