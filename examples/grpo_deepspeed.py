@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM
 
 from rollout import Rollout, RolloutEngine, SamplingParams
 from rollout.trainers import RolloutHook
-from rollout.trainers.deepspeed import disable_shm_comm
+from rollout.trainers.deepspeed import prepare_deepspeed
 from spec_workers.draft_training.co_training import CoTrainer
 from spec_workers.draft_training.config import CoTrainingConfig
 
@@ -231,7 +231,7 @@ def main() -> None:
     for name, value in ALONE.items():
         os.environ.setdefault(name, value)
     dist.init_process_group("gloo")
-    disable_shm_comm()  # nothing is compiled
+    prepare_deepspeed()  # nothing is compiled
     world_size = dist.get_world_size()
 
     trainer = make_trainer(args)

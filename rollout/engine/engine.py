@@ -274,6 +274,7 @@ class RolloutEngine:
         """Counters since the engine was made, or since `reset_metrics`."""
         return self.steps.metrics.total
 
+    @exclusive
     def reset_metrics(self) -> None:
         """Set all totals of the metrics to zero."""
         self.steps.metrics.reset()

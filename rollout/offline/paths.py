@@ -86,6 +86,12 @@ class JobPaths:
                     read, str(path), f"has a name that {self.output} may have for itself: rename it"
                 )
 
+    def require_unread(self, field: str, given: Path) -> None:
+        """Raise InvalidInputError where a file to be written is one that is read."""
+        for read, path in self._read():
+            if _is_same(given, path):
+                raise InvalidInputError(field, str(given), f"is {read}: give another")
+
     def _beside(self, suffix: str) -> Path:
         return self.output.with_name(self.output.name + suffix)
 

@@ -147,7 +147,7 @@ class OpenUpdate:
                     loaders[name].write_own(own)  # which compares
                 checked = tensor if for_all else own
                 if self.options.check_finite:
-                    refuse_not_finite(name, checked)
+                    refuse_not_finite(name, checked.to(loaders[name].dtype))
                 if name in tied:
                     twins[name] = checked
         for name, values in twins.items():
@@ -201,7 +201,7 @@ class OpenUpdate:
 
     def _write(self, name: str, own: torch.Tensor, check_finite: bool) -> None:
         if check_finite:
-            refuse_not_finite(name, own)
+            refuse_not_finite(name, own.to(self.weight_loaders[name].dtype))
         self.is_loading = True
         self.weight_loaders[name].write_own(own)
         self.loaded[name] = self.checked[name]
@@ -243,7 +243,8 @@ def refuse_not_finite(name: str, tensor: torch.Tensor) -> None:
         count = int((~torch.isfinite(tensor)).sum())
         raise InvalidInputError(
             f"named_tensors[{name!r}]", f"{count} values of {tensor.numel()}",
-            "are NaN or infinite; the trainer has diverged, or check_finite=False takes them",
+            f"are NaN or infinite in {tensor.dtype}; the trainer has diverged, or "
+            "check_finite=False takes them",
         )  # fmt: skip
 
 

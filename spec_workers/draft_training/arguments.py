@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from rollout.errors import InvalidInputError
 from rollout.models.spec import ModelSpec, read_json
 from spec_workers.draft_training.building import DraftKind, DraftShape, stored_kind
 from spec_workers.draft_training.sequences import SHORTEST
-from spec_workers.draft_training.training_run import CONFIG, STATE
+from spec_workers.draft_training.training_run import CONFIG, LOG, PLOT, STATE, WEIGHTS
 
 
 def train_draft_parser() -> argparse.ArgumentParser:
@@ -120,6 +121,25 @@ def check_options(given: argparse.Namespace) -> None:
             str(given.output),
             f"holds no {STATE}: leave out --resume to start a new run",
         )
+    if not holds_run:
+        for name in (CONFIG, WEIGHTS):
+            if (given.output / name).exists():
+                raise InvalidInputError(
+                    "--output",
+                    str(given.output),
+                    f"holds another model's {name}: give a new folder",
+                )
+    written = {
+        os.path.realpath(given.output / name) for name in (CONFIG, WEIGHTS, STATE, LOG, PLOT)
+    }
+    for name in ("rollouts", "held_out"):
+        for path in getattr(given, name) or ():
+            if os.path.realpath(path) in written:
+                raise InvalidInputError(
+                    "--output",
+                    str(given.output),
+                    f"would replace {path}, which {_flag(name)} reads",
+                )
 
 
 def shape_of(given: argparse.Namespace, target: ModelSpec) -> DraftShape:

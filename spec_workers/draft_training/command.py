@@ -42,6 +42,7 @@ from spec_workers.draft_training.target_features import TargetFeatures
 from spec_workers.draft_training.trainer import DraftTrainer
 from spec_workers.draft_training.training_run import (
     LOG,
+    PLOT,
     Record,
     RunOptions,
     RunProgress,
@@ -245,7 +246,6 @@ def _text(progress: RunProgress) -> str:
     )
 
 
-PLOT = "training.html"
 _MAX_POINTS = 1000  # of a line
 
 

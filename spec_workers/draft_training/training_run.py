@@ -27,6 +27,7 @@ from spec_workers.draft_training.target_features import TargetFeatures
 from spec_workers.draft_training.trainer import DraftTrainer
 
 LOG = "training.jsonl"
+PLOT = "training.html"
 
 Record = dict[str, Any]
 

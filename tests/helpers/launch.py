@@ -20,12 +20,11 @@ from tests.helpers.ports import free_port
 def extensions_never_compiled(folder: Path) -> Path:
     """A folder for compiled extensions where compiling one never ends.
 
-    A compilation that was killed leaves its lock behind, and torch waits for it for ever.
+    torch waits for a lock as long as it is there, and nobody removes a folder in a lock's place.
     """
     for name in ("deepspeed_shm_comm", "fused_adam", "cpu_adam"):
         lock = folder / "extensions" / name / "lock"
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        lock.touch()
+        lock.mkdir(parents=True, exist_ok=True)
     return folder / "extensions"
 
 

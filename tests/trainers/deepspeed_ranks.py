@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.trainers import RolloutHook, weight_source
-from rollout.trainers.deepspeed import disable_shm_comm
+from rollout.trainers.deepspeed import prepare_deepspeed
 from tests.helpers.tiny_model import save_tiny_llama
 from tests.helpers.tiny_moe import save_tiny_moe
 from tests.helpers.trainer_checks import (
@@ -254,7 +254,7 @@ def callbacks(folder: Path, stage: int) -> dict[str, Any]:
 
 
 def main(output: str) -> None:
-    disable_shm_comm()
+    prepare_deepspeed()
     deepspeed.init_distributed("gloo")
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:

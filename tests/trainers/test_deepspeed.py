@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import os
 
+import pytest
+from torch.utils.file_baton import FileBaton
+
+from tests.helpers.forked import forked
 from tests.helpers.launch import launch
 from tests.helpers.trainer_checks import assert_follows
 
@@ -104,3 +108,32 @@ def test_attached_to_the_engine_it_syncs_after_whole_steps(by_rank, stage):
         assert result["num_steps"] == 4
         assert all(result["old_inside_the_optimizer"])
         assert result["refused"] == ["stepper", "stepper"]
+
+
+@pytest.mark.parametrize("is_set", [True, False])
+def test_locks_of_compilations_that_died_are_removed(monkeypatch, tmp_path, is_set):
+    root = tmp_path if is_set else tmp_path / "py311_cpu"
+    if is_set:
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    else:
+        monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+        monkeypatch.setattr("rollout.trainers.deepspeed.get_default_build_root", lambda: tmp_path)
+    left, held = (root / name / "lock" for name in ("cpu_adam", "fused_adam"))
+    for lock in (left, held):
+        lock.parent.mkdir(parents=True)
+    from rollout.trainers.deepspeed import prepare_deepspeed  # which imports deepspeed
+
+    died = forked(compile_and_die, str(left))
+    died.join()
+    assert left.exists(), "torch would wait for it for ever"
+    compiling = FileBaton(str(held))
+    assert compiling.try_acquire()
+    prepare_deepspeed()
+    assert not left.exists()
+    assert held.exists(), "this process compiles there"
+    compiling.release()
+
+
+def compile_and_die(lock):
+    assert FileBaton(lock).try_acquire()
+    os._exit(1)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from rollout.trainers.deepspeed import disable_shm_comm
+from rollout.trainers.deepspeed import prepare_deepspeed
 from tests.helpers.trl_runs import by_generation, by_rollout_func, engine_of, run
 
 ZERO3 = {
@@ -67,5 +67,5 @@ def main(output: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    disable_shm_comm()
+    prepare_deepspeed()
     main(Path(sys.argv[1]))

@@ -308,7 +308,10 @@ def test_a_stream_that_breaks_off_ends_on_all_ranks(who, tmp_path):
         return type(error.value), is_torn
 
     kinds, torn = zip(*on_ranks(2, on_rank), strict=True)
-    assert torn == (("reads" in who),) * 2, "of what is given, the first bucket is never full"
+    if who == "rank 0 is given":
+        assert torn == (False, False), "the first bucket was never full"
+    else:  # the other rank may find the bucket gone before it has written
+        assert torn[who == "rank 1 reads"]
     assert kinds[who == "rank 1 reads"] is ZeroDivisionError
     assert kinds[who != "rank 1 reads"] in (WeightUpdateError, InvalidInputError)
 

@@ -113,8 +113,10 @@ def test_values_that_are_all_there_are_looked_at_before_the_first_is_written(
     engine, policies, kind
 ):
     old, new, _ = policies
-    bad = dict(new.tensors)
-    bad[max(bad)] = torch.full_like(bad[max(bad)], float("inf"))
+    infinite, too_large = dict(new.tensors), dict(new.tensors)
+    name = max(infinite)
+    infinite[name] = torch.full_like(infinite[name], float("inf"))
+    too_large[name] = torch.full_like(too_large[name], 1e300, dtype=torch.float64)
     with SharedMemorySender(1 << 20, num_segments=4) as sender:
 
         def update(tensors, **options):
@@ -124,10 +126,11 @@ def test_values_that_are_all_there_are_looked_at_before_the_first_is_written(
                 packed = list(buckets(tensors.items(), 1 << 20))
                 engine.update_weights_from_tensor(packed, load_format="flattened_bucket", **options)
 
-        with pytest.raises(InvalidInputError, match="infinite"):
-            update(bad, check_finite=True)
-        assert engine.can_run
-        assert engine.weights_digest() == old.digest
+        for bad in (infinite, too_large):
+            with pytest.raises(InvalidInputError, match=r"infinite in torch\.float32"):
+                update(bad, check_finite=True)
+            assert engine.can_run
+            assert engine.weights_digest() == old.digest
         update(new.tensors, check_finite=True)
     assert_serves(engine, new)
 

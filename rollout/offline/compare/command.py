@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout.cluster.config import ClusterKind
+from rollout.durable_files import whole_file
 from rollout.engine.engine import RolloutEngine
 from rollout.engine.worker import WorkerFactory, factory_of
 from rollout.errors import InvalidInputError
@@ -28,6 +29,7 @@ from rollout.offline.check import check_rows
 from rollout.offline.compare.comparison import Compared, Comparison, Work
 from rollout.offline.compare.paired_times import Verdict
 from rollout.offline.config import RunConfig
+from rollout.offline.paths import JobPaths
 from rollout.offline.progress import loading_model
 from rollout.offline.prompt_tokens import check_tokens
 from rollout.offline.prompts import PromptFile
@@ -80,6 +82,8 @@ def run_compare(arguments: Sequence[str]) -> int:
     except HydraException as error:
         raise InvalidInputError("arguments", " ".join(options.overrides), str(error)) from error
     factories = [factory_of(config.spec) for config in configs]
+    if options.json is not None:
+        _check_json(options.json, configs)
     console = rich.get_console()
     num_cells = len(configs) * len(options.widths) * len(options.temperatures or [0])
     seconds = options.minutes * 60 / num_cells
@@ -92,7 +96,8 @@ def run_compare(arguments: Sequence[str]) -> int:
     _print_advice(cells, console)
     _print_result(cells, console)
     if options.json is not None:
-        options.json.write_text("".join(json.dumps(_row(cell)) + "\n" for cell in cells))
+        with whole_file(options.json) as file:
+            file.write("".join(json.dumps(_row(cell)) + "\n" for cell in cells).encode())
     return 1 if any(cell.compared.differing for cell in cells) else 0
 
 
@@ -165,6 +170,15 @@ def _config(options: CompareOptions, kind: str) -> RunConfig:
     if kind == "none":
         raise InvalidInputError("spec", kind, "is what the others are compared with")
     return run_config
+
+
+def _check_json(path: Path, configs: Sequence[RunConfig]) -> None:
+    """Raise InvalidInputError where the rows would replace what is read, or find no place."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise InvalidInputError("--json", str(path), "must name a file in a folder that exists")
+    for config in configs:
+        as_output = replace(config, output=replace(config.output, path=str(path)))
+        JobPaths(as_output).require_unread("--json", path)
 
 
 def _fits(override: str, config: DictConfig) -> bool:

@@ -97,3 +97,17 @@ def test_rollouts_that_differ_are_said_and_fail(
 def test_refusals_name_the_argument(arguments: list[str], more: list[str], says: str) -> None:
     with pytest.raises(InvalidInputError, match=says):
         run_compare([*arguments, *more])
+
+
+def test_nothing_that_is_read_is_replaced(arguments: list[str], tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    before = prompts.read_bytes()
+    link = tmp_path / "rows.jsonl"
+    link.symlink_to(prompts)
+    for path in (prompts, link):
+        with pytest.raises(InvalidInputError, match=r"--json=.*is data\.path"):
+            run_compare([*arguments, f"--json={path}"])
+    for path in (tmp_path, tmp_path / "missing" / "rows.jsonl"):
+        with pytest.raises(InvalidInputError, match=r"--json=.*must name a file"):
+            run_compare([*arguments, f"--json={path}"])
+    assert prompts.read_bytes() == before

@@ -383,6 +383,13 @@ def test_command(target_path, target, rollouts_path, tmp_path, monkeypatch, caps
     assert _subcommand(train_draft, same) == EXIT_BAD_INPUT
     assert "held-out prompts" in capsys.readouterr().err.replace("\n", " ")
 
+    log = output / "training.jsonl"
+    for options in (["--output", str(target_path)], ["--resume", "--held-out", str(log)]):
+        before = {path: path.read_bytes() for path in [*target_path.iterdir(), log]}
+        assert _subcommand(train_draft, [*arguments, *options]) == EXIT_BAD_INPUT
+        assert "--output" in capsys.readouterr().err
+        assert {path: path.read_bytes() for path in [*target_path.iterdir(), log]} == before
+
     finishing = [*arguments, "--resume", "--minutes", "0.0001"]
     assert _subcommand(train_draft, finishing) == 0
     shown = capsys.readouterr().out.replace("\n", " ")

@@ -59,9 +59,9 @@ def load_float32(module):
 
 
 def train_on_a_cpu(module):
-    from rollout.trainers.deepspeed import disable_shm_comm
+    from rollout.trainers.deepspeed import prepare_deepspeed
 
-    disable_shm_comm()
+    prepare_deepspeed()
     real = module.get_train_ds_config
 
     def config(*args, optim_config=None, **kwargs):
