@@ -36,10 +36,15 @@ _READ = frozenset(
 _READ_OF_LATENT = frozenset(
     {
         "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
-        "rope_interleave", "mlp_bias", "mlp_layer_types",
         "qk_head_dim",  # the sum of two others
     }
 )  # fmt: skip
+_READ_OF = {
+    GLM_MOE: frozenset({"use_qk_norm"}),
+    _V2: _READ_OF_LATENT | {"mlp_bias"},
+    _V3: _READ_OF_LATENT | {"rope_interleave"},
+    _GLM_LITE: _READ_OF_LATENT | {"rope_interleave", "mlp_layer_types"},
+}
 _WITHOUT_EFFECT = frozenset(
     {
         "_name_or_path", "attention_dropout", "auto_map", "aux_loss_alpha", "bos_token_id",
@@ -89,7 +94,7 @@ def deepseek_fields(
     if architecture == GLM_MOE:
         config, fields["rotated_part"] = without_partial_rotary(config, 0.5)
         return config, fields | {"qk_norm": bool(config.get("use_qk_norm", False))}
-    latent, rotary_dim = _latent(config), size(config, "qk_rope_head_dim")
+    latent, rotary_dim = _latent(config, architecture), size(config, "qk_rope_head_dim")
     scale = (latent.plain_dim + rotary_dim) ** -0.5
     rope = rope_spec(config, size(config, "max_position_embeddings"))
     if rope.mscale_all_dim:
@@ -109,8 +114,7 @@ def _check_fields(config: Mapping[str, Any], architecture: str) -> None:
                 f"config.json: {name}={config[name]!r} is not implemented for {architecture}; only "
                 f"{' or '.join(map(repr, values))}"
             )
-    own = _READ_OF_LATENT if architecture in LATENT else {"use_qk_norm"}
-    for name in sorted(config.keys() - _READ - own - _WITHOUT_EFFECT):
+    for name in sorted(config.keys() - _READ - _READ_OF[architecture] - _WITHOUT_EFFECT):
         if config[name] not in (None, False, "", [], {}):
             raise UnsupportedModelError(
                 f"config.json: {name}={config[name]!r} is not implemented for {architecture}: no "
@@ -118,7 +122,7 @@ def _check_fields(config: Mapping[str, Any], architecture: str) -> None:
             )
 
 
-def _latent(config: Mapping[str, Any]) -> LatentSpec:
+def _latent(config: Mapping[str, Any], architecture: str) -> LatentSpec:
     heads, kv_heads = size(config, "num_attention_heads"), config.get("num_key_value_heads")
     if kv_heads is not None and kv_heads != heads:
         raise UnsupportedModelError(
@@ -130,7 +134,7 @@ def _latent(config: Mapping[str, Any]) -> LatentSpec:
         query_rank=None if config.get("q_lora_rank") is None else size(config, "q_lora_rank"),
         plain_dim=size(config, "qk_nope_head_dim"),
         value_dim=size(config, "v_head_dim"),
-        interleaved=config.get("rope_interleave") is not False,
+        interleaved=architecture == _V2 or config.get("rope_interleave") is not False,
     )
 
 

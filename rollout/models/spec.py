@@ -100,9 +100,11 @@ class ModelSpec:
         return self.head_dim**-0.5 if given is None else given
 
     def passes_over(self, name: str) -> bool:
-        """Whether to skip a tensor of a checkpoint or trainer: an MTP head or a vision tower."""
+        """Whether to skip a tensor of a checkpoint or trainer: an MTP head, a vision tower, or the
+        rotary frequencies that some checkpoints hold although their config says them."""
         is_vision = self.architecture in HYBRIDS and name.startswith(VISION)
-        return is_vision or is_mtp_tensor(name, self.num_layers, self.num_mtp_layers)
+        is_skipped = is_vision or name.endswith(".rotary_emb.inv_freq")
+        return is_skipped or is_mtp_tensor(name, self.num_layers, self.num_mtp_layers)
 
     @staticmethod
     def read(folder: Path, max_context_len: int | None = None) -> ModelSpec:

@@ -241,7 +241,7 @@ REFUSED = {
     ],
     "deepseek_v2": [
         {"norm_topk_prob": True}, {"topk_method": "noaux_tc"}, {"mlp_bias": True},
-        {"use_qk_norm": True},
+        {"use_qk_norm": True}, {"rope_interleave": True},
     ],
     "glm4_moe_lite": [{"first_k_dense_replace": 2}],
 }  # fmt: skip
@@ -289,6 +289,12 @@ def test_a_tokens_kv_is_as_large_as_published(family, changes, numbers, tmp_path
     num_bytes = 2 * 61 * numbers
     slots = num_kv_slots(MemoryConfig(), spec, torch.bfloat16, CPU, 10 * num_bytes + 1)
     assert slots == 10
+
+
+def test_rotary_frequencies_are_passed_over(tmp_path):
+    spec = spec_of(tmp_path, "deepseek_v3")
+    assert spec.passes_over("model.layers.0.self_attn.rotary_emb.inv_freq")
+    assert not spec.passes_over("model.layers.0.self_attn.kv_b_proj.weight")
 
 
 def test_no_draft_is_made_of_latent_attention(tmp_path):

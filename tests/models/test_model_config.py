@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from rollout.errors import CheckpointError, InvalidInputError, UnsupportedModelError
-from rollout.models.deepseek_config import FAMILY
+from rollout.models.deepseek_config import FAMILY, LATENT
 from rollout.models.hybrid_config import HYBRIDS
 from rollout.models.layers.rope import RopeType
 from rollout.models.loader import MODEL_CLASSES
@@ -23,6 +23,12 @@ LLAMA = {
     "rms_norm_eps": 1e-5,
     "hidden_act": "silu",
 }
+
+
+OF_LATENT = {
+    "num_key_value_heads": 6, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}  # fmt: skip
 
 
 def read(folder, max_context_len=None, generation=None, **changes) -> ModelSpec:
@@ -74,6 +80,10 @@ def test_every_readable_architecture_has_a_class(tmp_path):
         changes |= {"architectures": [name], "sliding_window": None, "num_experts": 0}
         if name in FAMILY:
             changes |= {"first_k_dense_replace": 2}
+        if name in LATENT:
+            changes |= OF_LATENT
+        if name == "Glm4MoeLiteForCausalLM":
+            changes |= {"mlp_layer_types": ["dense", "dense"]}
         assert read(tmp_path, **changes).architecture == name
 
 
