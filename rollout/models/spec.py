@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rollout.errors import CheckpointError, InvalidInputError, UnsupportedModelError
+from rollout.models.config_fields import dtype_field, token_ids
 from rollout.models.deepseek_config import FAMILY, LATENT, LatentSpec, deepseek_fields
 from rollout.models.experts_config import ExpertsSpec, LinearAttentionSpec, experts_spec, size
 from rollout.models.hybrid_config import (
@@ -24,12 +25,6 @@ from rollout.models.hybrid_config import (
 )
 from rollout.models.layers.rope import RopeSpec
 from rollout.models.rope_config import context_limit, rope_spec
-
-_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
 
 # Fields that change the arithmetic, with the values that leave it as implemented.
 _IMPLEMENTED: Mapping[str, tuple[object, ...]] = {
@@ -211,8 +206,8 @@ def _spec(config: Mapping[str, Any], extra_eos: object, requested_context: int |
         o_bias=o_bias,
         mlp_bias=mlp_bias,
         qk_norm=own_fields.pop("qk_norm", has_qk_norm),
-        eos_token_ids=_token_ids(config.get("eos_token_id"), extra_eos),
-        dtype=_dtype(config.get("dtype", config.get("torch_dtype"))),
+        eos_token_ids=token_ids(config.get("eos_token_id"), extra_eos),
+        dtype=dtype_field(config.get("dtype", config.get("torch_dtype"))),
         num_mtp_layers=size(config, _MTP_LAYERS) if config.get(_MTP_LAYERS) else 0,
         linear_attention=linear_attention,
         experts=experts,
@@ -275,32 +270,6 @@ def _refuse_sliding_window(
             f"config.json: sliding_window={window} is not implemented; with "
             f"model.max_context_len <= {window} it hides nothing and the model can be used"
         )
-
-
-def _token_ids(*fields: object) -> tuple[int, ...]:
-    """The union of fields that are null, a token or a list of tokens, in order of first mention."""
-    ids: dict[int, None] = {}
-    for field in fields:
-        values: Iterable[object] = field if isinstance(field, list) else [field]
-        for value in values:
-            if isinstance(value, int):
-                ids[value] = None
-            elif value is not None:
-                raise CheckpointError(
-                    f"eos_token_id={field!r} must be a token id or a list of them"
-                )
-    return tuple(ids)
-
-
-def _dtype(name: object) -> torch.dtype | None:
-    if name is None:
-        return None
-    dtype = _DTYPES.get(str(name).removeprefix("torch."))
-    if dtype is None:
-        raise UnsupportedModelError(
-            f"config.json: dtype={name!r} is not implemented; only {', '.join(_DTYPES)}"
-        )
-    return dtype
 
 
 _MTP = re.compile(r"mtp\.|model\.mtp\.|model\.mtp_layers\.")

@@ -25,8 +25,9 @@ def route(
             logits_TN, bias_N, experts_TX, weights_TX, logits_TN.stride(0), num_experts,
             num_experts // groups.count, groups.factor,
             CHOSEN=experts_per_row, NORMALIZES=normalizes, SIGMOID=groups.sigmoid,
-            HAS_BIAS=bias_N is not None, GROUPS=groups.count, CHOSEN_GROUPS=groups.chosen,
-            EXPERTS=triton.next_power_of_2(num_experts),
+            HAS_BIAS=bias_N is not None, HAS_GROUPS=groups.count > 1,
+            CHOSEN_GROUPS=groups.chosen, GROUPS=triton.next_power_of_2(groups.count),
+            SIZE=triton.next_power_of_2(num_experts // groups.count),
             RANKS=triton.next_power_of_2(experts_per_row),
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
@@ -44,56 +45,55 @@ def _ordered(values):
 def _route_kernel(
     logits_ptr, bias_ptr, experts_ptr, weights_ptr, stride, num_experts, group_size, factor,
     CHOSEN: tl.constexpr, NORMALIZES: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr,
-    GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
+    HAS_GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, GROUPS: tl.constexpr,
+    SIZE: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    index = tl.arange(0, EXPERTS)
-    logits = tl.load(
-        logits_ptr + row * stride + index, mask=index < num_experts, other=float("-inf")
-    ).to(tl.float32)
+    # Group after group, each with room for SIZE experts: lanes are in the order of experts.
+    lane = tl.arange(0, GROUPS * SIZE)
+    index = lane // SIZE * group_size + lane % SIZE
+    inside = (lane % SIZE < group_size) & (index < num_experts)
+    logits = tl.load(logits_ptr + row * stride + index, mask=inside, other=float("-inf"))
+    logits = logits.to(tl.float32)
     if SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-logits))
         order_by = scores
         if HAS_BIAS:
-            order_by += tl.load(bias_ptr + index, mask=index < num_experts, other=0.0)
+            order_by += tl.load(bias_ptr + index, mask=inside, other=0.0)
     else:
         exponentials = tl.exp(logits - tl.max(logits, axis=0))
         scores = exponentials / tl.sum(exponentials, axis=0)
         order_by = logits
-    keys = tl.where(index < num_experts, _ordered(order_by), -1)
-    if GROUPS > 1:
-        # Each round takes the best of the remaining groups.
-        remaining = keys
+    keys = tl.where(inside, _ordered(order_by), -1)
+    if HAS_GROUPS:
+        member = tl.arange(0, SIZE)[None, :]
+        members = tl.reshape(keys, (GROUPS, SIZE))
+        best = tl.max(members, axis=1)
+        if SIGMOID:
+            first = tl.argmax(members, axis=1, tie_break_left=True)[:, None]
+            others = tl.where(member == first, -1, members)
+            second = tl.argmax(others, axis=1, tie_break_left=True)[:, None]
+            is_top = (member == first) | (member == second)
+            top = tl.sum(tl.where(is_top, tl.reshape(order_by, (GROUPS, SIZE)), 0.0), axis=1)
+            best = tl.where(best < 0, -1, _ordered(top))
+        group = tl.arange(0, GROUPS)
+        is_chosen = group < 0
         for _ in tl.static_range(CHOSEN_GROUPS):
-            best_key = tl.full((), -1, tl.int64)
-            best_group = 0
-            for group in tl.static_range(GROUPS):
-                members = tl.where(index // group_size == group, remaining, -1)
-                first = tl.argmax(members, axis=0, tie_break_left=True)
-                group_key = tl.max(members, axis=0)
-                if SIGMOID:
-                    second = tl.argmax(
-                        tl.where(index == first, -1, members), axis=0, tie_break_left=True
-                    )
-                    top = tl.sum(tl.where(index == first, order_by, 0.0), axis=0)
-                    top += tl.sum(tl.where(index == second, order_by, 0.0), axis=0)
-                    group_key = tl.where(group_key < 0, -1, _ordered(top))
-                is_better = group_key > best_key
-                best_group = tl.where(is_better, group, best_group)
-                best_key = tl.where(is_better, group_key, best_key)
-            remaining = tl.where(index // group_size == best_group, -1, remaining)
-        keys = tl.where(remaining < 0, keys, -1)
+            chosen_group = tl.argmax(best, axis=0, tie_break_left=True)
+            is_chosen = is_chosen | (group == chosen_group)
+            best = tl.where(group == chosen_group, -1, best)
+        keys = tl.reshape(tl.where(is_chosen[:, None], members, -1), (GROUPS * SIZE,))
     rank = tl.arange(0, RANKS)
     experts = tl.zeros((RANKS,), dtype=tl.int32)
     weights = tl.zeros((RANKS,), dtype=tl.float32)
     total = 0.0
     for chosen in tl.static_range(CHOSEN):
-        expert = tl.argmax(keys, axis=0, tie_break_left=True).to(tl.int32)
-        weight = tl.sum(tl.where(index == expert, scores, 0.0), axis=0)
-        experts = tl.where(rank == chosen, expert, experts)
+        is_best = lane == tl.argmax(keys, axis=0, tie_break_left=True)
+        weight = tl.sum(tl.where(is_best, scores, 0.0), axis=0)
+        experts = tl.where(rank == chosen, tl.sum(tl.where(is_best, index, 0), axis=0), experts)
         weights = tl.where(rank == chosen, weight, weights)
         total += weight
-        keys = tl.where(index == expert, -1, keys)
+        keys = tl.where(is_best, -1, keys)
     if NORMALIZES:
         weights /= total + 1e-20
     weights *= factor
