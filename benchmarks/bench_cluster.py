@@ -99,7 +99,7 @@ def same_rows(options: argparse.Namespace) -> Iterator[Row]:
     with cluster_of(options, 2, "ngram") as cluster:
         same = content(run(cluster, prompts, params)) == expected
         yield row("2 replicas, the rollouts of 1 engine, bit for bit", float(same), "", 1.0)
-        began_with = set(cluster.members.joined.values())
+        began_with = set(cluster.replicas.joined.values())
         killed_at: list[float] = []
 
         def kill_one(rollouts: list[Rollout]) -> None:
@@ -109,7 +109,9 @@ def same_rows(options: argparse.Namespace) -> Iterator[Row]:
 
         same = content(run(cluster, prompts, params, kill_one)) == expected
         yield row("the same with a replica killed meanwhile", float(same), "", 1.0)
-        while set(cluster.members.joined.values()) == began_with or not cluster.members.all_joined:
+        while (
+            set(cluster.replicas.joined.values()) == began_with or not cluster.replicas.all_joined
+        ):
             cluster.step()
         seconds = time.perf_counter() - killed_at[0]
         yield row("until its replacement takes requests", seconds, "s", 20.0, at_most=True)
@@ -173,9 +175,9 @@ def sharing_rows(options: argparse.Namespace) -> Iterator[Row]:
         with cluster_of(options, 2, "ngram", share_corpus=shares, share_seconds=0.1) as cluster:
             for name, each in epochs.items():
                 if name.startswith("epoch 3"):
-                    victim = cluster.members.joined["replica-0"]
+                    victim = cluster.replicas.joined["replica-0"]
                     victim.kill()
-                    cluster.members.wait_until_gone(victim)
+                    cluster.replicas.wait_until_gone(victim)
                 ratio = accept_length(run(cluster, prompts, each)) / alone[name]
                 label = f"accept length over 1 engine's, {name}, {what}"
                 yield row(label, ratio, "x", 0.95 if shares else None)

@@ -83,7 +83,7 @@ class RankLayer:
         if not sums:
             inputs, outputs = self.inputs[half], self.outputs
             return split_product(self.split[half], x_TI, self.group, inputs, outputs)
-        return self.group.gather(self.partial[half](x_TI)).float().sum(0).to(x_TI.dtype)
+        return self.group.all_gather(self.partial[half](x_TI)).float().sum(0).to(x_TI.dtype)
 
     @torch.inference_mode()
     def run(self, x_TE: torch.Tensor, attended_TI: torch.Tensor, *, sums: bool) -> None:

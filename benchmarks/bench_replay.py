@@ -69,7 +69,7 @@ class Replayed:
     by_wave: list[Spent] = field(default_factory=list)
     by_running: dict[str, Spent] = field(default_factory=dict)  # most requests running at once
     total: Spent = field(default_factory=Spent)
-    unsettled_seconds: float = 0.0  # of steps in which kernels compiled or graphs were captured
+    warmup_seconds: float = 0.0  # of steps in which kernels compiled or graphs were captured
 
 
 def replay(
@@ -110,7 +110,7 @@ def replay(
         spent = Spent()
         for step in steps(engine, trace, wave):
             if not step.is_warm:
-                result.unsettled_seconds += step.seconds
+                result.warmup_seconds += step.seconds
             floor = ceilings.forward_ms(shape, step.rows, step.sampled, step.kv_tokens) / 1e3
             running = result.by_running.setdefault(_running_name(step.running), Spent())
             for sums in (spent, result.total, running):
@@ -140,7 +140,7 @@ def times(label: str, result: Replayed) -> Iterator[Row]:
     total = result.total
     yield row(f"{label}: tokens", total.tokens / total.seconds, "tokens/s")
     yield row(f"{label}: floor / time", total.floor_seconds / total.seconds, "ratio")
-    compiled = result.unsettled_seconds / total.seconds
+    compiled = result.warmup_seconds / total.seconds
     yield row(f"{label}: steps that compiled or captured", compiled, "of the time")
 
 

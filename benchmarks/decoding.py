@@ -129,7 +129,7 @@ def open_engine(
 
 
 def start(engine: RolloutEngine, lengths: Sequence[int]) -> list[Request]:
-    """Requests that decode from about these lengths on, their steps settled.
+    """Requests that decode from about these lengths on, their steps warm.
 
     Raises RuntimeError where there is no room for all of them at once.
     """

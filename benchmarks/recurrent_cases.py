@@ -17,12 +17,10 @@ import torch
 from op_case import Case, copies, each, normal
 
 from rollout.ops.causal_conv import causal_conv
-from rollout.ops.delta_gates import delta_gates
 from rollout.ops.gated_delta_rule import gated_delta_rule
 from rollout.ops.gated_delta_rule.chunked import ChunkedPlan, chunked_plan, torch_kernel
 from rollout.ops.gated_delta_rule.fla import chunked_kernel
-from rollout.ops.gated_rms_norm import gated_rms_norm
-from rollout.ops.sigmoid_gate import sigmoid_gate_
+from rollout.ops.gates import delta_gates, gated_rms_norm, sigmoid_gate_
 from rollout.ops.state_plan import StatePlan
 
 

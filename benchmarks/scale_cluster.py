@@ -1,6 +1,6 @@
 """A cluster of many replicas in ticks of a clock: who waits for whom.
 
-Shape legend: N replicas, S seats of each.
+Shape legend: N replicas, S requests that run on each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollout.cluster.router import Router
 TICK_SECONDS = 0.05
 """Between two looks at which rollouts have ended: what a cluster hears of its replicas."""
 
-SEATS = 64
+MAX_RUNNING = 64
 """Requests that run together on a replica."""
 
 PROMPT_LEN = 512
@@ -90,7 +90,7 @@ def accept_length(running: NDArray[np.int64], *, speculates: bool) -> NDArray[np
 class Policy(enum.StrEnum):
     SYNCHRONOUS = "synchronous"  # a step ends with its last rollout
     PARTIAL = "partial"  # it ends when most rollouts have; the others go on in the next
-    STREAMING = "streaming"  # the next step's groups start as seats become free
+    STREAMING = "streaming"  # the next step's groups start as rollouts end
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ class _Rollout:
 class Outcome:
     step_seconds: float
     idle: float  # share of replica time with nothing to run
-    empty_seats: float  # share of seat time
+    unused: float  # share of the time of MAX_RUNNING requests
     tail: float  # share of a step's time in which its last tenth of rollouts ends
     tokens_per_second: float  # a replica
     stale: float  # share of rollouts that began under older weights than those they ended under
@@ -125,7 +125,7 @@ class Simulation:
         samples: int,
         policy: Policy = Policy.SYNCHRONOUS,
         speculates: bool = True,
-        seats: int = SEATS,
+        max_running: int = MAX_RUNNING,
         seed: int = 0,
     ) -> None:
         self._lengths, self._policy = lengths, policy
@@ -134,15 +134,15 @@ class Simulation:
         names = [str(replica) for replica in range(num_replicas)]
         self._router = Router(names)
         for name in names:
-            self._router.join(name, seats)
-        self._waiting: list[deque[int]] = [deque() for _ in names]  # for a seat, by replica
-        self._requests_NS = np.full((num_replicas, seats), -1)  # -1: the seat is empty
-        self._remaining_NS = np.zeros((num_replicas, seats))
-        self._contexts_NS = np.zeros((num_replicas, seats))
-        self._accepted = accept_length(np.arange(seats + 1), speculates=speculates)
+            self._router.join(name, max_running)
+        self._waiting: list[deque[int]] = [deque() for _ in names]  # by replica
+        self._requests_NS = np.full((num_replicas, max_running), -1)  # -1: none
+        self._remaining_NS = np.zeros((num_replicas, max_running))
+        self._contexts_NS = np.zeros((num_replicas, max_running))
+        self._accepted = accept_length(np.arange(max_running + 1), speculates=speculates)
         self._now = 0.0
         self._step = 0
-        self._busy_seconds = self._seat_seconds = 0.0  # summed over replicas, over seats
+        self._busy_seconds = self._request_seconds = 0.0  # summed over replicas, over requests
         self._rollouts: list[_Rollout] = []
         self._homes: dict[int, set[int]] = {}
         self._num_groups = 0
@@ -193,7 +193,7 @@ class Simulation:
             self._waiting[int(name)] += requests
         for replica, waiting in enumerate(self._waiting):
             if waiting:
-                self._seat(replica, waiting)
+                self._start(replica, waiting)
         runs_NS = self._requests_NS >= 0
         running_N = runs_NS.sum(1)
         step_seconds_N = STEP_SECONDS + CONTEXT_TOKEN_SECONDS * self._contexts_NS.sum(1)
@@ -203,7 +203,7 @@ class Simulation:
         self._contexts_NS += gained_NS
         self._now += TICK_SECONDS
         self._busy_seconds += TICK_SECONDS * np.count_nonzero(running_N)
-        self._seat_seconds += TICK_SECONDS * running_N.sum()
+        self._request_seconds += TICK_SECONDS * running_N.sum()
         ends_NS = runs_NS & (self._remaining_NS <= 0)
         ended = self._requests_NS[ends_NS].tolist()
         for request in ended:
@@ -213,28 +213,30 @@ class Simulation:
         self._unfinished -= len(ended)
         return len(ended)
 
-    def _seat(self, replica: int, waiting: deque[int]) -> None:
-        for seat in np.flatnonzero(self._requests_NS[replica] < 0)[: len(waiting)].tolist():
+    def _start(self, replica: int, waiting: deque[int]) -> None:
+        for index in np.flatnonzero(self._requests_NS[replica] < 0)[: len(waiting)].tolist():
             request = waiting.popleft()
             rollout = self._rollouts[request]
             if rollout.begun_in < 0:
                 rollout.begun_in = self._step
             self._homes.setdefault(rollout.group, set()).add(replica)
-            self._requests_NS[replica, seat] = request
-            self._remaining_NS[replica, seat] = rollout.remaining
+            self._requests_NS[replica, index] = request
+            self._remaining_NS[replica, index] = rollout.remaining
             emitted = rollout.length - rollout.remaining
-            self._contexts_NS[replica, seat] = PROMPT_LEN + emitted
+            self._contexts_NS[replica, index] = PROMPT_LEN + emitted
 
-    def _empty(self, seats_NS: NDArray[np.bool_]) -> None:
-        self._requests_NS[seats_NS] = -1
-        self._contexts_NS[seats_NS] = 0.0
+    def _empty(self, ended_NS: NDArray[np.bool_]) -> None:
+        self._requests_NS[ended_NS] = -1
+        self._contexts_NS[ended_NS] = 0.0
 
     def _cut(self) -> None:
         """Unfinished rollouts go on in the next step, before those that come new."""
         for replica, waiting in enumerate(self._waiting):
-            seats = np.flatnonzero(self._requests_NS[replica] >= 0)
-            running = self._requests_NS[replica, seats].tolist()
-            for request, remaining in zip(running, self._remaining_NS[replica, seats], strict=True):
+            running_R = np.flatnonzero(self._requests_NS[replica] >= 0)
+            running = self._requests_NS[replica, running_R].tolist()
+            for request, remaining in zip(
+                running, self._remaining_NS[replica, running_R], strict=True
+            ):
                 self._rollouts[request].remaining = float(remaining)
             for request in [*running, *waiting]:
                 self._router.remove(request)
@@ -243,21 +245,21 @@ class Simulation:
         self._empty(self._requests_NS >= 0)
 
     def _mark(self) -> NDArray[np.float64]:
-        """Time, busy and seat seconds, tokens emitted."""
+        """Time, seconds of busy replicas and of requests, tokens emitted."""
         emitted = sum(rollout.length for rollout in self._rollouts if rollout.ended_in >= 0)
-        return np.array([self._now, self._busy_seconds, self._seat_seconds, emitted])
+        return np.array([self._now, self._busy_seconds, self._request_seconds, emitted])
 
     def _outcome(
         self, first: NDArray[np.float64], last: NDArray[np.float64], tails: list[float]
     ) -> Outcome:
-        count, seats = self._requests_NS.shape
-        seconds, busy, seat_seconds, emitted = (last - first).tolist()
+        count, max_running = self._requests_NS.shape
+        seconds, busy, request_seconds, emitted = (last - first).tolist()
         ended = [rollout for rollout in self._rollouts if rollout.ended_in >= 1]
         stale = sum(rollout.begun_in < rollout.ended_in for rollout in ended)
         return Outcome(
             step_seconds=seconds / (NUM_STEPS - 1),
             idle=1 - busy / (seconds * count),
-            empty_seats=1 - seat_seconds / (seconds * count * seats),
+            unused=1 - request_seconds / (seconds * count * max_running),
             tail=float(np.mean(tails)),
             tokens_per_second=emitted / seconds / count,
             stale=stale / len(ended),

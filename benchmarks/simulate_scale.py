@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from harness.command import POSITIVE, Command, parts_of
 from harness.rows import Row, row
-from scale_cluster import SEATS, Outcome, Policy, Simulation, fitted, recorded
+from scale_cluster import MAX_RUNNING, Outcome, Policy, Simulation, fitted, recorded
 
 MODELS = {"8B": 16.06e9, "32B": 65.5e9}  # bytes in bfloat16
 LINKS = {"100 Gbit/s": 12.5e9, "400 Gbit/s": 50e9}  # bytes/s
@@ -39,7 +39,7 @@ CORPUS_BYTES_PER_TOKEN = 31  # held, with its index
 INSERTED_PER_SECOND = 4e6  # tokens a core learns
 
 UNITS = {
-    "step_seconds": "s", "idle": "of time", "empty_seats": "of seats", "tail": "of a step",
+    "step_seconds": "s", "idle": "of time", "unused": "of requests", "tail": "of a step",
     "tokens_per_second": "tokens/s a replica", "stale": "of rollouts", "spread": "of groups",
 }  # fmt: skip
 
@@ -78,7 +78,7 @@ def traffic_rows(replicas: int, outcome: Outcome) -> Iterator[Row]:
     """The price of sharing the corpus at the rate of the streaming policy, where replicas are
     busiest: bytes on the wire, tokens to insert, history that fits."""
     rate = outcome.tokens_per_second
-    pieces_per_second = (1 - outcome.empty_seats) * SEATS / SHARE_SECONDS
+    pieces_per_second = (1 - outcome.unused) * MAX_RUNNING / SHARE_SECONDS
     sent = TOKEN_BYTES * rate + PIECE_BYTES * pieces_per_second
     receivers_of = {
         "all to all": replicas - 1,

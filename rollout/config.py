@@ -187,9 +187,9 @@ class EngineConfig:
             self.num_threads = checked_int(self.num_threads, "num_threads", minimum=1, maximum=4096)
 
 
-def _check_counts(part: Any, section: str, **least: int) -> None:
-    """Check integer fields that may be None, each with its least value."""
-    for name, lowest in least.items():
+def _check_counts(part: Any, section: str, **minimums: int) -> None:
+    """Check integer fields that may be None, each with its minimum."""
+    for name, lowest in minimums.items():
         if (value := getattr(part, name)) is not None:
             setattr(part, name, checked_int(value, f"{section}.{name}", minimum=lowest))
 

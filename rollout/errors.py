@@ -69,3 +69,11 @@ class ParallelError(RolloutError):
 
 class ClusterError(RolloutError):
     """The cluster cannot continue: its replicas die repeatedly, or none could be started."""
+
+
+class OutputError(RolloutError):
+    """A job's output cannot be written, or holds what this job did not write."""
+
+
+class MetricsError(RolloutError):
+    """A job's counters cannot be written."""

@@ -55,14 +55,14 @@ def choose_threads(forwards: TrialForwards) -> None:
     )
 
 
-def _milliseconds(forwards: TrialForwards, most: int) -> dict[int, float]:
+def _milliseconds(forwards: TrialForwards, max_threads: int) -> dict[int, float]:
     """The geometric mean of the forwards' median times, by the number of threads.
 
     Numbers take turns, so that a busy moment spoils none of them alone. One that changes a bit of
     any logit is left out, and so is one that had no turn yet when the time was up.
     """
     expected = {rows: forward() for rows, forward in forwards.items()}
-    counts = [most >> halvings for halvings in range(most.bit_length())]
+    counts = [max_threads >> halvings for halvings in range(max_threads.bit_length())]
     taken: dict[int, dict[int, list[float]]] = {n: defaultdict(list) for n in counts}
     deadline = time.perf_counter() + _SECONDS
     turns = ((n, rows) for _ in range(_TURNS) for n in counts for rows in forwards)

@@ -11,6 +11,7 @@ from rollout.models.checkpoint import Checkpoint
 from rollout.models.draft_model import DraftSpec
 from rollout.models.loader import resolve_device, resolve_dtype
 from rollout.models.spec import ModelSpec
+from rollout.ops import gpu
 from rollout.parallel import local_rank
 from rollout.scheduler.step_limits import StepLimits
 
@@ -47,6 +48,10 @@ def draft_bytes(
         has_values=draft.decoder.latent is None,
         dtype=resolve_dtype(config.model.dtype, stored, device),
     )
-    limits = StepLimits.of(config.scheduler, device, recurrent=target.linear_attention is not None)
+    limits = StepLimits.of(
+        config.scheduler,
+        gpu.total_bytes(device),
+        recurrent=target.linear_attention is not None,
+    )
     rows = limits.max_running + 1  # and one to score with
     return DraftBytes(per_slot=num_pools * each, apart=rows * slots_per_request * each)

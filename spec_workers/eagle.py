@@ -11,7 +11,6 @@ from rollout.config import EngineConfig
 from rollout.models.loader import Progress
 from rollout.types import Batch, DraftTrees, Request
 from spec_workers.budget import DraftBudget
-from spec_workers.features.feature_recorder import FeatureRingOptions
 from spec_workers.neural.draft_factory import open_eagle
 from spec_workers.neural.drafter import NeuralDrafter
 from spec_workers.observation import Observation
@@ -54,8 +53,7 @@ class EagleWorker(SpecWorker):
             budget=options.make_budget(config, target, drafter.sources),
             calibration_seconds=options.calibration_seconds,
         )
-        recording = FeatureRingOptions.of(options.feature_ring)
-        worker.record(recording.recorder(target, drafter.features))
+        worker.record(options.recorder(target, drafter.features))
         return worker
 
     @property

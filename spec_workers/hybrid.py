@@ -18,7 +18,6 @@ from rollout.types import Batch, DraftTrees, Request
 from spec_workers.budget import DraftBudget
 from spec_workers.corpus.ngram_corpus import NgramCorpus
 from spec_workers.draft_tree import indices_within, only_roots
-from spec_workers.features.feature_recorder import FeatureRingOptions
 from spec_workers.neural.draft_factory import open_chain, open_eagle
 from spec_workers.neural.drafter import NeuralDrafter
 from spec_workers.neural_gate import NeuralGate
@@ -74,7 +73,7 @@ class HybridWorker(NgramWorker):
         self._copied = only_roots(0)  # the n-gram trees of this step
         self._index_G = np.zeros(0, dtype=np.int64)  # where their nodes are in what was proposed
         self._asked_now = 0  # requests the draft was asked about in this step
-        self._asked = self._spared = 0
+        self._asked = self._skipped = 0
         if self.lockstep:
             self.check_idle()
 
@@ -88,7 +87,7 @@ class HybridWorker(NgramWorker):
         undecided = np.flatnonzero(samples_B & ~_has_sure_path(copied))
         self._asked_now = undecided.size
         self._asked += undecided.size
-        self._spared += int(samples_B.sum()) - undecided.size
+        self._skipped += int(samples_B.sum()) - undecided.size
         if not undecided.size and not self.lockstep:
             return copied
         with self._gate.timed():
@@ -144,7 +143,7 @@ class HybridWorker(NgramWorker):
         gate = self._gate.learned()
         own = {
             "hybrid/asked": self._asked,
-            "hybrid/spared": self._spared,
+            "hybrid/skipped": self._skipped,
             "hybrid/is_open": float(gate["open"]),
             "hybrid/gain": gate["gain"],
         }
@@ -179,6 +178,5 @@ def build(config: EngineConfig, progress: Progress | None, options: HybridOption
         calibration_seconds=options.calibration_seconds,
         budget=options.make_budget(config, target, hybrid_sources(drafter.sources)),
     )
-    recording = FeatureRingOptions.of(options.feature_ring)
-    worker.record(recording.recorder(target, drafter.features))
+    worker.record(options.recorder(target, drafter.features))
     return worker

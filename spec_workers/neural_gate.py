@@ -83,7 +83,7 @@ class NeuralGate:
             num_asked: of the batch's requests, those the draft was asked about.
             is_steady: the timing is steady-state: nothing was compiled or captured in it.
         """
-        (spent_ms,) = self._group.first([self._spent_ms])
+        (spent_ms,) = self._group.broadcast_floats([self._spent_ms])
         self._spent_ms = 0.0
         budget, batch = self._budget, step.batch
         if not isinstance(budget, LearnedBudget) or not budget.cost.is_known:

@@ -21,9 +21,6 @@ from spec_workers.options import CorpusOptions, takes
 from spec_workers.target import TargetWorker
 from spec_workers.worker import SpecWorker
 
-_LEARNED_PER_STEP = 16_384
-"""Tokens of other engines that a step takes in: some milliseconds."""
-
 SOURCES = tuple(source.name.lower() for source in Source)
 
 
@@ -52,7 +49,6 @@ class NgramWorker(SpecWorker):
         self.corpus = draft_corpus.corpus
         self._num_draft_tokens = num_draft_tokens
         self._feed = draft_corpus.feed
-        self._fed_version = self.weights.version
 
     @property
     def max_draft_tokens(self) -> int:
@@ -63,15 +59,9 @@ class NgramWorker(SpecWorker):
         return self._draft_corpus
 
     def prepare(self, batch: Batch) -> None:
-        self._draft_corpus.publish()
-        if self.weights.version != self._fed_version:
-            self._feed.catch_up_all()  # while the corpus takes them for the old policy's
-            self._fed_version = self.weights.version
-        self.corpus.set_weight_version(self.weights.version)
-        if self._draft_corpus.outbox is not None:
-            self._draft_corpus.outbox.follow(entry.request for entry in batch.entries)
-        if self._draft_corpus.inbox is not None:
-            self._draft_corpus.inbox.feed(self.weights.version, _LEARNED_PER_STEP)
+        self._draft_corpus.begin_step(
+            [entry.request for entry in batch.entries], self.weights.version
+        )
         if self.budget.is_open:
             self._feed.catch_up(entry.request for entry in batch.entries if entry.samples)
 
@@ -116,9 +106,7 @@ class NgramWorker(SpecWorker):
 
     def release(self, request: Request) -> None:
         super().release(request)
-        self._feed.leave(request)
-        if self._draft_corpus.outbox is not None:
-            self._draft_corpus.outbox.leave(request)
+        self._draft_corpus.release(request)
 
     def check_integrity(self, running: Iterable[Request]) -> None:
         super().check_integrity(running)

@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 
 from rollout.config import EngineConfig, ParallelMode
 from rollout.errors import InvalidInputError
+from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.loader import Progress
 from rollout.types import MAX_TREE_NODES
 from rollout.validation import did_you_mean
 from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget
-from spec_workers.features.feature_recorder import FeatureRingOptions
+from spec_workers.features.feature_recorder import FeatureRecorder, FeatureRingOptions
 from spec_workers.target import TargetWorker
 
 
@@ -130,6 +131,10 @@ class NeuralOptions(SpecOptions):
 
     def runs_in_lockstep(self, config: EngineConfig) -> bool:
         return self.lockstep or config.parallel.mode is ParallelMode.lockstep
+
+    def recorder(self, target: TargetWorker, drafted: AuxHiddenStates) -> FeatureRecorder | None:
+        """The recorder of what the draft reads; None where nothing is recorded."""
+        return FeatureRingOptions.of(self.feature_ring).recorder(target, drafted)
 
 
 @dataclass(frozen=True, kw_only=True)

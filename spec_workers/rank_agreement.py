@@ -20,7 +20,7 @@ from rollout.config import EngineConfig
 from rollout.errors import ParallelError
 from rollout.models.spec import ModelSpec
 from rollout.parallel import RankGroup
-from rollout.parallel.agreement import check_alike
+from rollout.parallel.rank_group import check_alike
 from rollout.types import Batch, DraftTrees, EntryResult, StepTimes
 
 
@@ -53,7 +53,7 @@ def agreed_times(group: RankGroup, times: StepTimes) -> StepTimes:
     """Rank 0's times, on every rank."""
     if group.size == 1:
         return times
-    draft, forward, sample = group.first([times.draft, times.forward, times.sample])
+    draft, forward, sample = group.broadcast_floats([times.draft, times.forward, times.sample])
     return StepTimes(draft=draft, forward=forward, sample=sample)
 
 
@@ -76,7 +76,7 @@ def _check(group: RankGroup, what: str, arrays: Iterable[np.ndarray]) -> None:
     digest = hashlib.blake2b(digest_size=7)
     for array in arrays:
         digest.update(np.ascontiguousarray(array).data)
-    numbers = group.numbers(int.from_bytes(digest.digest()))
+    numbers = group.all_gather_int(int.from_bytes(digest.digest()))
     if len(set(numbers)) > 1:
         others = [str(rank) for rank, number in enumerate(numbers) if number != numbers[0]]
         raise ParallelError(f"{what} of rank {', '.join(others)} are not those of rank 0")

@@ -49,12 +49,12 @@ class Scorer:
             scored = score(logits_RV, rows, chunk)
             logprobs += scored.logprobs
             extras += scored.extras
-        self.accompany()
+        self.score_idle()
         return logprobs, joined(extras)
 
-    def accompany(self) -> None:
+    def score_idle(self) -> None:
         """Enter the forwards of ranks in lockstep that have more to score, with nothing."""
-        while any(self._ranks.numbers(0)):
+        while any(self._ranks.all_gather_int(0)):
             self._runner.forward(Batch(step=0, entries=[]), only_roots(0))
 
     def _logits(self, request: Request, continuation: list[int]) -> Iterator[torch.Tensor]:
@@ -72,7 +72,7 @@ class Scorer:
             memory.extend(row, len(tokens))
             running = replace(request, tokens=tokens, row=row)
             while computed < len(tokens):
-                self._ranks.numbers(1)  # another one: see accompany
+                self._ranks.all_gather_int(1)  # another one: see score_idle
                 length = min(self._chunk_len, len(tokens) - computed)
                 batch = lone_run(memory, running, computed, length)
                 first = len(request.tokens) - 1

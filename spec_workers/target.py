@@ -14,6 +14,7 @@ from rollout.models.layers.linear import sum_in_float32
 from rollout.models.layers.row_invariance import check_outputs, make_row_invariant
 from rollout.models.loader import Progress, load_model, resolve_device
 from rollout.models.spec import ModelSpec
+from rollout.ops import gpu
 from rollout.parallel import local_rank, open_ranks
 from rollout.runner.dummy_run import DummyRun
 from rollout.runner.graphs import ForwardGraphs
@@ -96,10 +97,15 @@ class TargetWorker:
             if config.model.load_format is LoadFormat.dummy:
                 self.weights.tear(["target"], "model.load_format=dummy loads none")
             limits = StepLimits.of(
-                config.scheduler, device, recurrent=spec.linear_attention is not None
+                config.scheduler,
+                gpu.total_bytes(device),
+                recurrent=spec.linear_attention is not None,
             )
             limits = StepLimits(  # ranks may have GPUs of several sizes, and schedule alike
-                **{name: min(self.ranks.all.numbers(each)) for name, each in asdict(limits).items()}
+                **{
+                    name: min(self.ranks.all.all_gather_int(each))
+                    for name, each in asdict(limits).items()
+                }
             )
             self.limits = limits
             self.longest_step = limits.max_step_tokens + limits.max_running * (MAX_TREE_NODES - 1)
@@ -109,7 +115,9 @@ class TargetWorker:
                 exact_rows = make_row_invariant(self.model.linears(), max_rows)
                 if self.ranks.all.size > 1:
                     check_outputs(self.model.linears())
-                self.minimum_rows = max(self.minimum_rows, *self.ranks.all.numbers(exact_rows))
+                self.minimum_rows = max(
+                    self.minimum_rows, *self.ranks.all.all_gather_int(exact_rows)
+                )
             elif device.type == "cuda":
                 sum_in_float32()
             padding = DummyRun(self.model, features, exact=config.exact)
@@ -255,9 +263,9 @@ class TargetWorker:
         self.weights.require_whole()
         return self._scorer.score(request, output_ids)
 
-    def accompany_scoring(self) -> None:
+    def score_idle(self) -> None:
         """Enter the forwards of ranks in lockstep that score, with nothing to score."""
-        self._scorer.accompany()
+        self._scorer.score_idle()
 
     def counters(self) -> dict[str, float]:
         """Gauges of KV slots and recurrent states, for metrics."""

@@ -66,7 +66,7 @@ def target_memory(
     experts.
     """
     spec, dtype, device = model.spec, model.dtype, model.device
-    budget = min(ranks.numbers(memory_budget(config.memory, device, reserved_bytes)))
+    budget = min(ranks.all_gather_int(memory_budget(config.memory, device, reserved_bytes)))
     states, state_bytes = _states(config, max_running, spec, dtype, budget)
     routes = routes_spec(config, spec)
     routes_bytes = 0 if routes is None else RoutesPool.bytes_per_slot(routes)
@@ -81,7 +81,7 @@ def target_memory(
         draft_bytes=draft_bytes.apart,
         state_bytes=state_bytes,
     )
-    num_slots = min(ranks.numbers(num_slots))
+    num_slots = min(ranks.all_gather_int(num_slots))
     index = KVCacheManager(
         num_slots,
         max_running + 1,  # scoring borrows one between steps
@@ -159,12 +159,12 @@ def routes_spec(config: EngineConfig, spec: ModelSpec) -> ExpertsSpec | None:
 
 
 def forward_graphs(
-    config: MemoryConfig, model: CausalLM, minimum_rows: int, capture: Capture | None = None
+    config: MemoryConfig, model: CausalLM, minimum_rows: int, capture: Capture | None
 ) -> ForwardGraphs | None:
     """Graphs of the target's forward; None where nothing is to be captured. Launches depend on the
     shapes of a bucket alone, in recurrent and sparse layers too.
 
-    ``capture``: how; default: as CUDA graphs on a GPU, else not at all.
+    ``capture``: how; None: as CUDA graphs on a GPU, else not at all.
     """
     spec, device = model.spec, model.device
     if capture is None and device.type == "cuda":

@@ -285,9 +285,9 @@ class SpecWorker:
         finally:
             runner.features = features
 
-    def accompany_scoring(self) -> None:
+    def score_idle(self) -> None:
         """Enter the forwards of ranks in lockstep that score, with nothing to score."""
-        self.target.accompany_scoring()
+        self.target.score_idle()
 
     def weights_changed(self) -> None:
         """Called when an update has been committed, before the next step."""
@@ -298,7 +298,7 @@ class SpecWorker:
         """Raises IntegrityError; see `Worker.check_integrity`."""
         self.memory.check_integrity()
 
-    def begin(self, learned: Mapping[str, Any]) -> None:
+    def restore_learned(self, learned: Mapping[str, Any]) -> None:
         """Continue from what an earlier engine learned. Raises ValueError for a malformed
         object."""
         self._learning.catch_up()
@@ -306,8 +306,7 @@ class SpecWorker:
         calibrate(self.target, self.budget, self._calibration_seconds)
 
     def learned(self) -> dict[str, Any]:
-        """The learned costs and values of drafts as a JSON-able object, for `begin` and for
-        reports."""
+        """The learned costs and values of drafts, JSON-able, for `restore_learned` and reports."""
         self._learning.catch_up()
         return self.budget.learned()
 

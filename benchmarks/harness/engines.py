@@ -46,11 +46,11 @@ def forget(engine: RolloutEngine) -> None:
         engine.worker.corpus.reset()
 
 
-def warm_up(engine: RolloutEngine, prompts: Sequence[Prompt], most: int) -> None:
+def warm_up(engine: RolloutEngine, prompts: Sequence[Prompt], max_tokens: int) -> None:
     """Run the first forwards of each shape, which are slow, and forget what the corpus saw.
 
-    ``most``: tokens of a rollout that is timed; a warm one has 24 at most.
+    ``max_tokens``: tokens of a rollout that is timed; a warm one has 24 at max_tokens.
     """
-    params = SamplingParams(temperature=1.0, max_new_tokens=min(24, most), seed=77)
+    params = SamplingParams(temperature=1.0, max_new_tokens=min(24, max_tokens), seed=77)
     engine.generate(prompts, params)
     forget(engine)

@@ -46,8 +46,8 @@ def _forwarded(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate
     @wraps(method)
     def call(cluster: RolloutCluster, *args: Any, **kwargs: Any) -> Any:
         if asks_one:
-            return cluster.members.on_one(name, *args, **kwargs)
-        cluster.members.on_all(name, *args, **kwargs)
+            return cluster.replicas.on_one(name, *args, **kwargs)
+        cluster.replicas.on_all(name, *args, **kwargs)
 
     return cast(Callable[Concatenate[Any, P], T], call)
 
@@ -66,24 +66,24 @@ class RolloutCluster:
         """
         self.config = config
         self._cluster = cluster
-        self.members = ReplicaManager(pool, self)
-        self.reports = ReplicaReports(self.members)
+        self.replicas = ReplicaManager(pool, self)
+        self.reports = ReplicaReports(self.replicas)
         # What a replica is brought before it joins comes in this order.
-        self.corpora = ClusterCorpora(self.members)
-        self.lifecycle = ClusterLifecycle(self.members, self.reports, self._abort_all)
-        self.weights = ClusterWeights(self.members, self._abort_all, config.parallel.size)
+        self.corpora = ClusterCorpora(self.replicas)
+        self.lifecycle = ClusterLifecycle(self.replicas, self.reports, self._abort_all)
+        self.weights = ClusterWeights(self.replicas, self._abort_all, config.parallel.size)
         self.corpus_exchange = (
-            CorpusExchange(self.members, cluster.share_seconds, cluster.share_bytes)
+            CorpusExchange(self.replicas, cluster.share_seconds, cluster.share_bytes)
             if cluster.share_corpus and cluster.replicas > 1
             else None
         )
         self._router = Router(pool.names)
-        self._flights: dict[int, InFlightRequest] = {}
+        self._in_flight: dict[int, InFlightRequest] = {}
         self._ended: list[Rollout] = []
         self.facts: dict[str, ReplicaFacts] = {}
         try:
-            while not self.members.all_joined:
-                self.members.poll(WAIT_SECONDS)
+            while not self.replicas.all_joined:
+                self.replicas.poll(WAIT_SECONDS)
             folder = config.model.tokenizer or config.model.path
             vocab_size = next(iter(self.facts.values())).vocab_size
             self.encoder = PromptEncoder.from_pretrained(folder, vocab_size)
@@ -135,29 +135,29 @@ class RolloutCluster:
         request = self._requests.make(
             prompt_ids, params, prompt_index, sample_index, partial=partial, seed=request_seed
         )
-        self._flights[request.request_id] = InFlightRequest(request)
+        self._in_flight[request.request_id] = InFlightRequest(request)
         self._router.add(request.request_id, request.group)
         return request
 
-    def claim(self) -> None:
+    def set_driver_thread(self) -> None:
         """Nothing to do: a cluster does not refuse other threads."""
 
     def watch(self, request_id: int) -> None:
         """Have the request's tokens reported every ``cluster.report_seconds``, not about once a
         second."""
-        self._flights[request_id].is_watched = True
+        self._in_flight[request_id].is_watched = True
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a request is unfinished, or its rollout was not handed out."""
-        return bool(self._ended or self._flights)
+        return bool(self._ended or self._in_flight)
 
     def step(self) -> list[Rollout]:
         """Hand out what ended; waits some milliseconds where nothing has."""
-        if self._flights and not self.is_paused:
+        if self._in_flight and not self.is_paused:
             self.require_running()
         self._dispatch()
-        self.members.poll(0.0 if self._ended else WAIT_SECONDS)
+        self.replicas.poll(0.0 if self._ended else WAIT_SECONDS)
         self._dispatch()
         self.corpora.poll()
         if self.corpus_exchange is not None:
@@ -171,14 +171,14 @@ class RolloutCluster:
 
     def abort(self, request_id: int) -> None:
         """End a request with the tokens that are known here, at once."""
-        flight = self._flights.get(request_id)
-        if flight is None:
+        in_flight = self._in_flight.get(request_id)
+        if in_flight is None:
             return
         name = self._router.remove(request_id)
         if name is not None:
-            self.members.joined[name].abort([request_id])
-        flight.request.finish_reason = FinishReason.ABORT
-        self._end(flight)
+            self.replicas.joined[name].abort([request_id])
+        in_flight.request.finish_reason = FinishReason.ABORT
+        self._end(in_flight)
 
     def score_with_extras(
         self,
@@ -187,7 +187,7 @@ class RolloutCluster:
         params: SamplingParams | None = None,
     ) -> tuple[list[float], TokenExtras]:
         """Logprobs of given output tokens, by any one replica."""
-        scored = self.members.on_one("score_with_extras", prompt_ids, output_ids, params)
+        scored = self.replicas.on_one("score_with_extras", prompt_ids, output_ids, params)
         if lost := self.weights.unavailable_reason:  # who came later has the checkpoint's
             raise WeightUpdateError(lost)
         return scored
@@ -195,14 +195,14 @@ class RolloutCluster:
     def _check_fits(self, request: Request, field: str) -> None:
         check_length(len(request.tokens), self.max_context_len, self.max_sequence_len, field)
 
-    def _end(self, flight: InFlightRequest) -> None:
-        del self._flights[flight.request.request_id]
-        self._ended.append(self._requests.rollout(flight.request))
+    def _end(self, in_flight: InFlightRequest) -> None:
+        del self._in_flight[in_flight.request.request_id]
+        self._ended.append(self._requests.rollout(in_flight.request))
 
     def _abort_all(self) -> None:
         """Abort every request, once all tokens that replicas have emitted are known here."""
         self.reports.sync()
-        for request_id in list(self._flights):
+        for request_id in list(self._in_flight):
             self.abort(request_id)
 
     # Whether it may run
@@ -248,7 +248,7 @@ class RolloutCluster:
 
     def close(self) -> None:
         """End all replicas, and Ray where the cluster started it."""
-        self.members.close()
+        self.replicas.close()
 
     # What it does
 
@@ -261,7 +261,7 @@ class RolloutCluster:
 
     def status(self) -> EngineStatus:
         """The replicas' latest, a second old at most, and their sums."""
-        self.members.poll(0.0)
+        self.replicas.poll(0.0)
         known = self.reports.statuses
         return self.reports.status(
             waiting=self._router.num_waiting,
@@ -318,8 +318,8 @@ class RolloutCluster:
         if not self.can_run:
             return
         for name, request_ids in self._router.take().items():
-            submissions = [self._flights[request_id].submission() for request_id in request_ids]
-            self.members.joined[name].submit(submissions)
+            submissions = [self._in_flight[request_id].submission() for request_id in request_ids]
+            self.replicas.joined[name].submit(submissions)
 
     def joined(self, name: str, facts: ReplicaFacts) -> None:
         """A replica that is up to date takes requests from now on. See `Listener`."""
@@ -330,25 +330,25 @@ class RolloutCluster:
         """Book the tokens and ended requests of a replica's report. See `Listener`."""
         self.reports.note(name, report)
         for growth in report.grown:
-            flight = self._flights.get(growth.request_id)
-            if flight is not None:
-                flight.grow(growth)
+            in_flight = self._in_flight.get(growth.request_id)
+            if in_flight is not None:
+                in_flight.grow(growth)
         for ended in report.ended:
-            flight = self._flights.get(ended.growth.request_id)
-            if flight is not None:  # else it was aborted here meanwhile
+            in_flight = self._in_flight.get(ended.growth.request_id)
+            if in_flight is not None:  # else it was aborted here meanwhile
                 self._router.remove(ended.growth.request_id)
-                flight.end(ended)
-                self._end(flight)
+                in_flight.end(ended)
+                self._end(in_flight)
 
     def died(self, name: str, reason: str) -> None:
         """Queue a dead replica's requests again, before those that wait and in their order. See
         `Listener`."""
         self.reports.note_death(name)
         for request_id in reversed(self._router.leave(name)):
-            self._try_again(self._flights[request_id], reason)
+            self._try_again(self._in_flight[request_id], reason)
         self.weights.abandon_if_dead()
 
-    def _try_again(self, flight: InFlightRequest, reason: str) -> None:
+    def _try_again(self, in_flight: InFlightRequest, reason: str) -> None:
         """Queue the request for another replica, or fail it once its deaths reach the limit: it may
         have killed them.
 
@@ -356,15 +356,15 @@ class RolloutCluster:
         answers for nobody else.
         """
         limit = self._cluster.max_deaths_per_request
-        request = flight.request
-        flight.deaths += 1
-        if flight.is_alone and flight.deaths >= limit:
+        request = in_flight.request
+        in_flight.deaths += 1
+        if in_flight.is_alone and in_flight.deaths >= limit:
             request.finish_reason = FinishReason.ERROR
             request.error = (
-                f"{flight.deaths} replicas died while they ran it, the last while it ran alone: "
+                f"{in_flight.deaths} replicas died while they ran it, the last while it ran alone: "
                 f"{reason}"
             )
-            self._end(flight)
+            self._end(in_flight)
             return
-        flight.is_alone = flight.deaths >= max(1, limit - 1)
-        self._router.add(request.request_id, request.group, first=True, alone=flight.is_alone)
+        in_flight.is_alone = in_flight.deaths >= max(1, limit - 1)
+        self._router.add(request.request_id, request.group, first=True, alone=in_flight.is_alone)

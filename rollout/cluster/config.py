@@ -22,9 +22,8 @@ class ClusterConfig:
 
     kind: ClusterKind = ClusterKind.none
     replicas: int = 1
-    # Of each process: a replica is one, or one for each rank of its model.
-    num_cpus: int | None = None  # its torch threads, too; default: an equal share
-    num_gpus: float | None = None  # default: one each if the model goes to a GPU
+    num_cpus: int | None = None  # of each rank's process, and its threads; default: an equal share
+    num_gpus: float | None = None  # of each rank's process; default: 1 if the model goes to a GPU
     # Of Ray: local starts one of its own, auto joins the one that runs, host:port and
     # ray://host:port name one. Default: what RAY_ADDRESS names or `ray start` left here, if there
     # is any, else one of its own.
@@ -34,13 +33,14 @@ class ClusterConfig:
     report_seconds: float = 0.05  # between two messages on requests whose tokens are streamed
     share_corpus: bool = True  # what a replica commits, the others draft from
     share_seconds: float = 0.5  # between two rounds
-    # Of tokens that wait in a replica; of more, whole rollouts are left out.
+    # Tokens that wait in a replica to be shared; of more, whole rollouts are left out.
     share_bytes: int = 8 << 20
-    # A replica that is silent for so long hangs, and is replaced. It answers beside its engine,
-    heartbeat_seconds: float = 60.0
-    stall_seconds: float = 1800.0  # one step or call of which may take so long.
-    max_deaths: int = 5  # of a replica, one after the other without a rollout: then it gives up
-    max_deaths_per_request: int = 3  # under a request, the last while it ran alone: then it fails
+    heartbeat_seconds: float = 60.0  # a replica that is silent for so long hangs, and is replaced
+    stall_seconds: float = 1800.0  # a step or call that takes longer hangs, and its replica too
+    # Deaths of one replica in a row, without a rollout between them, after which the cluster fails.
+    max_deaths: int = 5
+    # Deaths of replicas that ran a request, the last time alone, after which the request fails.
+    max_deaths_per_request: int = 3
 
     def own_ranks(self, parallel: ParallelConfig) -> ParallelConfig:
         """The ranks of the process that makes the engine: of a cluster, its replicas have them."""

@@ -36,15 +36,15 @@ class ClusterCorpora:
     `Corpora` documents the calls.
     """
 
-    def __init__(self, members: ReplicaManager) -> None:
-        self._members = members
+    def __init__(self, replicas: ReplicaManager) -> None:
+        self._replicas = replicas
         self._corpora: dict[str, ClusterCorpus] = {}
         self._removed: set[str] = set()  # of files' that replicas have as they start
         self._file: str | None = None  # loaded on all
         self._has_begun = False  # to load the configured ones
         self._looking: dict[Replica, Future[list[ExternalCorpus]]] = {}
         self._looked_at = float("-inf")
-        self._sync = ReplicaCorpusSync(members, self._of_all)
+        self._sync = ReplicaCorpusSync(replicas, self._of_all)
 
     def add_external_corpus(
         self,
@@ -64,7 +64,7 @@ class ClusterCorpora:
         publishing = checked_member(publish, "publish", Publishing)
         given = {"documents": documents, "token_chunks": token_chunks, "file_path": file_path}
         source = {
-            key: self._members.share(value) for key, value in given.items() if value is not None
+            key: self._replicas.share(value) for key, value in given.items() if value is not None
         }
         self._begin_configured()
         if name in self._corpora and not self._corpora[name].has_failed:
@@ -81,7 +81,7 @@ class ClusterCorpora:
         """
         while name in self._corpora and not self._corpora[name].is_final:
             self.poll()
-            self._members.poll(WAIT_SECONDS)
+            self._replicas.poll(WAIT_SECONDS)
         corpus = self._corpora.get(name)
         if corpus is not None and corpus.has_failed:
             del self._corpora[name]
@@ -93,7 +93,7 @@ class ClusterCorpora:
         self._begin_configured()
         self._take_refusals()
         if name not in self._corpora or not self._corpora[name].has_failed:
-            self._members.on_all("remove_external_corpus", name)
+            self._replicas.on_all("remove_external_corpus", name)
             self._removed.add(name)
         self._corpora.pop(name, None)
         self._change()
@@ -116,7 +116,7 @@ class ClusterCorpora:
     def external_corpora(self) -> list[ExternalCorpus]:
         """All corpora by name, each with the least state of all replicas and the least progress."""
         self._begin_configured()
-        by_replica = self._members.on_all("external_corpora")
+        by_replica = self._replicas.on_all("external_corpora")
         self._advance(by_replica)
         self._wait_until_published()
         self._fail_those_of_some(by_replica)
@@ -131,7 +131,7 @@ class ClusterCorpora:
 
     def load_corpus(self, path: str | os.PathLike[str]) -> None:
         """Load a file on every replica, also on those that start later, under the same path."""
-        self._members.on_all("load_corpus", os.fspath(path))
+        self._replicas.on_all("load_corpus", os.fspath(path))
         self._file = os.fspath(path)
         self._corpora = {  # what was published is gone, or is the file's now
             name: each
@@ -150,7 +150,7 @@ class ClusterCorpora:
             return
         if not self._looking:
             if time.monotonic() - self._looked_at >= POLL_SECONDS:
-                self._looking = self._members.call_all("external_corpora")
+                self._looking = self._replicas.call_all("external_corpora")
         elif all(future.done() for future in self._looking.values()):
             looking, self._looking = self._looking, {}
             self._looked_at = time.monotonic()
@@ -159,7 +159,7 @@ class ClusterCorpora:
                 for each, future in looking.items()
                 if future.exception() is None
             }
-            if self._members.joined.keys() <= seen.keys():  # else one has joined meanwhile
+            if self._replicas.joined.keys() <= seen.keys():  # else one has joined meanwhile
                 self._advance(seen)
 
     def _of_all(self) -> CorporaOfAll:
@@ -180,7 +180,7 @@ class ClusterCorpora:
             return
         self._has_begun = True
         for name, path in self._sync.configured.items():
-            self._members.call_all("remove_external_corpus", name)
+            self._replicas.call_all("remove_external_corpus", name)
             try:
                 self._add(name, {"file_path": path}, Publishing.WHEN_READY)
             except InvalidInputError as error:
@@ -188,7 +188,7 @@ class ClusterCorpora:
                 self._corpora[name] = ClusterCorpus(name, {}, Publishing.WHEN_READY, failed)
 
     def _add(self, name: str, source: Mapping[str, Any], publishing: Publishing) -> None:
-        answers = self._members.call_all(
+        answers = self._replicas.call_all(
             "add_external_corpus", name, publish=Publishing.ON_REQUEST, **source
         )
         errors = {each: answer.exception() for each, answer in answers.items()}
@@ -230,13 +230,13 @@ class ClusterCorpora:
 
     def _publish(self, corpus: ClusterCorpus) -> None:
         """Publish on all replicas. A replica that joins later has published it before it joins."""
-        corpus.publish_calls = self._members.call_all("publish_external_corpus", corpus.name)
-        self._members.repeat_joins()
+        corpus.publish_calls = self._replicas.call_all("publish_external_corpus", corpus.name)
+        self._replicas.repeat_joins()
 
     def _wait_until_published(self) -> None:
         self._note_published()
         while any(each.publish_calls and not each.is_final for each in self._corpora.values()):
-            self._members.poll(WAIT_SECONDS)
+            self._replicas.poll(WAIT_SECONDS)
             self._note_published()
 
     def _note_published(self) -> None:
@@ -257,7 +257,7 @@ class ClusterCorpora:
 
     def _fail(self, corpus: ClusterCorpus, reason: str) -> None:
         log.error("external corpus %s is removed from all replicas: %s", corpus.name, reason)
-        self._members.call_all("remove_external_corpus", corpus.name)
+        self._replicas.call_all("remove_external_corpus", corpus.name)
         self._removed.add(corpus.name)
         corpus.seen = _blank(corpus.name, ExternalState.FAILED, reason)
         self._change()
@@ -277,7 +277,7 @@ class ClusterCorpora:
     def _change(self) -> None:
         """Begin looks and joins anew: what they know of the corpora is out of date."""
         self._looking = {}
-        self._members.repeat_joins()
+        self._replicas.repeat_joins()
 
     def _take_refusals(self) -> None:
         for corpus, reason in self._sync.refusals():

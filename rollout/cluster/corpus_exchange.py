@@ -21,8 +21,8 @@ class CorpusExchange:
     its own.
     """
 
-    def __init__(self, members: ReplicaManager, seconds: float, max_bytes: int) -> None:
-        self._members = members
+    def __init__(self, replicas: ReplicaManager, seconds: float, max_bytes: int) -> None:
+        self._replicas = replicas
         self._seconds = seconds
         self._max_bytes = max_bytes
         self._has_corpus = False  # the replicas' workers
@@ -31,7 +31,7 @@ class CorpusExchange:
         self._learning: list[Future[None]] = []
         self.rounds = 0
         self.exchanged_bytes = 0  # taken; each is sent to all replicas but one
-        members.on_join(self._begin_to_share)
+        replicas.on_join(self._begin_to_share)
 
     def poll(self) -> None:
         """Go on with the round as far as answers have come. Never waits."""
@@ -43,26 +43,26 @@ class CorpusExchange:
             deltas = [delta for delta in deltas if delta.rollouts_B.size]
             self._taking = []
             if deltas:
-                shared = self._members.share(deltas)
-                self._learning = [*self._members.call_all("learn_corpus_deltas", shared).values()]
+                shared = self._replicas.share(deltas)
+                self._learning = [*self._replicas.call_all("learn_corpus_deltas", shared).values()]
                 self.exchanged_bytes += sum(delta.num_bytes for delta in deltas)
             return
         self._learning = []
-        has_others = self._has_corpus and len(self._members.joined) > 1
+        has_others = self._has_corpus and len(self._replicas.joined) > 1
         if has_others and time.monotonic() - self._begun_at >= self._seconds:
             self._begun_at = time.monotonic()
             self.rounds += 1
-            self._taking = [*self._members.call_all("take_corpus_delta").values()]
+            self._taking = [*self._replicas.call_all("take_corpus_delta").values()]
 
     def finish(self) -> None:
         """A whole round: when it returns, all replicas were told what was committed before."""
         while self._taking or self._learning:
             self.poll()
-            self._members.poll(WAIT_SECONDS)
+            self._replicas.poll(WAIT_SECONDS)
         self._begun_at = float("-inf")
         self.poll()
         while self._taking or self._learning:
-            self._members.poll(WAIT_SECONDS)
+            self._replicas.poll(WAIT_SECONDS)
             self.poll()
 
     def _begin_to_share(self, replica: Replica) -> Future[None]:

@@ -20,26 +20,26 @@ class ClusterLifecycle:
     """
 
     def __init__(
-        self, members: ReplicaManager, reports: ReplicaReports, abort_all: Callable[[], None]
+        self, replicas: ReplicaManager, reports: ReplicaReports, abort_all: Callable[[], None]
     ) -> None:
         self.is_paused = False
-        self._members = members
+        self._replicas = replicas
         self._reports = reports
         self._abort_all = abort_all
         self._released: dict[MemoryTag, bool] = {}  # whether its values are kept
-        members.on_join(self._bring)
+        replicas.on_join(self._bring)
 
     @property
     def unavailable_reason(self) -> str:
         """Why no step can run now, by the cluster's own pause or by what a replica says."""
         if self.is_paused:
             return "generation is paused: call continue_generation()"
-        reasons = [each.unavailable_reason for each in self._members.joined.values()]
+        reasons = [each.unavailable_reason for each in self._replicas.joined.values()]
         return next((reason for reason in reasons if reason), "")
 
     def pause_generation(self, mode: PauseMode | str = PauseMode.ABORT) -> None:
         """Pause all replicas, and those that start meanwhile."""
-        self._members.on_all("pause_generation", mode, newcomers=True)
+        self._replicas.on_all("pause_generation", mode, newcomers=True)
         self.is_paused = True
         if mode == PauseMode.ABORT:
             self._abort_all()
@@ -49,7 +49,7 @@ class ClusterLifecycle:
     def continue_generation(self) -> None:
         """End the pause on all replicas."""
         self.is_paused = False
-        self._members.on_all("continue_generation", newcomers=True)
+        self._replicas.on_all("continue_generation", newcomers=True)
 
     @property
     def released_tags(self) -> frozenset[MemoryTag]:
@@ -62,7 +62,7 @@ class ClusterLifecycle:
         """Bytes by tag, of all replicas together. Where one fails, the others take theirs back."""
         freed: dict[str, int] = {}
         tags = list(tags)
-        answers = self._members.on_all(
+        answers = self._replicas.on_all(
             "release_memory",
             tags,
             keep_weights,
@@ -78,7 +78,7 @@ class ClusterLifecycle:
     def resume_memory(self, tags: Iterable[MemoryTag | str] | None = None) -> None:
         """Take memory back on all replicas."""
         wanted = list(self._released if tags is None else tags)
-        self._members.on_all("resume_memory", wanted, newcomers=True)
+        self._replicas.on_all("resume_memory", wanted, newcomers=True)
         for tag in wanted:
             self._released.pop(MemoryTag(tag), None)
 

@@ -80,7 +80,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class CallResult:
     """The answer to a call of one of the engine's methods."""
 
     value: Any

@@ -72,13 +72,13 @@ class ReplicaCorpusSync:
     The replicas' configured corpora are taken from them, for whoever adds them to all.
     """
 
-    def __init__(self, members: ReplicaManager, of_all: Callable[[], CorporaOfAll]) -> None:
+    def __init__(self, replicas: ReplicaManager, of_all: Callable[[], CorporaOfAll]) -> None:
         self.configured: Mapping[str, str] = {}
         """The files of configured corpora by name, the same on each replica."""
         self._of_all = of_all
         self._brought: dict[str, _Brought] = {}  # by the name of the replica
         self._refusals: queue.SimpleQueue[tuple[ClusterCorpus, str]] = queue.SimpleQueue()
-        members.on_join(self._bring)
+        replicas.on_join(self._bring)
 
     def refusals(self) -> Iterator[tuple[ClusterCorpus, str]]:
         """The corpora that replicas could not take since the last call, and why."""

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
 
-from rollout.cluster.messages import Answer, ReplicaFacts, Report, Submission
+from rollout.cluster.messages import CallResult, ReplicaFacts, Report, Submission
 from rollout.cluster.progress_reporter import ProgressReporter
 from rollout.config import EngineConfig
 from rollout.engine.engine import RolloutEngine
@@ -38,15 +38,14 @@ class ReplicaHost:
         """Make the engine. Raises what `RolloutEngine.from_config` does."""
         engine = await asyncio.to_thread(self._opened, config, factory)
         self._loop = EngineLoop(engine)
-        self._news = ProgressReporter(self._loop, report_seconds, asyncio.get_running_loop())
-        worker = engine.worker
+        self._reporter = ProgressReporter(self._loop, report_seconds, asyncio.get_running_loop())
         return ReplicaFacts(
             vocab_size=engine.vocab_size,
             limits=engine.limits,
             max_context_len=engine.max_context_len,
-            max_sequence_len=worker.memory.max_sequence_len,
-            eos_token_ids=worker.eos_token_ids,
-            records_routes=worker.memory.routes is not None,
+            max_sequence_len=engine.max_sequence_len,
+            eos_token_ids=engine.eos_token_ids,
+            records_routes=engine.records_routes,
         )
 
     async def follow(self, config: EngineConfig, factory: WorkerFactory) -> None:
@@ -63,17 +62,17 @@ class ReplicaHost:
         """Queue requests that the cluster has checked."""
         async with self._turns.take(turn):
             for submission in submissions:
-                self._news.submit(submission)
+                self._reporter.submit(submission)
 
     async def abort(self, turn: int, request_ids: list[int]) -> None:
         """End requests by the cluster's ids; unknown ones do nothing."""
         async with self._turns.take(turn):
-            self._news.abort(request_ids)
+            self._reporter.abort(request_ids)
 
-    async def call(self, turn: int, method: str, *args: Any, **kwargs: Any) -> Answer:
+    async def call(self, turn: int, method: str, *args: Any, **kwargs: Any) -> CallResult:
         """Call a method of the engine between two steps."""
 
-        def run(engine: RolloutEngine) -> Answer:
+        def run(engine: RolloutEngine) -> CallResult:
             value, error = None, None
             try:
                 value = getattr(engine, method)(*args, **kwargs)
@@ -81,7 +80,9 @@ class ReplicaHost:
                 raise
             except Exception as raised:  # the caller's
                 error = raised
-            return Answer(value=value, error=error, unavailable_reason=engine.unavailable_reason)
+            return CallResult(
+                value=value, error=error, unavailable_reason=engine.unavailable_reason
+            )
 
         assert self._loop is not None, "open() comes first"
         async with self._turns.take(turn):
@@ -91,7 +92,7 @@ class ReplicaHost:
     async def sync(self, turn: int, serial: int) -> None:
         """Report at once; that report and later ones carry ``serial``."""
         async with self._turns.take(turn):
-            self._news.sync(serial)
+            self._reporter.sync(serial)
 
     async def report(self) -> Report:
         """Returns when there is something to report. Asked for one at a time.
@@ -100,13 +101,13 @@ class ReplicaHost:
         lost.
         """
         try:
-            return await self._news.report()
+            return await self._reporter.report()
         except EngineStateError as error:
             if isinstance(error.__cause__, ParallelError):  # it broke the loop
                 raise error.__cause__ from None
             raise
 
-    async def pulse(self) -> float:
+    async def heartbeat(self) -> float:
         """Seconds that the engine's step or call under way has taken; 0.0 while nothing is."""
         return 0.0 if self._loop is None else self._loop.busy_seconds
 

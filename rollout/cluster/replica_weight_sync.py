@@ -25,15 +25,15 @@ class ReplicaWeightSync:
     lost, and the cluster generates nothing before a full update.
     """
 
-    def __init__(self, members: ReplicaManager) -> None:
-        self._members = members
+    def __init__(self, replicas: ReplicaManager) -> None:
+        self._replicas = replicas
         self._is_held = False
         self._updated = False  # since the replicas read their checkpoint
         self.why_lost = ""
         self._lock = threading.Lock()  # held for:
         self._bringing: set[Future[None]] = set()
         self._waiting: list[Future[None]] = []  # of replicas that may not join yet
-        members.on_join(self.bring)
+        replicas.on_join(self.bring)
 
     @property
     def is_busy(self) -> bool:
@@ -44,7 +44,7 @@ class ReplicaWeightSync:
     def hold(self) -> None:
         """The weights are changing: nobody joins until `release`, whatever it was brought."""
         self._is_held = True
-        self._members.repeat_joins()
+        self._replicas.repeat_joins()
 
     def release(self) -> None:
         """The weights change no more: whoever waited begins to join."""
@@ -66,7 +66,7 @@ class ReplicaWeightSync:
             future: Future[None] = Future()
             self._wait(future)
             return future
-        if not self._members.joined:
+        if not self._replicas.joined:
             self._note_loss()
             self._let_go()
             return None
@@ -75,7 +75,7 @@ class ReplicaWeightSync:
         future = Future()
         with self._lock:
             self._bringing = {each for each in self._bringing if not each.done()} | {future}
-        peer = next(iter(self._members.joined.values()))
+        peer = next(iter(self._replicas.joined.values()))
         threading.Thread(
             target=self._copy, args=(peer, replica, future), name=f"weights of {replica.name}",
             daemon=True,
@@ -84,7 +84,7 @@ class ReplicaWeightSync:
 
     def try_again(self) -> None:
         """Let waiting replicas begin to join anew: weights may be whole, or resident, again."""
-        self._members.repeat_joins()
+        self._replicas.repeat_joins()
         self._let_go()
 
     def _let_go(self) -> None:

@@ -15,11 +15,11 @@ from rollout.engine.metrics import EngineStatus, StepMetrics
 class ReplicaReports:
     """The latest of each replica, and the sums over all of them."""
 
-    def __init__(self, members: ReplicaManager) -> None:
+    def __init__(self, replicas: ReplicaManager) -> None:
         self.statuses: dict[str, EngineStatus] = {}
         """Latest status by name, of dead replicas too: their replacements are given what they
         had."""
-        self._members = members
+        self._replicas = replicas
         self._reports: dict[str, Report] = {}  # of each that lives
         self._past = ClusterMetrics()  # of lives that ended
         self._num_reports = 0
@@ -42,11 +42,11 @@ class ReplicaReports:
     def sync(self) -> None:
         """Return when all that replicas have done so far is known here."""
         self._serial += 1
-        waiting = dict(self._members.joined)
+        waiting = dict(self._replicas.joined)
         for replica in waiting.values():
             replica.sync(self._serial)
         while any(self._is_behind(replica) for replica in waiting.values()):
-            self._members.poll(WAIT_SECONDS)
+            self._replicas.poll(WAIT_SECONDS)
 
     def metrics(self) -> ClusterMetrics:
         """The metrics of all replicas, including those that died."""
@@ -92,7 +92,7 @@ class ReplicaReports:
         )
 
     def _is_behind(self, replica: Replica) -> bool:
-        if self._members.joined.get(replica.name) is not replica:
+        if self._replicas.joined.get(replica.name) is not replica:
             return False  # it died
         report = self._reports.get(replica.name)
         return report is None or report.serial < self._serial

@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from rollout.ops.uniforms.reference import GOLDEN
-from rollout.sampling.noise import mixed
+from rollout.sampling.noise import split_mix
 
 
 @dataclass(slots=True, eq=False)
@@ -207,7 +206,7 @@ class Router:
         known = self._groups[group]
         attempt = group
         while known.home not in self._replicas:
-            attempt = mixed(attempt + GOLDEN)
+            attempt = split_mix(attempt)
             known.home = self._names[attempt % len(self._names)]
         return self._replicas[known.home]
 

@@ -60,10 +60,10 @@ class ClusterWeights:
     """
 
     def __init__(
-        self, members: ReplicaManager, abort_all: Callable[[], None], num_ranks: int
+        self, replicas: ReplicaManager, abort_all: Callable[[], None], num_ranks: int
     ) -> None:
-        self.sync = ReplicaWeightSync(members)
-        self._members = members
+        self.sync = ReplicaWeightSync(replicas)
+        self._replicas = replicas
         self._abort_all = abort_all
         self._num_ranks = num_ranks
         self._update: _Update | None = None
@@ -102,7 +102,7 @@ class ClusterWeights:
         if checked.selector in ("all", "target"):
             version = checked.weight_version or self._last_version + 1
             options |= {"weight_version": version}
-        self._update = _Update(checked, version, frozenset(self._members.joined.values()))
+        self._update = _Update(checked, version, frozenset(self._replicas.joined.values()))
         try:
             self._on_all("begin_weight_update", manifest, **options)
         except BaseException:
@@ -127,8 +127,8 @@ class ClusterWeights:
                 "%s could not commit what others did, and is started anew: %s", replica.name, error
             )
             replica.kill()
-            self._members.wait_until_gone(replica)
-        statuses, _ = self._members.outcomes({each: each.call("status") for each in done})
+            self._replicas.wait_until_gone(replica)
+        statuses, _ = self._replicas.outcomes({each: each.call("status") for each in done})
         if not statuses:
             reason = WeightUpdateError("every replica died that had committed it")
             self.abandon_weight_update(str(reason))
@@ -202,13 +202,13 @@ class ClusterWeights:
         if group_name in self._groups:
             raise InvalidInputError("group_name", group_name, "is joined already: destroy it first")
         deadline = time.monotonic() + timeout
-        while not self._members.all_joined:
+        while not self._replicas.all_joined:
             if time.monotonic() > deadline:
                 raise WeightUpdateError(f"not all replicas are there after {timeout:g} s")
-            self._members.poll(WAIT_SECONDS)
-        names = sorted(self._members.joined)
+            self._replicas.poll(WAIT_SECONDS)
+        names = sorted(self._replicas.joined)
         ranks = {name: rank_offset + i * self._num_ranks for i, name in enumerate(names)}
-        done, failed = self._members.outcomes({
+        done, failed = self._replicas.outcomes({
             each: each.call(
                 "init_weights_update_group", master_address, master_port, ranks[each.name],
                 world_size, group_name, backend, timeout, sender,
@@ -240,7 +240,7 @@ class ClusterWeights:
         **options: Any,
     ) -> None:
         """Raises WeightUpdateError, too, where a replica was replaced since the group was made."""
-        strangers = set(self._members.joined.values()) - self._group(group_name)
+        strangers = set(self._replicas.joined.values()) - self._group(group_name)
         if strangers:
             raise WeightUpdateError(
                 f"{', '.join(sorted(each.name for each in strangers))} came after the group "
@@ -261,7 +261,7 @@ class ClusterWeights:
 
     def weights_digest(self, selector: str = "all") -> str:
         """The digest that all replicas share. Raises IntegrityError where they differ."""
-        digests = self._members.on_all("weights_digest", selector)
+        digests = self._replicas.on_all("weights_digest", selector)
         if len(set(digests.values())) > 1:
             raise IntegrityError(f"the replicas' weights differ: {digests}")
         return next(iter(digests.values()))
@@ -299,7 +299,7 @@ class ClusterWeights:
         wait: Callable[[], Any] = lambda: None  # noqa: E731
         with closed_iterator(buckets(named_tensors, CACHED_BUCKET_BYTES)) as stream:
             for bucket in stream:
-                shared = self._members.share(PackedBucket.of(bucket))
+                shared = self._replicas.share(PackedBucket.of(bucket))
                 wait()
                 wait = self._send_all("update_weights_from_bucket", shared, direct=direct)
             wait()
@@ -331,8 +331,8 @@ class ClusterWeights:
 
     def _wait_for_newcomers(self) -> None:
         """Wait until a replica can be updated, and none is being brought the current weights."""
-        while not self._members.joined or self.sync.is_busy:
-            self._members.poll(WAIT_SECONDS)
+        while not self._replicas.joined or self.sync.is_busy:
+            self._replicas.poll(WAIT_SECONDS)
 
     def _group(self, group_name: str) -> frozenset[Replica]:
         if group_name not in self._groups:
@@ -350,7 +350,7 @@ class ClusterWeights:
         answers = {each: each.call(method, *args, **kwargs) for each in self._living()}
 
         def wait() -> dict[Replica, Any]:
-            done, failed = self._members.outcomes(answers)
+            done, failed = self._replicas.outcomes(answers)
             if failed:
                 raise next(iter(failed.values()))
             if not done:
@@ -362,12 +362,12 @@ class ClusterWeights:
     def _ask_all(
         self, method: str, *args: Any, **kwargs: Any
     ) -> tuple[dict[Replica, Any], dict[Replica, Exception]]:
-        return self._members.outcomes(
+        return self._replicas.outcomes(
             {each: each.call(method, *args, **kwargs) for each in self._living()}
         )
 
     def _living(self) -> list[Replica]:
         """The replicas that have joined; during an update, those that take part in it."""
-        joined = self._members.joined.values()
+        joined = self._replicas.joined.values()
         update = self._update
         return [each for each in joined if update is None or each in update.replicas]

@@ -58,7 +58,7 @@ class Corpora:
         }
         path = None if corpus is None else corpus.initial_path
         file = None if path is None else learned_file(path)
-        self._begin({} if file is None else _whole_learned(file), file)
+        self._restore_learned({} if file is None else _whole_learned(file), file)
 
     def add_external_corpus(
         self,
@@ -90,7 +90,7 @@ class Corpora:
         """
         corpus = self._external()
         if name is None:
-            name = self._worker.ranks.tensor.exchange(uuid.uuid4().hex)[0]
+            name = self._worker.ranks.tensor.all_gather_text(uuid.uuid4().hex)[0]
         check_name("name", name)
         publishing = checked_member(publish, "publish", Publishing)
         wait = checked_flag(wait, "wait")
@@ -220,7 +220,7 @@ class Corpora:
         file = learned_file(path)
         learned = _whole_learned(file)
         corpus.load(path)
-        self._begin(learned, file)
+        self._restore_learned(learned, file)
 
     def take_configured_corpora(self) -> dict[str, str]:
         """Name -> JSONL file of those not begun to load: the caller adds them from now on."""
@@ -252,7 +252,7 @@ class Corpora:
         ..."""
         return {"budget": self._worker.learned()}
 
-    def _begin(self, learned: dict[str, Any], file: Path | None) -> None:
+    def _restore_learned(self, learned: dict[str, Any], file: Path | None) -> None:
         """Start from what ``file`` held, as far as it is of this machine and model."""
         if "lengths" in learned:
             try:
@@ -260,10 +260,10 @@ class Corpora:
             except ValueError as error:
                 log.warning("lengths of %s are not used: %s", file, error)
         try:
-            self._worker.begin(learned.get("budget", {}))
+            self._worker.restore_learned(learned.get("budget", {}))
         except ValueError as error:
             log.warning("budget of %s is not used: %s", file, error)
-            self._worker.begin({})
+            self._worker.restore_learned({})
 
     def _external(self) -> DraftCorpus:
         corpus = self._corpus()

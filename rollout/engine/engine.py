@@ -28,7 +28,8 @@ from rollout.engine.weights import WeightUpdates
 from rollout.engine.worker import Worker, WorkerFactory, shared_settings, worker_factory
 from rollout.errors import EngineStateError, InvalidInputError
 from rollout.models.loader import Progress
-from rollout.parallel.agreement import check_alike
+from rollout.parallel import RankGroup
+from rollout.parallel.rank_group import check_alike
 from rollout.scheduler import LengthForecast, Scheduler, TwoBatchOverlap
 from rollout.scheduler.step_limits import StepLimits
 from rollout.types import MemoryTag, Prompt, Request, Rollout, SamplingParams
@@ -70,7 +71,7 @@ class RolloutEngine:
             worker.vocab_size,
             worker.eos_token_ids,
             self.scheduler.check_fits,
-            records_routes=worker.memory.routes is not None,
+            records_routes=self.records_routes,
         )
         overlap = TwoBatchOverlap(
             config.scheduler.overlap, hides=worker.model_device.type == "cuda"
@@ -153,6 +154,16 @@ class RolloutEngine:
         return self.worker.memory.max_sequence_len
 
     @property
+    def records_routes(self) -> bool:
+        """Whether it is known which experts tokens go to."""
+        return self.worker.memory.routes is not None
+
+    @property
+    def tensor_ranks(self) -> RankGroup:
+        """The ranks that compute each forward of this model together."""
+        return self.worker.ranks.tensor
+
+    @property
     def lockstep(self) -> bool:
         """Whether other ranks wait in this engine's forwards: see `step`."""
         return self.worker.lockstep
@@ -200,7 +211,7 @@ class RolloutEngine:
         self.steps.add([request])
         return request
 
-    def claim(self) -> None:
+    def set_driver_thread(self) -> None:
         """Let the calling thread wait where another one is in a call, for as long as that takes."""
         self.calls.driver = threading.get_ident()
 
@@ -354,6 +365,16 @@ class RolloutEngine:
         self.worker.ranks.close()
 
     # Weights
+
+    @property
+    def torn_reason(self) -> str:
+        """Why the weights cannot be sampled from; empty when they can."""
+        return self.lifecycle.torn_reason
+
+    @property
+    def is_updating_weights(self) -> bool:
+        """Whether a weight update has begun and not ended."""
+        return self.worker.weights.is_under_way
 
     @property
     def weight_version(self) -> int:

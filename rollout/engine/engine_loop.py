@@ -237,7 +237,7 @@ class EngineLoop(Generic[E]):
 
     def _run(self) -> None:
         try:
-            self._engine.claim()
+            self._engine.set_driver_thread()
             while True:
                 with self._changed:
                     self._changed.wait_for(lambda: self._commands or self._can_step)

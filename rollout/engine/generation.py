@@ -98,7 +98,7 @@ class Generation:
         try:
             return self._checked_requests(prompts, params)
         except (InvalidInputError, OutOfMemoryError):
-            self._accompany()
+            self._run_idle_steps()
             raise
 
     def _checked_requests(
@@ -146,16 +146,16 @@ class Generation:
                 yield ended
         except GeneratorExit:
             self._steps.drop(unfinished)
-            self._accompany()
+            self._run_idle_steps()
             raise
         finally:
             self._steps.drop(unfinished)
 
     def _any_rank(self, has_work: bool) -> bool:
         """Whether any of the ranks in lockstep has; all ask."""
-        return any(self._worker.ranks.rows.numbers(has_work))
+        return any(self._worker.ranks.rows.all_gather_int(has_work))
 
-    def _accompany(self) -> None:
+    def _run_idle_steps(self) -> None:
         """Run steps without requests of this rank until no rank in lockstep has work."""
         while self._worker.ranks.rows.size > 1 and self._any_rank(False):
             self.run_step()
@@ -195,7 +195,7 @@ class Generation:
             with self._steps.guard.uninterrupted(), self._steps.all_or_none():
                 return self._worker.score(request, output)
         except (InvalidInputError, OutOfMemoryError):
-            self._worker.accompany_scoring()
+            self._worker.score_idle()
             raise
 
     def _scored(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from decimal import Decimal
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +18,9 @@ from rollout.errors import InvalidInputError
 from rollout.types import Request, SamplingParams
 
 _MAX_COMPILED = 64  # grammars that are remembered: compiling a large one takes a second
+# All requests wait while a grammar is compiled, for a time that grows with the square of these.
+_MAX_CHARACTERS = 1 << 16
+_MAX_MULTIPLE = 1 << 16  # the least common multiple of a schema's `multipleOf`, as if all met
 
 
 class Grammars:
@@ -55,6 +62,7 @@ class Grammars:
 
     def _compile(self, kind: str, text: str) -> Any:
         tokens = self._tokens(kind, text)
+        _check_compile_time(kind, text)
         from llguidance import LLMatcher
 
         try:
@@ -94,6 +102,46 @@ class Grammars:
         return from_tokenizer(
             self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos_token_ids
         )
+
+
+def _check_compile_time(kind: str, text: str) -> None:
+    """Raise InvalidInputError for a grammar whose compilation would take more than seconds."""
+    field = f"sampling.{kind}"
+    if len(text) > _MAX_CHARACTERS:
+        remedy = f"must be of at most {_MAX_CHARACTERS}, for all requests wait for its compilation"
+        raise InvalidInputError(field, f"{len(text)} characters", remedy)
+    if kind != "json_schema":
+        return
+    if math.lcm(*map(_without_point, _multiples(text))) > _MAX_MULTIPLE:
+        remedy = (
+            "the numbers of multipleOf, without decimal points, must have a common multiple of at "
+            f"most {_MAX_MULTIPLE}, for all requests wait for its compilation"
+        )
+        raise InvalidInputError(field, text, remedy)
+
+
+def _without_point(number: Decimal) -> int:
+    """The number without its decimal point; one that is too large in place of any such."""
+    digits = "".join(map(str, number.as_tuple().digits))
+    num_zeros = max(0, number.adjusted() + 1 - len(digits))  # after them, before the point
+    if len(digits) + num_zeros > len(str(_MAX_MULTIPLE)):
+        return _MAX_MULTIPLE + 1
+    return int(digits) * 10**num_zeros or 1
+
+
+def _multiples(text: str) -> Iterator[Decimal]:
+    """The numbers of all `multipleOf` of a schema; none of what is no JSON."""
+    unread: list[Any] = []
+    with suppress(ValueError, RecursionError, ArithmeticError):  # the compiler says what is wrong
+        unread.append(json.loads(text, parse_int=Decimal, parse_float=Decimal))
+    while unread:
+        value = unread.pop()
+        if isinstance(value, dict):
+            if isinstance(multiple := value.get("multipleOf"), Decimal):
+                yield multiple
+            unread.extend(value.values())
+        elif isinstance(value, list):
+            unread.extend(value)
 
 
 class TokenGrammar:

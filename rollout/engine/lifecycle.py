@@ -106,6 +106,12 @@ class Lifecycle:
         weights = self._worker.weights
         if weights.is_under_way and not weights.serves:
             return "a weight update is under way: call end_weight_update() when all of it has come"
+        return self.torn_reason
+
+    @property
+    def torn_reason(self) -> str:
+        """Why the weights cannot be sampled from; empty when they can."""
+        weights = self._worker.weights
         return "" if weights.serves else f"the weights are torn: {weights.reason}"
 
     @property

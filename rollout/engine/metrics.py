@@ -160,13 +160,13 @@ class MetricsRecorder:
             if decodes_alone:
                 step.gain_ms += pace.observe(took_ms, forecast.predicted_ms)
         else:
-            spared_ms = forecast.plain_ms
-            spared_ms += forecast.decode_ms * step.accepted / max(1, step.sampling)
+            saved_ms = forecast.plain_ms
+            saved_ms += forecast.decode_ms * step.accepted / max(1, step.sampling)
             if not decodes_alone:
                 # A step with prefill is predicted less well than what drafts gain or lose in it,
                 # and of one that took turns the clock tells another's time too.
-                spared_ms, took_ms = spared_ms - forecast.predicted_ms, 0.0
-            step.gain_ms = pace.spare(spared_ms) - took_ms
+                saved_ms, took_ms = saved_ms - forecast.predicted_ms, 0.0
+            step.gain_ms = pace.record_saved(saved_ms) - took_ms
         self.total.gain_variance_ms2 = pace.variance_ms2
 
     def _finish(self, rollout: Rollout) -> None:

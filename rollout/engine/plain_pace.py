@@ -24,9 +24,9 @@ class PlainPace:
         self.ratio = 1.0  # milliseconds of plain decoding for one predicted, at the last plain step
         self._seen = 0  # plain steps
         self._squares = 0.0  # of differences of neighbours, halved
-        self._pending_ms = 0.0  # predicted, spared since the last plain step
-        self._weight_ms = 0.0  # of the last plain step's pace in what was spared before it
-        self._settled_ms2 = 0.0  # squared weights of earlier ones
+        self._pending_ms = 0.0  # predicted, saved since the last plain step
+        self._weight_ms = 0.0  # of the last plain step's pace in what was saved before it
+        self._earlier_ms2 = 0.0  # squared weights of earlier ones
 
     def bounded(self, took_ms: float, predicted_ms: float) -> float:
         """The time a step took, without what a moment's stall of the machine added to it."""
@@ -35,14 +35,14 @@ class PlainPace:
     def observe(self, took_ms: float, predicted_ms: float) -> float:
         """A step that verified no draft took so long.
 
-        Returns the milliseconds by which this changes what was spared since the plain step before.
+        Returns the milliseconds by which this changes what was saved since the plain step before.
         """
         ratio = self.bounded(took_ms, predicted_ms) / predicted_ms
         change = ratio - self.ratio
         if self._seen:
             change /= 2  # drafting steps between two plain ones go by the mean of both
             self._squares += 2 * change**2
-            self._settled_ms2 += (self._weight_ms + self._pending_ms / 2) ** 2
+            self._earlier_ms2 += (self._weight_ms + self._pending_ms / 2) ** 2
             self._weight_ms = self._pending_ms / 2
         else:
             self._weight_ms = self._pending_ms
@@ -51,7 +51,7 @@ class PlainPace:
         self._seen += 1
         return corrected_ms
 
-    def spare(self, predicted_ms: float) -> float:
+    def record_saved(self, predicted_ms: float) -> float:
         """Count predicted milliseconds of plain decoding that drafts saved; returns them at the
         current pace."""
         self._pending_ms += predicted_ms
@@ -59,11 +59,11 @@ class PlainPace:
 
     @property
     def variance_ms2(self) -> float:
-        """The squared standard error of all that was spared."""
+        """The squared standard error of all that was saved."""
         differences = self._seen - 1
         few = differences < _FEWEST
         scatter = (_FIRST_ERROR * self.ratio) ** 2 if few else self._squares / differences
-        return scatter * (self._settled_ms2 + (self._weight_ms + self._pending_ms) ** 2)
+        return scatter * (self._earlier_ms2 + (self._weight_ms + self._pending_ms) ** 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Saving:
     run_seconds: float
 
     @property
-    def is_told(self) -> bool:
+    def is_significant(self) -> bool:
         """Whether the error leaves a difference from plain decoding."""
         return abs(self.seconds) > self.error_seconds
 

@@ -135,7 +135,7 @@ class Engine(Protocol):
         ...
 
     @called_on(Ranks.FIRST)
-    def claim(self) -> None:
+    def set_driver_thread(self) -> None:
         """The calling thread drives the engine from now on: it waits for calls of other threads."""
         ...
 

@@ -101,7 +101,7 @@ def leading(config: ParallelConfig, open_engine: OpenEngine) -> Iterator[OpenEng
         yield partial(_opened, group, open_engine)
     finally:
         with suppress(ParallelError):  # they have heard of that already
-            group.tell(b"")
+            group.broadcast_bytes(b"")
         group.close()
 
 
@@ -133,7 +133,7 @@ def _signals_ignored() -> Iterator[None]:
 
 
 def _opened(group: RankGroup, open_engine: OpenEngine, progress: Progress | None) -> Engine:
-    group.tell(_message("open"))
+    group.broadcast_bytes(_message("open"))
     try:
         engine = cast(RolloutEngine, open_engine(progress))
     except BaseException as error:  # the others are in the middle of it, and listen to nothing else
@@ -144,7 +144,7 @@ def _opened(group: RankGroup, open_engine: OpenEngine, progress: Progress | None
 
 def _follow(group: RankGroup, open_engine: OpenEngine) -> None:
     engine: Engine | None = None
-    while message := group.tell(b""):
+    while message := group.broadcast_bytes(b""):
         name, arguments, options = json.loads(message)
         if name == "open":
             engine = open_engine(None)
@@ -192,12 +192,12 @@ class Rank0Engine:
         """Close every rank's engine: this one's also where others are lost."""
         with self._engine.calls:
             with suppress(ParallelError):
-                self._group.tell(_message("close"))
+                self._group.broadcast_bytes(_message("close"))
             self._engine.close()
 
     def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
         with self._engine.calls:  # refused before the others hear of it, or done by all
-            self._group.tell(_message(name, *arguments, **options))
+            self._group.broadcast_bytes(_message(name, *arguments, **options))
             for argument in arguments:
                 self._tell_bytes(argument)
             with _shared_streams(arguments):
@@ -206,7 +206,7 @@ class Rank0Engine:
     def _tell_bytes(self, argument: object) -> None:
         try:
             for data in _bytes_of(argument):
-                self._group.tell(data)
+                self._group.broadcast_bytes(data)
         except BaseException as error:  # the others wait for the rest
             self._group.close(f"it failed in the middle of sending a call: {error!r}")
             raise
@@ -301,7 +301,7 @@ def _decoded(encoded: list[Any], group: RankGroup) -> Any:
         known = None if manifest is None else _decoded(manifest, group)
         return RankStream.of(group, known, stored=stored)
     if kind == "bucket":
-        return PackedBucket(np.frombuffer(group.tell(b""), dtype=np.uint8), value)
+        return PackedBucket(np.frombuffer(group.broadcast_bytes(b""), dtype=np.uint8), value)
     if kind == "deltas":
-        return [CorpusDelta.from_bytes(group.tell(b"")) for _ in range(value)]
+        return [CorpusDelta.from_bytes(group.broadcast_bytes(b"")) for _ in range(value)]
     return value

@@ -90,7 +90,9 @@ class StepRunner:
         Were it run again, this rank's forwards would be taken for later ones of the others.
         OutOfMemoryError comes before a forward, on all of them.
         """
-        return self.worker.ranks.all_or_none("in the middle of a step", spares=OutOfMemoryError)
+        return self.worker.ranks.all_or_none(
+            "in the middle of a step", raised_by_all=OutOfMemoryError
+        )
 
     # Requests
 

@@ -176,7 +176,7 @@ class WeightUpdates:
                 self._load(self.handles.tensors(handles), options)
         finally:
             self.handles.release_removed()
-            self._worker.ranks.all.numbers(0)  # waits for all
+            self._worker.ranks.all.all_gather_int(0)  # waits for all
 
     def init_weights_update_group(
         self,

@@ -96,7 +96,7 @@ class Worker(Protocol):
         """The processes that run its models."""
         ...
 
-    def begin(self, learned: Mapping[str, Any]) -> None:
+    def restore_learned(self, learned: Mapping[str, Any]) -> None:
         """Called once before the first step, with what an earlier engine's worker had learned.
 
         Called again when a saved corpus is loaded. Raises ValueError for what is none of it.
@@ -104,8 +104,7 @@ class Worker(Protocol):
         ...
 
     def learned(self) -> dict[str, Any]:
-        """The learned costs and values of drafts as a JSON-able object, for `begin` and for
-        reports."""
+        """The learned costs and values of drafts, JSON-able, for `restore_learned` and reports."""
         ...
 
     def without_speculation(self) -> AbstractContextManager[Worker]:
@@ -136,7 +135,7 @@ class Worker(Protocol):
         """
         ...
 
-    def accompany_scoring(self) -> None:
+    def score_idle(self) -> None:
         """Instead of `score`, where this rank's call is refused: ranks in lockstep wait for it."""
         ...
 

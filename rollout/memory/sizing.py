@@ -17,7 +17,7 @@ _FRACTION_OF_CPU = 0.5
 _FRACTION = 0.85  # drafts' networks and tables of slots are not measured
 
 
-def memory_budget(config: MemoryConfig, device: torch.device, reserved_bytes: int = 0) -> int:
+def memory_budget(config: MemoryConfig, device: torch.device, reserved_bytes: int) -> int:
     """Bytes for KV and states: ``kv_bytes``, else ``kv_fraction`` of the device's free bytes.
 
     ``reserved_bytes``: free bytes that steps will need for other things.

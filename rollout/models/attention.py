@@ -13,8 +13,8 @@ from rollout.models.layers.linear import Linear, linear_weight_loaders
 from rollout.models.layers.shard import shards_of, split_product
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.spec import ModelSpec
+from rollout.ops.gates import sigmoid_gate_
 from rollout.ops.rms_norm import rms_norm
-from rollout.ops.sigmoid_gate import sigmoid_gate_
 from rollout.parallel import RankGroup
 from rollout.parallel.partition import even_parts, scaled
 

@@ -14,8 +14,7 @@ from rollout.models.layers.linear import Linear, linear_weight_loaders
 from rollout.models.layers.shard import shard_of, shards_of, split_product
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.spec import ModelSpec
-from rollout.ops.delta_gates import delta_gates
-from rollout.ops.gated_rms_norm import gated_rms_norm
+from rollout.ops.gates import delta_gates, gated_rms_norm
 from rollout.parallel import RankGroup
 from rollout.parallel.partition import even_parts, scaled
 

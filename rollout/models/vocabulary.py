@@ -56,13 +56,13 @@ class Vocabulary:
         if self._group.size == 1:
             return self.embedding_WE[ids_T]
         rows_T = (ids_T - self._part.start).clamp(0, len(self._part) - 1)
-        gathered_NTE = self._group.gather(self.embedding_WE[rows_T])
+        gathered_NTE = self._group.all_gather(self.embedding_WE[rows_T])
         owners_T = ids_T // len(self._parts[0])
         return gathered_NTE[owners_T, torch.arange(len(ids_T), device=ids_T.device)]
 
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
         """Logits [R, V]."""
-        return self._group.gather_columns(self.head(hidden_RE), self._parts)
+        return self._group.all_gather_columns(self.head(hidden_RE), self._parts)
 
     def weight_loaders(self, embedding: str, head: str) -> dict[str, WeightLoader]:
         """Loaders under these two names; a tied table has both."""

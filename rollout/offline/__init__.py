@@ -1,7 +1,8 @@
 """The dataset job: a file of prompts in, a file of rollouts out, stopped and resumed at will."""
 
+from rollout.errors import OutputError
 from rollout.offline.config import (
-    ChatTemplate,
+    ChatTemplateMode,
     DataConfig,
     LogConfig,
     OnError,
@@ -9,11 +10,10 @@ from rollout.offline.config import (
     RunConfig,
 )
 from rollout.offline.job import run_job
-from rollout.offline.sink import OutputError
 from rollout.offline.summary import JobResult, JobStatus, SweepTable
 
 __all__ = [
-    "ChatTemplate",
+    "ChatTemplateMode",
     "DataConfig",
     "JobResult",
     "JobStatus",

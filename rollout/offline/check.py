@@ -171,10 +171,18 @@ class ColumnTypes:
             self._merge()
 
     def declare(self, there: Any, names: dict[str, str]) -> None:
-        """Take the types from the schema ``there``; ``names`` maps a column here to one there."""
+        """Take the types from the schema ``there``; ``names`` maps a column here to one there.
+
+        Raises InvalidInputError for a type that is read and cannot be written.
+        """
         self._schema = self._pa.schema(
             [there.field(old).with_name(new) for new, old in names.items()]
         )
+        for column in self._schema:
+            try:
+                self._pa.Table.from_pylist([], schema=self._pa.schema([column]))
+            except (self._pa.ArrowException, NotImplementedError) as error:
+                raise self._no_column(column.name, error) from None
 
     def schema(self) -> Any:
         """Raises InvalidInputError for values that make no Parquet column, as `add` does."""
@@ -193,10 +201,13 @@ class ColumnTypes:
                 empty = self._pa.schema([(name, kind)]).empty_table()
                 self._pq.write_table(empty, io.BytesIO())
             except (self._pa.ArrowException, OverflowError) as error:
-                raise InvalidInputError(
-                    "output.path",
-                    str(self._output),
-                    f"the values of column {name!r} do not make a Parquet column ({error}): write "
-                    f".jsonl{_other_remedy(name)}",
-                ) from None
+                raise self._no_column(name, error) from None
         self._rows.clear()
+
+    def _no_column(self, name: str, error: Exception) -> InvalidInputError:
+        return InvalidInputError(
+            "output.path",
+            str(self._output),
+            f"the values of column {name!r} do not make a Parquet column ({error}): write "
+            f".jsonl{_other_remedy(name)}",
+        )

@@ -29,7 +29,7 @@ class OnError(enum.StrEnum):
     skip = "skip"  # warn, count, go on
 
 
-class ChatTemplate(enum.StrEnum):
+class ChatTemplateMode(enum.StrEnum):
     """Whether a prompt of text becomes a user message, put through the tokenizer's chat template.
 
     Chat messages always go through it, token ids never do.
@@ -47,7 +47,7 @@ class DataConfig:
     path: str  # .jsonl or .parquet
     prompt_column: str | None = None  # default: the first of PROMPT_COLUMNS that a row has
     columns: list[str] | None = None  # carried through to the output; default: all others
-    chat_template: ChatTemplate = ChatTemplate.auto
+    chat_template: ChatTemplateMode = ChatTemplateMode.auto
     limit: int | None = None  # the first so many rows
     on_error: OnError = OnError.stop
 

@@ -18,6 +18,7 @@ from rollout.models.checkpoint import Checkpoint
 from rollout.models.loader import resolve_device, resolve_dtype
 from rollout.models.spec import ModelSpec
 from rollout.offline.config import RunConfig
+from rollout.ops import gpu
 from rollout.scheduler.step_limits import StepLimits
 
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
@@ -57,7 +58,9 @@ def fingerprint(config: RunConfig, prompts: str) -> dict[str, Any]:
         if config.parallel.size > 1:
             fields["parallel"] = {"mode": config.parallel.mode.value, "size": config.parallel.size}
         limits = StepLimits.of(
-            config.scheduler, device, recurrent=spec.linear_attention is not None
+            config.scheduler,
+            gpu.total_bytes(device),
+            recurrent=spec.linear_attention is not None,
         )
         scheduler = asdict(config.scheduler) | asdict(limits)
         fields |= {"spec": config.spec, "scheduler": scheduler}

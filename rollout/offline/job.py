@@ -21,7 +21,7 @@ from rollout.engine.spmd import OpenEngine, run_spmd
 from rollout.engine.worker import WorkerFactory
 from rollout.errors import RolloutError
 from rollout.offline.check import CheckedPrompts, check_rows
-from rollout.offline.config import ChatTemplate, RunConfig
+from rollout.offline.config import ChatTemplateMode, RunConfig
 from rollout.offline.fingerprint import fingerprint
 from rollout.offline.job_corpus import JobCorpus
 from rollout.offline.output import RolloutOutput, output_lock
@@ -150,8 +150,8 @@ def _run(config: RunConfig, console: Console, opened: OpenEngine) -> JobResult:
     return JobResult(JobStatus.COMPLETED, path, summary)
 
 
-def _empty_remedy(mode: ChatTemplate) -> str:
-    if mode is ChatTemplate.never:
+def _empty_remedy(mode: ChatTemplateMode) -> str:
+    if mode is ChatTemplateMode.never:
         return "data.chat_template=auto puts text through the chat template, where there is one"
     return "look at the prompts and at sampling.stop"
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from filelock import FileLock, Timeout
 
+from rollout.errors import OutputError
 from rollout.offline.check import CheckedPrompts
 from rollout.offline.config import OutputConfig
 from rollout.offline.fingerprint import differences
@@ -28,7 +29,7 @@ from rollout.offline.rows import (
     to_json_line,
     write_parquet,
 )
-from rollout.offline.sink import JsonlSink, OutputError, cannot_write, whole_rows, write_whole
+from rollout.offline.sink import JsonlSink, cannot_write, whole_rows, write_whole
 from rollout.types import Rollout, SamplingParams
 
 REMEDY = "choose another output.path, or replace it with output.overwrite=true"
@@ -67,7 +68,7 @@ def output_lock(output: Path) -> Iterator[None]:
         lock.release()
 
 
-class Completion(msgspec.Struct, frozen=True):
+class CompletedOutput(msgspec.Struct, frozen=True):
     """The content of an output when it was complete."""
 
     rollouts: _Count
@@ -79,7 +80,7 @@ class RunRecord(msgspec.Struct, frozen=True):
     """`<output>.run.json`: what decides the output's content, and whether it is complete."""
 
     fingerprint: Annotated[dict[str, Any], msgspec.Meta(min_length=1)]
-    complete: Completion | None = None
+    complete: CompletedOutput | None = None
     format: Literal[1] = 1
 
     @classmethod
@@ -120,7 +121,7 @@ class RolloutOutput:
         self._starts_anew = False
         self.completion = self._look()
 
-    def _look(self) -> Completion | None:
+    def _look(self) -> CompletedOutput | None:
         """How an earlier run of this very job completed the output; None when work is left."""
         output, journal = self._paths.output, self._paths.journal
         if not self._paths.record.exists():
@@ -238,7 +239,7 @@ class RolloutOutput:
         if self._paths.is_parquet:
             schema = rollout_schema(self.columns, prompts.carried_schema)
             write_parquet(output, self._ordered_rows(prompts), schema)
-        complete = Completion(self.num_done, len(prompts.skipped), output.stat().st_size)
+        complete = CompletedOutput(self.num_done, len(prompts.skipped), output.stat().st_size)
         RunRecord(self._fingerprint, complete).write(self._paths.record)
         if self._paths.is_parquet:
             self._remove_journal()

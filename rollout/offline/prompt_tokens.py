@@ -14,7 +14,7 @@ from rollout.engine.protocol import Engine
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.offline.check import CheckedPrompts, handle_broken
-from rollout.offline.config import ChatTemplate, RunConfig
+from rollout.offline.config import ChatTemplateMode, RunConfig
 from rollout.offline.prompts import BrokenRow, room_for
 from rollout.types import Prompt, SamplingParams
 
@@ -95,11 +95,11 @@ def check_tokens(checked: CheckedPrompts, engine: Engine, config: RunConfig) -> 
 class RowEncoder:
     """Encodes prompts as ``data.chat_template`` says."""
 
-    def __init__(self, encoder: PromptEncoder, mode: ChatTemplate) -> None:
+    def __init__(self, encoder: PromptEncoder, mode: ChatTemplateMode) -> None:
         """Raises InvalidInputError where text must go through a template that there is not."""
         self._encoder = encoder
         self._mode = mode
-        if mode is ChatTemplate.always and not encoder.has_chat_template:
+        if mode is ChatTemplateMode.always and not encoder.has_chat_template:
             raise InvalidInputError(
                 "data.chat_template", mode.value,
                 "the tokenizer has no chat template: auto or never take text as it stands; "
@@ -116,11 +116,11 @@ class RowEncoder:
             return prompt, "chat messages" if isinstance(prompt[0], dict) else "token ids"
         if not self._encoder.has_chat_template:
             return prompt, "text, as it stands"
-        if self._mode is ChatTemplate.never:
+        if self._mode is ChatTemplateMode.never:
             return prompt, (
                 "text, as it stands (data.chat_template=always puts it through the chat template)"
             )
-        if self._mode is ChatTemplate.auto and any(each in prompt for each in self._markers):
+        if self._mode is ChatTemplateMode.auto and any(each in prompt for each in self._markers):
             return prompt, "text with the chat template's own tokens in it, as it stands"
         return [{"role": "user", "content": prompt}], (
             "text, put through the chat template as a user message (data.chat_template=never "

@@ -19,10 +19,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
-from rollout.errors import InvalidInputError
+from rollout.errors import InvalidInputError, OutputError
 from rollout.offline.config import DataConfig
 from rollout.offline.rows import import_pyarrow
-from rollout.offline.sink import OutputError
 from rollout.types import Prompt
 
 _CHUNK_BYTES = 1 << 20

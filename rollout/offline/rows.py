@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import msgspec
 
 from rollout.durable_files import whole_file
-from rollout.errors import InvalidInputError
+from rollout.errors import InvalidInputError, OutputError
 from rollout.offline.config import OutputConfig
-from rollout.offline.sink import OutputError, cannot_write
+from rollout.offline.sink import cannot_write
 from rollout.types import FinishReason, Rollout, SamplingParams
 
 _EXTRAS = ("raw_logprobs", "sampling_logprobs", "top_logprobs", "entropies")

@@ -15,16 +15,12 @@ import numpy as np
 
 from rollout.engine.protocol import Engine
 from rollout.engine.tokenizer import prompt_group
-from rollout.errors import InvalidInputError, RolloutError
+from rollout.errors import InvalidInputError, MetricsError
 from rollout.offline.config import RunConfig
 from rollout.types import Rollout
 
 _SECONDS_BETWEEN_SNAPSHOTS = 60.0
 _encode = msgspec.json.Encoder(enc_hook=np.generic.item).encode  # numpy's scalars as Python's
-
-
-class MetricsError(RolloutError):
-    """Counters cannot be written."""
 
 
 class JsonlLog:

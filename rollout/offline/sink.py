@@ -11,11 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.durable_files import sync_folder, whole_file
-from rollout.errors import RolloutError
-
-
-class OutputError(RolloutError):
-    """The output cannot be written, or holds what this job did not write."""
+from rollout.errors import OutputError
 
 
 class JsonlSink:

@@ -132,7 +132,7 @@ class Summary:
             self.seconds,
         )
         saved = f"{saving.seconds:+.1f} s \N{PLUS-MINUS SIGN} {saving.error_seconds:.1f}"
-        if not saving.is_told:
+        if not saving.is_significant:
             return f"{saved}, which is no certain difference"
         return f"{saved} ({saving.speedup:.2f}x the speed of plain decoding)"
 

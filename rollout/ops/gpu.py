@@ -50,6 +50,13 @@ def on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def total_bytes(device: torch.device) -> int | None:
+    """The memory of a GPU; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
 def multiprocessors(device: torch.device) -> int:
     """The number of multiprocessors of the device."""
     if device.type != "cuda":

@@ -15,8 +15,8 @@ from torch.nn.functional import pad
 class Exchange(Protocol):
     """Collectives of all ranks. Each raises ConnectionError if a rank does not come in time."""
 
-    def gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
-        """See `RankGroup.gather_columns`."""
+    def all_gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
+        """See `RankGroup.all_gather_columns`."""
         ...
 
     def broadcast(self, x: torch.Tensor) -> None:
@@ -39,7 +39,7 @@ class GroupExchange:
     def __init__(self, group: Any) -> None:
         self._group = group
 
-    def gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
+    def all_gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
         rows, width = len(x_TC), max(map(len, parts))
         x_TC = pad(x_TC, (0, width - x_TC.shape[1])).contiguous()
         gathered_NTC = x_TC.new_empty(len(parts), rows, width)

@@ -31,7 +31,7 @@ class HostExchange:
     def __init__(self, exchange: native.Exchange) -> None:
         self._exchange = exchange
 
-    def gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
+    def all_gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
         if x_TC.stride(1) != 1:
             x_TC = x_TC.contiguous()
         rows, bytes_each = len(x_TC), x_TC.element_size()

@@ -49,16 +49,16 @@ class ModelRanks:
         return ModelRanks.of_rows(self.rows)
 
     def all_or_none(
-        self, when: str, spares: type[BaseException] | tuple[()] = ()
+        self, when: str, raised_by_all: type[BaseException] | tuple[()] = ()
     ) -> AbstractContextManager[None]:
         """A context for what ranks do together: a failure on this one closes the group, so that the
         others, in the middle of it, hear of that at once.
 
         Args:
             when: said in their error, such as "in the middle of a step".
-            spares: errors that all ranks raise alike.
+            raised_by_all: errors that all ranks raise alike.
         """
-        return _AllOrNone(self, when, spares)
+        return _AllOrNone(self, when, raised_by_all)
 
     def close(self, reason: str = CLOSED) -> None:
         """Leave all groups; see `RankGroup.close`."""
@@ -67,17 +67,17 @@ class ModelRanks:
 
 
 class _AllOrNone(AbstractContextManager[None]):
-    __slots__ = ("_ranks", "_spares", "_when")
+    __slots__ = ("_raised_by_all", "_ranks", "_when")
 
     def __init__(
-        self, ranks: ModelRanks, when: str, spares: type[BaseException] | tuple[()]
+        self, ranks: ModelRanks, when: str, raised_by_all: type[BaseException] | tuple[()]
     ) -> None:
         self._ranks = ranks
         self._when = when
-        self._spares = spares
+        self._raised_by_all = raised_by_all
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and not isinstance(error, self._spares):
+        if error is not None and not isinstance(error, self._raised_by_all):
             self._ranks.close(f"it failed {self._when}: {error!r}")
 
 

@@ -36,9 +36,9 @@ def gather_rows(group: RankGroup, x_TC: torch.Tensor) -> tuple[torch.Tensor, sli
 
     T may differ between ranks and may be 0. Takes two exchanges: the counts, then the rows.
     """
-    counts = group.numbers(len(x_TC))
+    counts = group.all_gather_int(len(x_TC))
     width = x_TC.shape[1]
     parts = consecutive(count * width for count in counts)
-    gathered_SC = group.gather_columns(x_TC.reshape(1, x_TC.numel()), parts).view(-1, width)
+    gathered_SC = group.all_gather_columns(x_TC.reshape(1, x_TC.numel()), parts).view(-1, width)
     first = sum(counts[: group.rank])
     return gathered_SC, slice(first, first + len(x_TC))

@@ -28,8 +28,8 @@ from rollout.parallel.time_limit import answered
 
 T = TypeVar("T")
 
-_TOLD_AT_ONCE = 1 << 10
-"""Bytes of `tell` that travel with their number: calls of an engine are shorter, most of them."""
+_FIRST_BYTES = 1 << 10
+"""Bytes that `broadcast_bytes` sends with their number: most calls of an engine fit into them."""
 
 
 class ProcessRanks:
@@ -48,7 +48,7 @@ class ProcessRanks:
 
         Args:
             store: the same for every rank, used by this group alone.
-            device: where the tensors are that `gather` and `gather_columns` get.
+            device: where the tensors are that `all_gather` and `all_gather_columns` get.
             timeout: seconds that any call, this one included, waits for the others.
 
         Raises ParallelError if a rank does not come in time.
@@ -63,7 +63,7 @@ class ProcessRanks:
         self._exchanges.append(host or self._ask(self._gloo, timeout))
         if device.type == "cuda":
             self._exchanges.append(self._ask(self._nccl, timeout))
-        self.first([0.0])  # connects
+        self.broadcast_floats([0.0])  # connects
 
     def _gloo(self) -> Exchange:
         limit = timedelta(seconds=self._timeout)
@@ -76,39 +76,39 @@ class ProcessRanks:
         store = PrefixStore("nccl", self._store)
         return GroupExchange(dist.ProcessGroupNCCL(store, self.rank, self.size, options))
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         parts = consecutive([x.numel()] * self.size)
-        gathered = self.gather_columns(x.reshape(1, x.numel()), parts)
+        gathered = self.all_gather_columns(x.reshape(1, x.numel()), parts)
         return gathered.view(self.size, *x.shape)
 
-    def gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
-        return self._run(lambda: self._exchanges[-1].gather_columns(x_TC, parts))
+    def all_gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
+        return self._run(lambda: self._exchanges[-1].all_gather_columns(x_TC, parts))
 
-    def first(self, numbers: Sequence[float]) -> list[float]:
+    def broadcast_floats(self, numbers: Sequence[float]) -> list[float]:
         return self._broadcast(torch.tensor(numbers, dtype=torch.float64)).tolist()
 
-    def numbers(self, number: int) -> list[int]:
+    def all_gather_int(self, number: int) -> list[int]:
         own = torch.tensor([[number]], dtype=torch.int64)
         return self._gather_host(own, [1] * self.size).tolist()
 
-    def exchange(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         own = np.frombuffer(text.encode(), dtype=np.uint8).copy()
-        sizes = self.numbers(own.size)
+        sizes = self.all_gather_int(own.size)
         data = self._gather_host(torch.from_numpy(own)[None], sizes).numpy().tobytes()
         return [data[part.start : part.stop].decode() for part in consecutive(sizes)]
 
-    def tell(self, data: bytes) -> bytes:
-        head = data[:_TOLD_AT_ONCE] if self.rank == 0 else b""
-        sent = len(data).to_bytes(8, "little") + head.ljust(_TOLD_AT_ONCE, b"\0")
-        told = self._broadcast_bytes(sent)
-        size = int.from_bytes(told[:8], "little")
-        if size <= _TOLD_AT_ONCE:
-            return told[8 : 8 + size]
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        head = data[:_FIRST_BYTES] if self.rank == 0 else b""
+        sent = len(data).to_bytes(8, "little") + head.ljust(_FIRST_BYTES, b"\0")
+        received = self._broadcast_bytes(sent)
+        size = int.from_bytes(received[:8], "little")
+        if size <= _FIRST_BYTES:
+            return received[8 : 8 + size]
         return self._broadcast_bytes(data if self.rank == 0 else bytes(size))
 
     def _gather_host(self, own_1C: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
         parts = consecutive(widths)
-        return self._run(lambda: self._exchanges[0].gather_columns(own_1C, parts))[0]
+        return self._run(lambda: self._exchanges[0].all_gather_columns(own_1C, parts))[0]
 
     def _broadcast_bytes(self, data: bytes) -> bytes:
         own = np.frombuffer(data, dtype=np.uint8).copy()

@@ -5,11 +5,14 @@ Legend: T rows of one rank, C columns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from rollout.errors import ParallelError
 
 CLOSED = "the group is closed"
 """The reason of a rank that leaves because all is done."""
@@ -32,30 +35,30 @@ class RankGroup(Protocol):
         """The number of ranks."""
         ...
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Every rank's tensor, all of the same shape and dtype: [size, *x.shape]."""
         ...
 
-    def gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
+    def all_gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
         """Every rank's columns of the same rows, side by side: [T, all columns].
 
         ``parts``: the columns of each rank, consecutive.
         """
         ...
 
-    def first(self, numbers: Sequence[float]) -> list[float]:
+    def broadcast_floats(self, numbers: Sequence[float]) -> list[float]:
         """Rank 0's numbers. Every rank must pass the same number of them."""
         ...
 
-    def numbers(self, number: int) -> list[int]:
+    def all_gather_int(self, number: int) -> list[int]:
         """Every rank's 64-bit integer, by rank."""
         ...
 
-    def exchange(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         """Every rank's text, by rank."""
         ...
 
-    def tell(self, data: bytes) -> bytes:
+    def broadcast_bytes(self, data: bytes) -> bytes:
         """Rank 0's bytes; the others' are ignored."""
         ...
 
@@ -82,22 +85,22 @@ class SingleRank:
     rank: int = 0
     size: int = 1
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return x[None]
 
-    def gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
+    def all_gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
         return x_TC
 
-    def first(self, numbers: Sequence[float]) -> list[float]:
+    def broadcast_floats(self, numbers: Sequence[float]) -> list[float]:
         return list(numbers)
 
-    def numbers(self, number: int) -> list[int]:
+    def all_gather_int(self, number: int) -> list[int]:
         return [number]
 
-    def exchange(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         return [text]
 
-    def tell(self, data: bytes) -> bytes:
+    def broadcast_bytes(self, data: bytes) -> bytes:
         return data
 
     def post(self, topic: str, text: str) -> None:
@@ -108,3 +111,18 @@ class SingleRank:
 
     def close(self, reason: str = CLOSED) -> None:
         pass
+
+
+def check_alike(group: RankGroup, settings: Mapping[str, object]) -> None:
+    """Raise ParallelError, on every rank, naming the first of the settings that another rank has
+    otherwise than rank 0."""
+    texts = group.all_gather_text(json.dumps(settings, default=str))
+    first = json.loads(texts[0])
+    for rank, text in enumerate(texts):
+        other = json.loads(text)
+        for name in first | other:
+            if first.get(name) != other.get(name):
+                raise ParallelError(
+                    f"{name} is {other.get(name)!r} on rank {rank} and {first.get(name)!r} on rank "
+                    "0: start all ranks alike"
+                )

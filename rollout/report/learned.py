@@ -28,7 +28,7 @@ SOURCES = {
 
 
 @dataclass(frozen=True, slots=True)
-class CostCurve:
+class LearnedCostCurve:
     """Milliseconds of a forward, without drafting and sampling, by context and query rows."""
 
     rows_R: np.ndarray
@@ -47,7 +47,7 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeValues:
+class LearnedNodeValues:
     """Verified nodes by source and depth in the tree."""
 
     sources: list[str]
@@ -56,7 +56,7 @@ class NodeValues:
     accepted_SD: np.ndarray
 
 
-def cost_curve(learned: Mapping[str, Any]) -> CostCurve | None:
+def cost_curve(learned: Mapping[str, Any]) -> LearnedCostCurve | None:
     """The learned cost of a forward, or None."""
     budget = _part(learned, "budget")
     cost = _part(budget, "cost")
@@ -66,7 +66,7 @@ def cost_curve(learned: Mapping[str, Any]) -> CostCurve | None:
     if milliseconds is None:
         return None
     observations = _table(cost.get("observations"), shape)
-    return CostCurve(
+    return LearnedCostCurve(
         rows,
         contexts,
         milliseconds,
@@ -83,7 +83,7 @@ def calibration(learned: Mapping[str, Any]) -> Calibration | None:
     return Calibration(*columns) if columns[0].sum() > 0 else None
 
 
-def node_values(learned: Mapping[str, Any]) -> NodeValues | None:
+def node_values(learned: Mapping[str, Any]) -> LearnedNodeValues | None:
     """Expected and real acceptance by source and depth, or None."""
     part = _part(_part(learned, "budget"), "values")
     sources, depths = ([str(each) for each in _list(part.get(name))] for name in
@@ -92,7 +92,7 @@ def node_values(learned: Mapping[str, Any]) -> NodeValues | None:
     expected, accepted = (_table(part.get(name), shape) for name in ("expected", "accepted"))
     if expected is None or accepted is None:
         return None
-    return NodeValues(sources, depths, expected, accepted)
+    return LearnedNodeValues(sources, depths, expected, accepted)
 
 
 def _part(whole: Mapping[str, Any], name: str) -> Mapping[str, Any]:

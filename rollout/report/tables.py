@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rollout.report.key_figures import UNKNOWN, count, decimal
-from rollout.report.learned import SOURCES, NodeValues, node_values
+from rollout.report.learned import SOURCES, LearnedNodeValues, node_values
 from rollout.report.rollouts import RolloutText, RolloutTexts
 from rollout.report.run import Log, Run, ratio, total
 
@@ -141,7 +141,7 @@ def members_of_groups(run: Run) -> dict[str, np.ndarray]:
 
 def _draft_values(run: Run) -> Table | None:
     """Accepted against expected draft tokens by source and depth; None if nothing was learned."""
-    values: NodeValues | None = node_values(run.learned)
+    values: LearnedNodeValues | None = node_values(run.learned)
     if values is None:
         return None
     rows = []

@@ -117,7 +117,7 @@ def _speedup(run: Run, saving: Saving | None) -> tuple[str, str]:
         )
     factor = f"{saving.speedup:.2f} \N{PLUS-MINUS SIGN} {saving.speedup_error:.2f}"
     saved = f"{saving.seconds:+.1f} s \N{PLUS-MINUS SIGN} {saving.error_seconds:.1f}"
-    if not saving.is_told:
+    if not saving.is_significant:
         return factor, (
             f"No difference from plain decoding can be told: {factor} times as fast covers 1.0 "
             f"({saved} saved)."

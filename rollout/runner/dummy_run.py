@@ -66,11 +66,13 @@ class DummyRun:
             plan=self._attention_plan(nodes, longest),
             scale=spec.attention_scale,
         )
-        taps = None
+        collector = None
         if self._features.count:
             like = torch.empty(0, dtype=self.model.dtype, device=self._device)
-            taps = AuxHiddenStateCollector(self._features, rows, spec.hidden_size, like)
-        return self.model.forward(zeros_T, zeros_T, attention, taps, states=self._recurrent(rows))
+            collector = AuxHiddenStateCollector(self._features, rows, spec.hidden_size, like)
+        return self.model.forward(
+            zeros_T, zeros_T, attention, collector, states=self._recurrent(rows)
+        )
 
     @torch.inference_mode()
     def sample(self, hidden_TE: torch.Tensor, rows: int) -> None:

@@ -140,19 +140,19 @@ class ModelRunner:
             plan=attention_plan(vars(inputs), self._table.tensor, longest),
             scale=self.model.spec.attention_scale,
         )
-        taps = self._taps(len(inputs.input_ids_T))
+        collector = self._collector(len(inputs.input_ids_T))
         routes = None if self._routes_pool is None else StepRoutes()
         hidden_TE = self.model.forward(
             inputs.input_ids_T,
             inputs.positions_T,
             attention,
-            taps,
+            collector,
             states=self._states(inputs, chunks),
             routes=routes,
             num_rows=num_rows,
         )
         none = hidden_TE[:, :0]
-        features_TF = none if taps is None else taps.features_TF
+        features_TF = none if collector is None else collector.features_TF
         return hidden_TE, features_TF, none if routes is None else routes.joined()
 
     def _chunks(self, step: StepArrays[NDArray]) -> ChunkedPlan | None:
@@ -176,7 +176,7 @@ class ModelRunner:
             chunks=chunks,
         )
 
-    def _taps(self, rows: int) -> AuxHiddenStateCollector | None:
+    def _collector(self, rows: int) -> AuxHiddenStateCollector | None:
         if not self.features.count:
             return None
         like = torch.empty(0, dtype=self.model.dtype, device=self._device)

@@ -12,14 +12,18 @@ from rollout.ops.uniforms.reference import GOLDEN, mix
 _MASK = 2**64 - 1
 
 
-def mixed(value: int) -> int:
-    """SplitMix64's finalizer of one number, taken modulo 2**64."""
+def split_mix(state: int) -> int:
+    """SplitMix64's output for a state, which is taken modulo 2**64."""
+    return _mixed(state + GOLDEN)
+
+
+def _mixed(value: int) -> int:
     return int(mix(np.array([value & _MASK], dtype=np.uint64))[0])
 
 
 def derive_seed(run_seed: int, prompt_index: int, sample_index: int) -> int:
     """The request seed, in [0, 2**64): the same however a run is sharded, ordered or resumed."""
-    state = mixed(run_seed + GOLDEN)
+    state = split_mix(run_seed)
     for index in (prompt_index, sample_index):
-        state = mixed(state ^ (index + 1) * GOLDEN & _MASK)
+        state = _mixed(state ^ (index + 1) * GOLDEN & _MASK)
     return state

@@ -13,9 +13,8 @@ import numpy as np
 from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.memory.state_slots import StateRun
 from rollout.scheduler.length_forecast import LengthForecast
-from rollout.scheduler.replacement_rate import ReplacementRate
 from rollout.scheduler.step_limits import StepLimits, check_length
-from rollout.scheduler.waiting import QueuedRequest, WaitingQueue
+from rollout.scheduler.waiting import QueuedRequest, ReplacementRate, WaitingQueue
 from rollout.types import (
     MAX_TREE_NODES,
     NO_EXTRAS,

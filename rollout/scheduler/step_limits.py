@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from rollout.config import SchedulerConfig
 from rollout.errors import InvalidInputError, OutOfMemoryError
 
-_LARGE_GPU = 64 << 30
+_LARGE_GPU = 64 << 30  # bytes: a card of 80 GB, not one of 48
 _RECURRENT = 32  # requests: a state is as large as thousands of cached tokens
 
 
@@ -22,17 +20,18 @@ class StepLimits:
     chunk_len: int
 
     @staticmethod
-    def usual(device: torch.device, *, recurrent: bool = False) -> StepLimits:
+    def usual(gpu_bytes: int | None, *, recurrent: bool = False) -> StepLimits:
         """The device's defaults. A GPU would idle with less, a CPU would be late with more.
 
-        ``recurrent``: the model has recurrent layers, whose states take as much memory per request
-        as thousands of cached tokens.
+        Args:
+            gpu_bytes: the GPU's memory; None: the model runs on a CPU.
+            recurrent: the model has recurrent layers, whose states take as much memory per request
+                as thousands of cached tokens.
         """
-        if device.type == "cpu":
+        if gpu_bytes is None:
             return StepLimits(max_running=32, max_step_tokens=512, chunk_len=256)
         # Logits of all running requests and their draft nodes are reserved before KV is.
-        is_large = torch.cuda.get_device_properties(device).total_memory >= _LARGE_GPU
-        running, tokens = (256, 2048) if is_large else (64, 1024)
+        running, tokens = (256, 2048) if gpu_bytes >= _LARGE_GPU else (64, 1024)
         return StepLimits(
             max_running=min(running, _RECURRENT) if recurrent else running,
             max_step_tokens=tokens,
@@ -40,10 +39,12 @@ class StepLimits:
         )
 
     @staticmethod
-    def of(config: SchedulerConfig, device: torch.device, *, recurrent: bool = False) -> StepLimits:
-        """The limits of a step. Configured values bound the defaults, since each running request
-        needs one token per step."""
-        usual = StepLimits.usual(device, recurrent=recurrent)
+    def of(
+        config: SchedulerConfig, gpu_bytes: int | None, *, recurrent: bool = False
+    ) -> StepLimits:
+        """The limits of a step; see `usual`. Configured values bound the defaults, since each
+        running request needs one token per step."""
+        usual = StepLimits.usual(gpu_bytes, recurrent=recurrent)
         running, tokens = config.max_running, config.max_step_tokens
         if running is None:
             running = usual.max_running if tokens is None else min(usual.max_running, tokens)

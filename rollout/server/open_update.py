@@ -13,7 +13,7 @@ Options = dict[str, Any]
 """The fields of UpdateOptions that a caller gave."""
 
 
-class OpenUpdate:
+class HttpWeightUpdate:
     """The weight update that is under way over HTTP, with the options its calls gave.
 
     Trainers written for sglang pause generation, send an update as several calls, a bucket of
@@ -65,7 +65,7 @@ class OpenUpdate:
             load(options)
             return f"the weights are version {engine.weight_version}"
         try:
-            load(self._news(engine, options))
+            load(self._new_options(engine, options))
         except BaseException as error:
             self.abandon(engine, f"it failed: {error}")
             raise
@@ -101,7 +101,7 @@ class OpenUpdate:
             return  # as a call of its own it meets the same error
         self._ends_with_pause = True
 
-    def _news(self, engine: Engine, options: Options) -> Options:
+    def _new_options(self, engine: Engine, options: Options) -> Options:
         """Options of a later part that the first call did not have, which the engine refuses.
 
         Before anything is loaded it is taken over: sglang's begin_weight_update has no options, and
@@ -109,15 +109,15 @@ class OpenUpdate:
         """
         assert self._options is not None
         known = UpdateOptions.of(self._options)
-        news = {name: value for name, value in options.items() if getattr(known, name) != value}
-        if not news or self._has_loaded:
-            return news
+        new = {name: value for name, value in options.items() if getattr(known, name) != value}
+        if not new or self._has_loaded:
+            return new
         engine.abandon_weight_update()  # nothing was written
         try:
-            engine.begin_weight_update(self._manifest, **self._options, **news)
+            engine.begin_weight_update(self._manifest, **self._options, **new)
         except (InvalidInputError, WeightUpdateError):
-            return news
-        self._options = self._options | news
+            return new
+        self._options = self._options | new
         return {}
 
 

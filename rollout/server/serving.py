@@ -18,7 +18,7 @@ from rollout.sampling.noise import derive_seed
 from rollout.server.config import ServeConfig
 from rollout.server.errors import DrainingError, QueueFullError
 from rollout.server.http_metrics import HttpMetrics
-from rollout.server.open_update import OpenUpdate
+from rollout.server.open_update import HttpWeightUpdate
 from rollout.server.status import StatusCache
 from rollout.server.streams import DeltaStream, SampleRequest, call_soon
 from rollout.types import Prompt, Rollout, SamplingParams, TokenExtras
@@ -60,7 +60,7 @@ class Serving:
             self.encoder.prepare_for_threads("tokenizer", config.model.tokenizer)
         self.http_metrics = HttpMetrics()
         self.status_cache = StatusCache(engine.status(), self.call)
-        self.open_update = OpenUpdate()  # touched on the engine's thread alone
+        self.open_update = HttpWeightUpdate()  # touched on the engine's thread alone
         self.loop = EngineLoop(engine)
 
     # Before a request is queued

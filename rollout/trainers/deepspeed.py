@@ -26,7 +26,7 @@ from rollout.errors import InvalidInputError
 from rollout.parallel.partition import even_parts
 from rollout.trainers.param_ref import ParamRef
 from rollout.trainers.parameter_source import BUCKET_BYTES, ParameterSource
-from rollout.trainers.ranks import Ranks
+from rollout.trainers.ranks import TrainerRanks
 from rollout.trainers.shard_exchange import FlatShard
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class DeepSpeedSource(ParameterSource):
         if self.engine is not None:
             _require_data_parallel_alone(self.engine)
         super().__init__(model, bucket_bytes=bucket_bytes, dtype=dtype)
-        self.ranks = Ranks((self._group(),))
+        self.ranks = TrainerRanks((self._group(),))
         self._unsharded = _unsharded_masters(self.engine)
         for ref in self.refs():
             if self._wants_master(ref.parameter) and not self._has_master(ref.parameter):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from rollout.parallel.partition import even_parts, scaled
 from rollout.trainers.param_ref import ParamRef, Weight, param_refs
 from rollout.trainers.parameter_source import BUCKET_BYTES, ParameterSource
-from rollout.trainers.ranks import Ranks
+from rollout.trainers.ranks import TrainerRanks
 from rollout.trainers.shard_exchange import FlatShard
 
 
@@ -37,7 +37,7 @@ class FSDP2Source(ParameterSource):
         super().__init__(model, bucket_bytes=bucket_bytes, dtype=dtype)
         meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
         self._mesh = max(meshes, key=lambda mesh: mesh.ndim)
-        self.ranks = Ranks(self._mesh.get_all_groups())
+        self.ranks = TrainerRanks(self._mesh.get_all_groups())
 
     def refs(self) -> list[ParamRef]:
         for module in self.model.modules():
@@ -87,7 +87,7 @@ class FSDP1Source(ParameterSource):
         super().__init__(model, bucket_bytes=bucket_bytes, dtype=dtype)
         roots = FullyShardedDataParallel.fsdp_modules(model, root_only=True)
         groups = [roots[0].process_group, getattr(roots[0], "_inter_node_pg", None)]
-        self.ranks = Ranks([group for group in groups if group is not None])
+        self.ranks = TrainerRanks([group for group in groups if group is not None])
         # An inner unit summoned before its root has ever run would take itself for a root.
         for root in roots:
             with _summoned(root):

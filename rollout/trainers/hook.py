@@ -122,7 +122,7 @@ class RolloutHook:
             ranks.stop()
             raise
         ranks.go_on()
-        (newest,) = ranks.maximum(version)
+        (newest,) = ranks.all_reduce_max(version)
         if newest < 0:
             raise InvalidInputError("engine", None, "no rank has an engine to bring weights to")
         return newest + 1

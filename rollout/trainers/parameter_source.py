@@ -12,7 +12,7 @@ from torch import nn
 
 from rollout.errors import InvalidInputError
 from rollout.trainers.param_ref import ParamRef, Weight, checkpoint_name, param_refs
-from rollout.trainers.ranks import Ranks
+from rollout.trainers.ranks import TrainerRanks
 from rollout.trainers.shard_exchange import FlatShard
 from rollout.trainers.weight_stream import WeightStream
 from rollout.weights.manifest import Manifest, TensorSpec
@@ -91,7 +91,7 @@ class ParameterSource(ABC):
         self.dtype = _dtype(dtype)
         self.weights()  # refuses here what could not be streamed later
 
-    ranks = Ranks()
+    ranks = TrainerRanks()
     """The trainer's ranks, which must iterate together."""
 
     holds_weights_after_optimizer = True

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from rollout.errors import WeightUpdateError
 
 
-class Ranks:
+class TrainerRanks:
     """The ranks that take part in every collective of a source; none where nothing is sharded.
 
     ``groups`` holds this rank's group along each dimension of a mesh: what is agreed along one
@@ -26,7 +26,7 @@ class Ranks:
         """One whose tensors the first group can send."""
         return _device(self.groups[0])
 
-    def maximum(self, *values: int) -> list[int]:
+    def all_reduce_max(self, *values: int) -> list[int]:
         """The largest of each value over all ranks. A collective."""
         if not self.groups:
             return list(values)
@@ -35,11 +35,11 @@ class Ranks:
             distributed.all_reduce(agreed, distributed.ReduceOp.MAX, group=group)
         return agreed.tolist()
 
-    def exchange(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         """Every rank's text, in the order of ranks of the only group. A collective."""
         (group,) = self.groups
         data = text.encode()
-        (width,) = self.maximum(len(data))
+        (width,) = self.all_reduce_max(len(data))
         own = torch.frombuffer(bytearray(data.ljust(width)), dtype=torch.uint8)
         rows = [torch.empty_like(own, device=self.device) for _ in range(group.size())]
         distributed.all_gather(rows, own.to(self.device), group=group)
@@ -47,7 +47,7 @@ class Ranks:
 
     def go_on(self) -> None:
         """Go on together. Raises WeightUpdateError where another rank called `stop` instead."""
-        (failed,) = self.maximum(0)
+        (failed,) = self.all_reduce_max(0)
         if failed:
             raise WeightUpdateError(
                 f"the weight update failed on rank {failed - 1}, whose error says why; "
@@ -57,7 +57,7 @@ class Ranks:
     def stop(self) -> None:
         """Tell the others, who are at `go_on` or will be, that this rank has failed."""
         if self.groups:
-            self.maximum(distributed.get_rank() + 1)
+            self.all_reduce_max(distributed.get_rank() + 1)
 
 
 def _device(group: ProcessGroup) -> torch.device:

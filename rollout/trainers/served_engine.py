@@ -63,12 +63,7 @@ class ServedEngine:
 
     async def refuse_if_torn(self) -> None:
         """Look whether the weights are torn, and leave nobody waiting for torn ones."""
-
-        def refusal(engine: RolloutEngine) -> str:
-            weights = engine.worker.weights
-            return "" if weights.serves else f"the weights are torn: {weights.reason}"
-
-        self.refusal = await self.call(refusal)
+        self.refusal = await self.call(lambda engine: engine.torn_reason)
         if self.refusal:
             log.error("nothing is served: %s", self.refusal)
             await asyncio.wrap_future(self.loop.abort_all())

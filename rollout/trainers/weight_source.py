@@ -17,7 +17,7 @@ from rollout.errors import InvalidInputError
 from rollout.trainers.fsdp import FSDP1Source, FSDP2Source
 from rollout.trainers.param_ref import ParamRef, checkpoint_name, unwrapped
 from rollout.trainers.parameter_source import BUCKET_BYTES, ParameterSource
-from rollout.trainers.ranks import Ranks
+from rollout.trainers.ranks import TrainerRanks
 
 
 class HFSource(ParameterSource):
@@ -37,7 +37,7 @@ class HFSource(ParameterSource):
         super().__init__(model, bucket_bytes=bucket_bytes, dtype=dtype)
         for module in model.modules():
             if isinstance(module, DistributedDataParallel):
-                self.ranks = Ranks((module.process_group,))
+                self.ranks = TrainerRanks((module.process_group,))
 
     def gathered(self, refs: Sequence[ParamRef]) -> AbstractContextManager[list[torch.Tensor]]:
         return nullcontext([ref.parameter.detach() for ref in refs])

@@ -91,7 +91,7 @@ class WeightStream:
         self._awaited = False
         manifest = self.manifest()
         own = json.dumps(None if self._needed is None else slices_to_json(self._needed))
-        asked = [json.loads(text) for text in ranks.exchange(own)]
+        asked = [json.loads(text) for text in ranks.all_gather_text(own)]
         self._awaited = True
         if not any(each and any(each.values()) for each in asked):
             return None

@@ -96,13 +96,13 @@ class OpenUpdate:
 
         ``direct``: they are written unconverted, so they must have the model's dtype.
         """
-        news = {
+        unchecked = {
             name: spec
             for name, spec in incoming.items()
             if self.checked.get(name) != spec or name in self.loaded
         }
-        if news:
-            self._refuse_news(news)
+        if unchecked:
+            self._refuse_unchecked(unchecked)
         if direct:
             _refuse(
                 [
@@ -219,7 +219,7 @@ class OpenUpdate:
         ]
         _refuse(lines)
 
-    def _refuse_news(self, incoming: Manifest) -> None:
+    def _refuse_unchecked(self, incoming: Manifest) -> None:
         self._refuse_mismatches(incoming, partial=True)
         announced = self.manifest
         lines = [f"came twice: {name}" for name in incoming if name in self.loaded]

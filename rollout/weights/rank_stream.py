@@ -83,7 +83,7 @@ class RankStream:
 
     def open(self) -> None:
         """A collective, the first: find out whether segments can be shared."""
-        self._on_one_host = len(set(self._group.exchange(host_memory()))) == 1
+        self._on_one_host = len(set(self._group.all_gather_text(host_memory()))) == 1
 
     def finish(self, reason: str = "it was not read to its end") -> None:
         """End the stream for all ranks, whoever has read how much of it. A collective where it has
@@ -96,10 +96,12 @@ class RankStream:
 
     def _step(self, fields: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         """What rank 0 says next, when all are done with what it said before."""
-        self._group.numbers(0)
-        told = json.loads(self._group.tell(json.dumps(fields).encode()))
-        self._is_over = "error" in told
-        return told, self._group.tell(b"") if told.get("has_bytes") and self._group.rank else b""
+        self._group.all_gather_int(0)
+        message = json.loads(self._group.broadcast_bytes(json.dumps(fields).encode()))
+        self._is_over = "error" in message
+        if self._group.rank and message.get("has_bytes"):
+            return message, self._group.broadcast_bytes(b"")
+        return message, b""
 
     def _sent(self) -> Iterator[tuple[str, torch.Tensor]]:
         with ExitStack() as stack:
@@ -123,22 +125,23 @@ class RankStream:
                     self._step({"handle": segments[0].handle(bucket.layout)})
                 else:
                     self._step({"layout": bucket.layout.to_json(), "has_bytes": True})
-                    self._group.tell(bucket.used.numpy().tobytes())
+                    self._group.broadcast_bytes(bucket.used.numpy().tobytes())
                 yield from bucket.unflatten()
             self._step({"error": ""})
 
     def _received(self) -> Iterator[tuple[str, torch.Tensor]]:
         receiver = SharedMemoryReceiver()
         while not self._is_over:
-            told, data = self._step({})
-            if "handle" in told:
-                handle = SharedMemoryHandle.from_json(told["handle"])
+            message, data = self._step({})
+            if "handle" in message:
+                handle = SharedMemoryHandle.from_json(message["handle"])
                 yield from receiver.tensors(handle, "handle")
-            elif "layout" in told:
+            elif "layout" in message:
                 flat = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
-                yield from FlattenedBucket(flat, BucketLayout.from_json(told["layout"])).unflatten()
-        if told["error"]:
-            raise WeightUpdateError(f"rank 0: {told['error']}")
+                layout = BucketLayout.from_json(message["layout"])
+                yield from FlattenedBucket(flat, layout).unflatten()
+        if message["error"]:
+            raise WeightUpdateError(f"rank 0: {message['error']}")
 
 
 class _AnnouncedStream(RankStream):

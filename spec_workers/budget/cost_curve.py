@@ -33,24 +33,24 @@ def isotonic(values: Sequence[float], weights: Sequence[float]) -> list[float]:
     return [mean for mean, _, length in blocks for _ in range(length)]
 
 
-_SMALLEST_CONTEXT = 256
-_KNOTS_PER_OCTAVE = 2
+_SMALLEST_CONTEXT = 256  # tokens; each further context of the curve is twice as long
+_KNOTS_PER_OCTAVE = 2  # of rows
 
 # Standard deviations, of the logarithm of milliseconds.
 _UNKNOWN_SCALE = 3.0  # of a machine nothing was measured on
 _LOADED_SCALE = 0.3  # of one that was measured in an earlier run
 _SHAPE = 0.3  # of the curve around its first guess, whatever the scale
-_LOADED_SHAPE = 0.1
+_LOADED_SHAPE = 0.1  # of a curve that was measured in an earlier run
 _NOISE = 0.06  # of one step
 _SCALE_DRIFT = 0.015  # a step: machines get busy, clocks change
-_SHAPE_DRIFT = 0.002
+_SHAPE_DRIFT = 0.002  # a step
 _CLIP = 2.0  # standard deviations of surprise that one step is believed
 
 _MIN_MS = 1e-6  # as it is written
 _MAX_KNOTS = 1024  # that are read: of a row each, where many are captured
 
 _ROWS_RANGE = 3.0  # octaves over which the shape is alike
-_CONTEXT_RANGE = 3.0
+_CONTEXT_RANGE = 3.0  # the same, of contexts
 _FIXED_ROWS = 12.0  # first guess: what a forward costs beside its rows, as so many rows
 _CONTEXT_SLOPE = 0.1  # first guess: log milliseconds from one context to the next
 

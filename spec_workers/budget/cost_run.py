@@ -79,6 +79,8 @@ class _Clock:
         if logits_RV.is_cuda:
             torch.cuda.synchronize(logits_RV.device)
         now = time.perf_counter()
-        milliseconds, is_up = self._group.first([(now - started) * 1e3, now > self._deadline])
+        milliseconds, is_up = self._group.broadcast_floats(
+            [(now - started) * 1e3, now > self._deadline]
+        )
         self.is_up = bool(is_up)
         return milliseconds

@@ -8,9 +8,9 @@ _HORIZON = 48.0  # steps that weigh in what was gained
 _MIN_STEPS = 24  # drafted before they are judged
 _FEWEST_STEPS = 6  # where it is beyond doubt
 _DOUBT = 2.0  # standard deviations of the sum
-_PROBE_STEPS = 4
+_PROBE_STEPS = 4  # drafted at each look
 _FIRST_INTERVAL = 16  # steps
-_LONGEST_INTERVAL = 512
+_LONGEST_INTERVAL = 512  # where nothing pays, 1 to 2 % of the steps are drafted
 _OTHER_TEMPERATURE = 0.2  # difference of mean temperatures that makes another kind of batch
 _PAYS = 0.02
 """The share of the time that drafts must gain by the estimates, which leave out cold caches, wider

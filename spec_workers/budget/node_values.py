@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from spec_workers.budget.learned_json import table
 
 DEPTHS = ("1", "2", "3-4", "5+")
-_BUCKET_OF_DEPTH = np.array([0, 0, 1, 2, 2, 3])
+_BUCKET_OF_DEPTH = np.array([0, 0, 1, 2, 2, 3])  # into DEPTHS
 
 _INERTIA = 20.0  # expected acceptances that the first guess is worth
 _FIRST_GUESS = 0.85  # accepted, of what was expected: the highest of many estimates run high
@@ -22,7 +22,7 @@ _MEMORY = 400.0  # expected acceptances a cell remembers
 _FURTHEST_OFF = 100.0  # times what was expected: more accepted than that nobody has seen
 _DECAY = 0.5  # at a change of policy
 _FADE = 0.995  # each time costs are learned
-_TENTHS = 10
+_TENTHS = 10  # of probability, by which the report compares expected with accepted
 
 
 class NodeValues:

@@ -30,12 +30,12 @@ last of several ends."""
 _MAX_LIMITS = 10  # that have such points
 _BEFORE = np.linspace(0.0, 1.0, 24)  # points for ends before a limit
 _BEYOND = 4.0  # mean lengths beyond the expected longest that they reach
-_LEAST = 1e-300
+_LEAST = 1e-300  # its logarithm is finite
 
-_FIRST_RATE = 0.5
+_FIRST_RATE = 0.5  # draft tokens accepted per request and step, before any was seen
 _INERTIA = 8.0  # steps that the first rate is worth
 _MEMORY = 64.0  # steps
-_FADE = 0.99
+_FADE = 0.99  # a step that verified none: see `AcceptRate`
 _DECAY = 0.5  # at a change of policy
 
 

@@ -25,7 +25,7 @@ class _Foreign:
     group: int
     context: NDArray[np.int32] | None  # until the corpus has it
     sequence_id: int
-    heard: int = 0  # emitted tokens that came, in the corpus or not
+    received: int = 0  # emitted tokens that came, in the corpus or not
     ended: bool = False
     waiting: deque[tuple[int, NDArray[np.int32]]] = field(default_factory=deque)  # version, tokens
 
@@ -48,7 +48,7 @@ class CorpusInbox:
     occurrences count, and the latest is what was learned last. A resubmitted rollout that comes
     before what it continues is an exception: its beginning may be held twice.
 
-    A delta heard twice changes nothing. After one that was lost, what continues it is left out.
+    A delta received twice changes nothing. After one that was lost, what continues it is left out.
     Bounded: at most ``max_bytes`` wait, and at most half of the corpus's sequences are foreign;
     beyond that whole rollouts are dropped, the oldest first.
     """
@@ -58,7 +58,7 @@ class CorpusInbox:
         self._max_bytes = max_bytes
         self._vocab_size = vocab_size
         self.max_sequences = corpus.max_sequences // 2
-        self._heard: dict[int, int] = {}  # sender -> number of its latest delta
+        self._received: dict[int, int] = {}  # sender -> number of its latest delta
         self._rollouts: OrderedDict[_Key, _Foreign] = OrderedDict()  # the longest silent first
         self._queue: OrderedDict[_Key, int] = OrderedDict()  # those with something waiting -> bytes
         self._waiting_bytes = 0
@@ -76,9 +76,9 @@ class CorpusInbox:
                 raise InvalidInputError(
                     f"delta.{name}", largest, f"must be in [0, {self._vocab_size})"
                 )
-        if delta.number <= self._heard.get(delta.sender, -1):
+        if delta.number <= self._received.get(delta.sender, -1):
             return
-        self._heard[delta.sender] = delta.number
+        self._received[delta.sender] = delta.number
         for b in range(delta.rollouts_B.size):
             self._put_piece(delta, b)
         while self._waiting_bytes > self._max_bytes:
@@ -108,10 +108,10 @@ class CorpusInbox:
             foreign = self._begin(delta, context)
             self._rollouts[key] = foreign
         tokens = delta.tokens_N[delta.offsets_B1[b] : delta.offsets_B1[b + 1]]
-        if start != foreign.heard:
+        if start != foreign.received:
             self._lose(key)
             return
-        foreign.heard += tokens.size
+        foreign.received += tokens.size
         if tokens.size:
             foreign.waiting.append((int(delta.versions_B[b]), tokens.copy()))
         foreign.ended |= bool(delta.ends_B[b])

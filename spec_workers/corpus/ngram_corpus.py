@@ -22,6 +22,7 @@ from rollout.engine.draft_corpus import (
 )
 from rollout.errors import IntegrityError, InvalidInputError
 from rollout.parallel import RankGroup, SingleRank
+from rollout.types import Request
 from rollout.validation import checked_path
 from spec_workers.corpus.external_loader import ExternalLoader
 from spec_workers.corpus.feed import CorpusFeed
@@ -36,6 +37,9 @@ _OPTION_OF = {
 }
 _OF_A_LIMIT = re.compile(r"(documents|max_\w+)=[<\d]|the file was saved with ")
 _AT_REST = (ExternalState.PUBLISHED, ExternalState.FAILED)
+
+_LEARNED_PER_STEP = 16_384
+"""Tokens of other engines that a step takes in: some milliseconds."""
 
 
 class NgramCorpus:
@@ -81,6 +85,7 @@ class NgramCorpus:
         self.feed = CorpusFeed(self.corpus)
         self.outbox: CorpusOutbox | None = None  # while it is shared
         self.inbox: CorpusInbox | None = None  # while it is shared
+        self._weight_version: int | None = None  # of the latest step
         self._vocab_size = vocab_size
         self._loads = ExternalLoader(self.corpus, max_tokens=max_external_tokens)
         self._group: RankGroup = SingleRank()  # those that draft alike
@@ -101,6 +106,25 @@ class NgramCorpus:
         self._group = group
         if group.size > 1:
             self._ranks = RankLoads(self._loads, group)
+
+    def begin_step(self, requests: Sequence[Request], weight_version: int) -> None:
+        """Take in what came since the last step: finished loads, a new weight version, and tokens
+        of other engines. ``requests``: those that run in the step."""
+        self.publish()
+        if weight_version != self._weight_version:
+            self.feed.catch_up_all()  # while the corpus takes them for the old policy's
+            self._weight_version = weight_version
+        self.corpus.set_weight_version(weight_version)
+        if self.outbox is not None:
+            self.outbox.follow(requests)
+        if self.inbox is not None:
+            self.inbox.feed(weight_version, _LEARNED_PER_STEP)
+
+    def release(self, request: Request) -> None:
+        """The request has ended; its tokens stay."""
+        self.feed.leave(request)
+        if self.outbox is not None:
+            self.outbox.leave(request)
 
     def add_external(
         self,
@@ -159,7 +183,7 @@ class NgramCorpus:
             raise InvalidInputError("max_bytes", max_bytes, "the corpus is shared already")
         self.outbox = CorpusOutbox(max_bytes)
         # Ranks of one engine are one sender, and pass over what any of them sent.
-        self.outbox.sender = int(self._group.exchange(str(self.outbox.sender))[0])
+        self.outbox.sender = int(self._group.all_gather_text(str(self.outbox.sender))[0])
         self.inbox = CorpusInbox(self.corpus, max_bytes, self._vocab_size)
         self.feed.max_followed -= self.inbox.max_sequences
 

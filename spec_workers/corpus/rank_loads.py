@@ -37,7 +37,7 @@ class RankLoads:
 
     def publish(self) -> None:
         """A call that all ranks make, at the same point between two steps."""
-        if not any(self._group.numbers(len(self._names))):
+        if not any(self._group.all_gather_int(len(self._names))):
             return
         states = self._exchanged()
         for name in sorted({name for each in states for name in each}):
@@ -74,7 +74,7 @@ class RankLoads:
         own |= dict.fromkeys(self._names - own.keys(), (_ABSENT, ""))
         return [
             {name: (state, error) for name, (state, error) in json.loads(text).items()}
-            for text in self._group.exchange(json.dumps(own))
+            for text in self._group.all_gather_text(json.dumps(own))
         ]
 
 

@@ -96,12 +96,12 @@ def check_options(given: argparse.Namespace) -> None:
     for name in ("minutes", "check_minutes"):
         if not 0 < getattr(given, name) < math.inf:
             raise InvalidInputError(_flag(name), getattr(given, name), "must be > 0 minutes")
-    for name, least in (
+    for name, minimum in (
         ("batch_guesses", 1), ("draft_vocab_size", 2), ("max_len", SHORTEST), ("threads", 1),
     ):  # fmt: skip
         value = getattr(given, name)
-        if value is not None and value < least:
-            raise InvalidInputError(_flag(name), value, f"must be >= {least}")
+        if value is not None and value < minimum:
+            raise InvalidInputError(_flag(name), value, f"must be >= {minimum}")
     if not 0 <= given.features_gib < math.inf:
         raise InvalidInputError("--features-gib", given.features_gib, "must be >= 0")
     if not 0 <= given.seed < 2**63:

@@ -20,10 +20,10 @@ from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import Checkpoint
 from rollout.models.rope_config import rope_fields
 from rollout.models.spec import ModelSpec, read_json
-from spec_workers.draft_training.decoder_layer import DecoderLayer
+from spec_workers.draft_training.decoder_layer import TrainableDecoderLayer
 from spec_workers.draft_training.draft import DraftVocabulary, Embed, TrainableDraft
-from spec_workers.draft_training.eagle3 import Eagle3
-from spec_workers.draft_training.mtp import MtpChain
+from spec_workers.draft_training.eagle3 import TrainableEagle3
+from spec_workers.draft_training.mtp import TrainableMtpChain
 from spec_workers.draft_training.training_run import CONFIG
 
 _TABLES = ("d2t", "t2d")
@@ -162,9 +162,11 @@ def _network(
     layer = dict(config) | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
     spec = replace(ModelSpec.of(layer), qkv_bias=False, o_bias=False, mlp_bias=False)
     if kind is DraftKind.mtp:
-        return MtpChain(spec, dict(config), config["num_nextn_predict_layers"], vocabulary, embed)
+        return TrainableMtpChain(
+            spec, dict(config), config["num_nextn_predict_layers"], vocabulary, embed
+        )
     features = AuxHiddenStates(layers=tuple(config["eagle_aux_hidden_state_layer_ids"]))
-    return Eagle3(spec, dict(config), features, vocabulary, embed)
+    return TrainableEagle3(spec, dict(config), features, vocabulary, embed)
 
 
 class TargetTensors:
@@ -223,14 +225,14 @@ def initialise(draft: TrainableDraft, model: CausalLM, seed: int) -> None:
     last = model.spec.attention_layers[-1]
     input_norm_E = target.norm(f"layers.{last}.input_layernorm")
     final_norm_E = _FINAL_NORM_SCALE * target.norm("norm")
-    if isinstance(draft, Eagle3):
+    if isinstance(draft, TrainableEagle3):
         _pass_on(draft.fc, model.spec.hidden_size)
         _copy_layer(draft.midlayer, target, last)
         draft.midlayer.hidden_norm.weight.copy_(input_norm_E)
         draft.norm.weight.copy_(final_norm_E)
         draft.lm_head.weight.copy_(target.head_rows(draft.vocabulary.token_ids_D))
     else:
-        assert isinstance(draft, MtpChain)
+        assert isinstance(draft, TrainableMtpChain)
         for step in draft.steps():
             _pass_on(step.eh_proj, model.spec.hidden_size)
             _copy_layer(step, target, last)
@@ -244,7 +246,7 @@ def _pass_on(linear: nn.Linear, hidden: int) -> None:
     linear.weight[:, -hidden:] += torch.eye(hidden)
 
 
-def _copy_layer(layer: DecoderLayer, target: TargetTensors, index: int) -> None:
+def _copy_layer(layer: TrainableDecoderLayer, target: TargetTensors, index: int) -> None:
     """Copy a layer's weights as far as both shapes allow.
 
     The draft's attention reads the hidden state in its last E columns.

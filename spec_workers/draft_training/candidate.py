@@ -54,7 +54,7 @@ class Trainer(Protocol):
         ...
 
 
-class Verdict(enum.StrEnum):
+class CandidateVerdict(enum.StrEnum):
     """The candidate compared with the draft in use."""
 
     AS_GOOD = "as_good"  # as good or better on the same held-out rollouts
@@ -67,7 +67,7 @@ class Verdict(enum.StrEnum):
 class Judgement:
     """A verdict and the measurements behind it; None where nothing was measured."""
 
-    verdict: Verdict
+    verdict: CandidateVerdict
     accept_length: float | None = None  # of the candidate
     accept_length_in_use: float | None = None  # of the draft in use
     num_held_out: int = 0  # held-out sequences measured on
@@ -128,9 +128,9 @@ class Candidate:
         """Compare with the draft in use on the newest held-out rollouts. Changes nothing."""
         held_out = self._cast(self.rollouts.held_out)
         if not self._is_new or not held_out:
-            return Judgement(verdict=Verdict.NOT_JUDGED, num_held_out=len(held_out))
+            return Judgement(verdict=CandidateVerdict.NOT_JUDGED, num_held_out=len(held_out))
         if not all(torch.isfinite(tensor).all() for _, tensor in self.named_tensors(torch.float32)):
-            return Judgement(verdict=Verdict.NOT_FINITE, num_held_out=len(held_out))
+            return Judgement(verdict=CandidateVerdict.NOT_FINITE, num_held_out=len(held_out))
         new = self.trainer.held_out_accept_length(held_out).accept_length
         state = deepcopy(self.trainer.state_dict())
         self.trainer.load_state_dict(self._in_use)
@@ -140,7 +140,7 @@ class Candidate:
             self.trainer.load_state_dict(state)
         is_as_good = new >= old + self._config.min_gain
         return Judgement(
-            verdict=Verdict.AS_GOOD if is_as_good else Verdict.WORSE,
+            verdict=CandidateVerdict.AS_GOOD if is_as_good else CandidateVerdict.WORSE,
             accept_length=new,
             accept_length_in_use=old,
             num_held_out=len(held_out),

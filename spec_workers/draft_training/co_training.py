@@ -9,7 +9,7 @@ import torch
 
 from rollout.engine.engine import RolloutEngine
 from rollout.trainers.hook import WeightSync
-from spec_workers.draft_training.candidate import Candidate, Judgement, Verdict
+from spec_workers.draft_training.candidate import Candidate, CandidateVerdict, Judgement
 from spec_workers.draft_training.config import FOLLOWING, CoTrainingConfig, TrainingConfig
 from spec_workers.draft_training.engine_draft import (
     DraftSwap,
@@ -60,13 +60,13 @@ class Tally:
         self.missed += one.missed
         self.seconds += one.seconds
         verdict = one.judgement.verdict
-        self.worse += verdict is Verdict.WORSE
-        self.broken += verdict is Verdict.NOT_FINITE or one.swap is SwapResult.REFUSED
+        self.worse += verdict is CandidateVerdict.WORSE
+        self.broken += verdict is CandidateVerdict.NOT_FINITE or one.swap is SwapResult.REFUSED
         self.postponed += one.swap is SwapResult.POSTPONED
         if one.swap is SwapResult.SWAPPED:
             self.swaps += 1
             self.trained_version = one.newest_version
-        if verdict is not Verdict.NOT_JUDGED:
+        if verdict is not CandidateVerdict.NOT_JUDGED:
             self.last = one
 
     def counters(self, weight_version: int) -> dict[str, float]:
@@ -163,13 +163,13 @@ class CoTrainer:
             self.candidate.swapped()
 
     def _conclude(self, judgement: Judgement) -> SwapResult | None:
-        if judgement.verdict is Verdict.NOT_JUDGED:
+        if judgement.verdict is CandidateVerdict.NOT_JUDGED:
             return None
         swap = None
-        if judgement.verdict is Verdict.AS_GOOD:
+        if judgement.verdict is CandidateVerdict.AS_GOOD:
             swap = self.swap.swap(self.candidate.named_tensors(torch.float32))
         if swap is SwapResult.SWAPPED:
             self.candidate.swapped()
         elif swap is not SwapResult.POSTPONED:
-            self.candidate.refused(begin_anew=judgement.verdict is not Verdict.WORSE)
+            self.candidate.refused(begin_anew=judgement.verdict is not CandidateVerdict.WORSE)
         return swap

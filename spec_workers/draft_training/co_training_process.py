@@ -23,7 +23,7 @@ from rollout.weights.manifest import dtype_name
 from rollout.weights.segment import remove_orphans
 from rollout.weights.shared_memory import HandleReceiver
 from spec_workers.draft_training import trainer_process
-from spec_workers.draft_training.candidate import Judgement, Verdict
+from spec_workers.draft_training.candidate import CandidateVerdict, Judgement
 from spec_workers.draft_training.co_training import CoTrainingRound, Tally
 from spec_workers.draft_training.config import FOLLOWING, CoTrainingConfig, TrainingConfig
 from spec_workers.draft_training.engine_draft import (
@@ -171,10 +171,10 @@ class CoTrainingProcess:
 
     def _conclude(self, answer: dict[str, Any]) -> CoTrainingRound:
         judgement = Judgement(**answer["judgement"] | {
-            "verdict": Verdict(answer["judgement"]["verdict"])
+            "verdict": CandidateVerdict(answer["judgement"]["verdict"])
         })  # fmt: skip
         swap = None
-        if judgement.verdict is Verdict.AS_GOOD:
+        if judgement.verdict is CandidateVerdict.AS_GOOD:
             # Copies: the process may die or overwrite its segment during the swap.
             sent = self._received.tensors([answer["weights"]])
             swap = self._swap.swap([(name, tensor.clone()) for name, tensor in sent])
@@ -232,9 +232,9 @@ _OUTCOMES = {
     SwapResult.SWAPPED: "swapped",
     SwapResult.POSTPONED: "waits",
     SwapResult.REFUSED: "broken",
-    Verdict.WORSE: "refused",
-    Verdict.NOT_FINITE: "broken",
-    Verdict.NOT_JUDGED: "waits",
+    CandidateVerdict.WORSE: "refused",
+    CandidateVerdict.NOT_FINITE: "broken",
+    CandidateVerdict.NOT_JUDGED: "waits",
 }
 
 

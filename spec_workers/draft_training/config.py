@@ -47,15 +47,15 @@ class CoTrainingConfig:
     seed: int = 0  # of the order of training
 
     def __post_init__(self) -> None:
-        for name, least in (
+        for name, minimum in (
             ("batch_rows", 1), ("max_len", 8), ("max_bytes", 1), ("held_out_every", 2),
             ("max_held_out", 1), ("max_refusals", 1), ("steps", 1),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is None and name == "steps":
                 continue
-            if type(value) is not int or value < least:
-                raise InvalidInputError(name, value, f"must be an integer >= {least}")
+            if type(value) is not int or value < minimum:
+                raise InvalidInputError(name, value, f"must be an integer >= {minimum}")
         if not 0 <= self.min_gain < math.inf:
             raise InvalidInputError("min_gain", self.min_gain, "must be >= 0 and finite")
         for name in ("max_replay", "seconds"):

@@ -109,7 +109,7 @@ class SelfAttention(nn.Module):
         return rotate(projected.unflatten(1, (-1, self.head_dim)), positions_R, self.cos_sin_PC)
 
 
-class Mlp(nn.Module):
+class TrainableMlp(nn.Module):
     """The SwiGLU MLP (Shazeer 2020)."""
 
     def __init__(self, hidden: int, ffn: int) -> None:
@@ -123,14 +123,14 @@ class Mlp(nn.Module):
         return self.down_proj(silu(self.gate_proj(x_RE)) * self.up_proj(x_RE))
 
 
-class DecoderLayer(nn.Module):
+class TrainableDecoderLayer(nn.Module):
     """A decoder layer without the norm before attention, which belongs to its model."""
 
     def __init__(self, spec: ModelSpec, inputs: int, cos_sin_PC: torch.Tensor) -> None:
         super().__init__()
         self.self_attn = SelfAttention(spec, inputs, cos_sin_PC)
         self.post_attention_layernorm = RmsNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.mlp = Mlp(spec.hidden_size, spec.ffn_size)
+        self.mlp = TrainableMlp(spec.hidden_size, spec.ffn_size)
 
     def finish(self, residual_RE: torch.Tensor, attended_RX: torch.Tensor) -> torch.Tensor:
         """The residual stream that leaves the layer, [R, E], from the result of `attend`."""

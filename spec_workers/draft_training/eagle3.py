@@ -14,12 +14,17 @@ from torch import nn
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.layers.rope import cos_sin_table
 from rollout.models.spec import ModelSpec
-from spec_workers.draft_training.decoder_layer import DecoderLayer, KeysValues, RmsNorm, attend
+from spec_workers.draft_training.decoder_layer import (
+    KeysValues,
+    RmsNorm,
+    TrainableDecoderLayer,
+    attend,
+)
 from spec_workers.draft_training.draft import Chain, DraftVocabulary, Embed, TrainableDraft
 from spec_workers.draft_training.packed_rows import PackedRows
 
 
-class MidLayer(DecoderLayer):
+class MidLayer(TrainableDecoderLayer):
     """A decoder layer whose attention reads normed embedding and hidden state, 2E columns."""
 
     def __init__(self, spec: ModelSpec, cos_sin_PC: torch.Tensor) -> None:
@@ -32,7 +37,7 @@ class MidLayer(DecoderLayer):
         return torch.cat([self.input_layernorm(embedded_RE), self.hidden_norm(hidden_RE)], dim=1)
 
 
-class Eagle3(TrainableDraft):
+class TrainableEagle3(TrainableDraft):
     """EAGLE-3 with its authors' names. It has its own head and vocabulary, and the target's
     embedding."""
 

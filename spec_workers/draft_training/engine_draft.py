@@ -15,10 +15,10 @@ from rollout.engine.engine import RolloutEngine
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.draft_model import DraftFamily
-from rollout.models.eagle.eagle3 import Eagle3 as Eagle3Model
+from rollout.models.eagle.eagle3 import Eagle3
 from spec_workers.draft_training.building import TargetTensors, layer_fields
 from spec_workers.draft_training.draft import DraftVocabulary, TrainableDraft
-from spec_workers.draft_training.eagle3 import Eagle3
+from spec_workers.draft_training.eagle3 import TrainableEagle3
 from spec_workers.draft_training.trainer import SENT_PREFIX
 from spec_workers.features.feature_recorder import FeatureRecorder
 
@@ -37,7 +37,7 @@ def trainable_draft(engine: RolloutEngine) -> TrainableDraft:
             "specrollout train-draft",
         )  # fmt: skip
     model = engine.worker.weights.parts.get("draft")
-    if not isinstance(model, Eagle3Model) or model.spec.family is not DraftFamily.EAGLE3:
+    if not isinstance(model, Eagle3) or model.spec.family is not DraftFamily.EAGLE3:
         raise InvalidInputError("engine", type(engine.worker).__name__, "must run an EAGLE-3 draft")
     if model.reorders_head:
         raise InvalidInputError(
@@ -47,7 +47,7 @@ def trainable_draft(engine: RolloutEngine) -> TrainableDraft:
     token_ids_D = model.token_ids_D
     if token_ids_D is None:
         token_ids_D = torch.arange(target.spec.vocab_size)
-    draft = Eagle3(
+    draft = TrainableEagle3(
         model.spec.decoder,
         layer_fields(model.spec.decoder),
         model.spec.features,

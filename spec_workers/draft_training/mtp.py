@@ -17,12 +17,17 @@ from torch import nn
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.layers.rope import cos_sin_table
 from rollout.models.spec import ModelSpec
-from spec_workers.draft_training.decoder_layer import DecoderLayer, KeysValues, RmsNorm, attend
+from spec_workers.draft_training.decoder_layer import (
+    KeysValues,
+    RmsNorm,
+    TrainableDecoderLayer,
+    attend,
+)
 from spec_workers.draft_training.draft import Chain, DraftVocabulary, Embed, TrainableDraft
 from spec_workers.draft_training.packed_rows import PackedRows
 
 
-class MtpStep(DecoderLayer):
+class TrainableMtpStep(TrainableDecoderLayer):
     """One step of the chain."""
 
     def __init__(self, spec: ModelSpec, cos_sin_PC: torch.Tensor) -> None:
@@ -43,7 +48,7 @@ class MtpStep(DecoderLayer):
         return self.norm(self.finish(residual_RE, attended_RX))
 
 
-class MtpChain(TrainableDraft):
+class TrainableMtpChain(TrainableDraft):
     """A chain with one head for all steps and the target's embedding."""
 
     stored_prefix = "draft."
@@ -64,7 +69,7 @@ class MtpChain(TrainableDraft):
         cos_sin_PC = cos_sin_table(
             spec.rope, spec.head_dim, spec.max_context_len, torch.device("cpu")
         )
-        self.layers = nn.ModuleList(MtpStep(spec, cos_sin_PC) for _ in range(num_steps))
+        self.layers = nn.ModuleList(TrainableMtpStep(spec, cos_sin_PC) for _ in range(num_steps))
         self.lm_head = nn.Linear(spec.hidden_size, len(vocabulary.token_ids_D), bias=False)
 
     def config(self) -> dict[str, Any]:
@@ -153,11 +158,11 @@ class MtpChain(TrainableDraft):
         attended = attend(q_RHC, *memory[level], rows_R, [own])
         return layer.leave(residual_RE, attended), []
 
-    def steps(self) -> list[MtpStep]:
+    def steps(self) -> list[TrainableMtpStep]:
         """The steps in order."""
         return [self._step(step) for step in range(len(self.layers))]
 
-    def _step(self, step: int) -> MtpStep:
+    def _step(self, step: int) -> TrainableMtpStep:
         layer = self.layers[step]
-        assert isinstance(layer, MtpStep)
+        assert isinstance(layer, TrainableMtpStep)
         return layer

@@ -28,7 +28,7 @@ from torch.nn.functional import embedding
 from rollout.weights.manifest import NamedTensors, named_dtype
 from rollout.weights.shared_memory import HandleReceiver, SharedMemorySender
 from spec_workers.draft_training.building import load_draft
-from spec_workers.draft_training.candidate import Candidate, Verdict
+from spec_workers.draft_training.candidate import Candidate, CandidateVerdict
 from spec_workers.draft_training.config import CoTrainingConfig, TrainingConfig
 from spec_workers.draft_training.recent_rollouts import RecentRollouts
 from spec_workers.draft_training.trainer import DraftTrainer
@@ -108,7 +108,7 @@ class TrainerProcess:
         steps = self._candidate.train()
         judgement = self._candidate.judge()
         weights = None
-        if judgement.verdict is Verdict.AS_GOOD:
+        if judgement.verdict is CandidateVerdict.AS_GOOD:
             weights = self._sent.handle(self._candidate.named_tensors(torch.float32))
         elif not steps:
             time.sleep(_IDLE_SECONDS)

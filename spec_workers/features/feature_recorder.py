@@ -199,10 +199,12 @@ class FeatureRingOptions:
     every: int = 1  # record one request in so many, fewer if the ring turns over too fast
 
     def __post_init__(self) -> None:
-        for name, least in (("num_bytes", 0), ("every", 1)):
+        for name, minimum in (("num_bytes", 0), ("every", 1)):
             value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise InvalidInputError(f"{_FIELD}.{name}", value, f"must be an integer >= {least}")
+            if type(value) is not int or value < minimum:
+                raise InvalidInputError(
+                    f"{_FIELD}.{name}", value, f"must be an integer >= {minimum}"
+                )
         if self.dtype is not None and self.dtype not in DTYPES:
             raise InvalidInputError(
                 f"{_FIELD}.dtype", self.dtype, f"must be null or one of {', '.join(DTYPES)}"

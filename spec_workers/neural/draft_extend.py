@@ -28,7 +28,7 @@ class DraftExtension:
     forward; behind the T' rows of the runner before stand the stored ones of the B entries.
     """
 
-    def __init__(self, step: Observation, num_runners: int, *, prompts_alone: bool = False) -> None:
+    def __init__(self, step: Observation, num_runners: int, *, prompts_alone: bool) -> None:
         """``prompts_alone``: only of entries that run a prompt."""
         following: list[int] = []
         query_rows: list[int] = []

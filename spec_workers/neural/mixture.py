@@ -20,14 +20,14 @@ Tables = Mapping[str, Array]
 
 _DEPTH_OF = np.array([0, 1, 2, 2, 3])  # levels below the root to buckets: 0, 1, 2-3, 4 and more
 _CONFIDENT = (0.5, 0.9)  # where the draft's highest probability changes its bucket
-CONTEXTS = 2 * 4 * 3
+CONTEXTS = 2 * 4 * 3  # greedy or not, depths, confidences
 
 _FIRST_GUESS_K = np.array([5.0, 1.0, 0.6, 0.4, 0.2, 0.8])
 """The initial counts of the components: at first the draft's own probabilities are believed more
 than the noise."""
 
 _MEMORY = 400.0  # observations
-_LEAST = 1e-6
+_LEAST = 1e-6  # likelihood: the shares of components that all rule a token out are no 0 / 0
 _MIN_COUNT = 0.01
 """The least count of a component: from zero no observation could bring it back."""
 
@@ -90,6 +90,7 @@ def mixed(components_RCK: Array, contexts_R: Array, weights_XK: Array) -> Array:
     return (components_RCK * weights_R1K).sum(axis=2).clip(max=1.0)
 
 
+# Closer together at both ends, where the odds change most.
 KNOTS_P = np.array([0.01, 0.03, 0.08, 0.18, 0.32, 0.5, 0.68, 0.82, 0.92, 0.98])
 _INERTIA = 4.0  # expected cases that the estimates' own word is worth
 _KNOT_MEMORY = 150.0  # expected cases, of each knot

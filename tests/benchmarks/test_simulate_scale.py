@@ -24,9 +24,11 @@ from tests.helpers.requests import make_request
 
 
 def test_a_replica_takes_the_time_of_its_steps_one_by_one():
-    """A group of three, of which one waits for a seat."""
+    """A group of three, of which one waits to run."""
     lengths = lambda rng, count: np.array([500, 900, 900])  # noqa: E731
-    simulation = Simulation(1, lengths, groups_per_step=1, samples=3, speculates=False, seats=2)
+    simulation = Simulation(
+        1, lengths, groups_per_step=1, samples=3, speculates=False, max_running=2
+    )
     outcome = simulation.run()
     clock, remaining, contexts, waiting = 0.0, [500, 900], [512, 512], [900]
     while remaining:
@@ -42,18 +44,20 @@ def test_a_replica_takes_the_time_of_its_steps_one_by_one():
     ticks = 3 * TICK_SECONDS
     assert clock <= outcome.step_seconds < clock + ticks
     assert outcome.tokens_per_second == pytest.approx(2300 / clock, rel=ticks / clock)
-    assert outcome.empty_seats == pytest.approx(1 - 2300 / 2 / 1400, abs=0.02)
+    assert outcome.unused == pytest.approx(1 - 2300 / 2 / 1400, abs=0.02)
     assert (outcome.idle, outcome.spread) == (0, 0)
 
 
 @pytest.mark.parametrize("policy", Policy)
 def test_every_rollout_ends_and_nobody_idles_more_than_all_the_time(policy):
-    outcome = Simulation(4, fitted, groups_per_step=32, samples=4, policy=policy, seats=8).run()
+    outcome = Simulation(
+        4, fitted, groups_per_step=32, samples=4, policy=policy, max_running=8
+    ).run()
     assert 0 <= outcome.idle < 0.5
-    assert 0 <= outcome.empty_seats < 0.6
+    assert 0 <= outcome.unused < 0.6
     assert (outcome.stale == 0) == (policy is Policy.SYNCHRONOUS)
     if policy is Policy.STREAMING:
-        assert 0 < outcome.stale < 0.27, "what waits for a seat has not begun"
+        assert 0 < outcome.stale < 0.27, "what waits to run has not begun"
 
 
 def test_broadcasts_by_hand():

@@ -161,7 +161,7 @@ def test_a_call_that_loses_a_rank_is_the_death_of_an_idle_replica_too(make_clust
         raise ParallelError("rank 1 is gone")
 
     replica.host._loop._engine.flush_cache = lose
-    wait_until(lambda: replica.host._news._seconds_to_report() is None, cluster.step)
+    wait_until(lambda: replica.host._reporter._seconds_to_report() is None, cluster.step)
     with pytest.raises(ParallelError, match="rank 1 is gone"):
         replica.call("flush_cache").result(HANG_SECONDS)
     wait_until(lambda: len(pool.lives) == 2, cluster.step)
@@ -225,9 +225,9 @@ def test_a_paused_cluster_goes_on_where_it_was_whoever_died(make_cluster, expect
     ended |= {key(each): content(each) for each in cluster.take_ended()}
     pool.living["replica-0"].kill()
     deadline = time.monotonic() + 60
-    while len(cluster.members.joined) == 2 or not cluster.members.all_joined:
+    while len(cluster.replicas.joined) == 2 or not cluster.replicas.all_joined:
         ended |= {key(each): content(each) for each in cluster.step()}
-        if pool.living["replica-0"] is cluster.members.joined.get("replica-0"):
+        if pool.living["replica-0"] is cluster.replicas.joined.get("replica-0"):
             break
         assert time.monotonic() < deadline
     assert not cluster.can_run
@@ -245,7 +245,7 @@ def test_memory_is_released_and_resumed_everywhere_also_by_newcomers(make_cluste
     assert "released" in cluster.unavailable_reason
     pool.living["replica-1"].kill()
     deadline = time.monotonic() + 60
-    while cluster.members.joined.get("replica-1") is not pool.living["replica-1"]:
+    while cluster.replicas.joined.get("replica-1") is not pool.living["replica-1"]:
         found |= {key(each): content(each) for each in cluster.step()}
         assert time.monotonic() < deadline
     with pytest.raises(EngineStateError):
@@ -264,7 +264,7 @@ def test_memory_that_one_cannot_release_the_others_take_back(make_cluster, expec
         cluster.release_memory()
     assert cluster.released_tags == frozenset()
     reasons = {
-        name: each.unavailable_reason for name, each in cluster.members.on_all("status").items()
+        name: each.unavailable_reason for name, each in cluster.replicas.on_all("status").items()
     }
     assert reasons.pop("replica-1")
     assert reasons == {"replica-0": "", "replica-2": ""}
@@ -319,7 +319,7 @@ def test_an_engine_loop_drives_it_and_streams(make_cluster, config):
 def test_a_newcomer_that_cannot_be_brought_up_to_date_does_not_join(make_cluster, expected):
     cluster, pool = make_cluster(2)
     methods = iter(["weights_digest", "flush_cache"])  # the first one's argument is wrong
-    cluster.members.on_join(
+    cluster.replicas.on_join(
         lambda replica: replica.call(method := next(methods), *["?"] * (method != "flush_cache"))
     )
     pool.living["replica-0"].kill()

@@ -15,7 +15,7 @@ PROMPTS = [[5 + i, 6, 7] for i in range(8)]
 
 
 def counters(cluster: RolloutCluster, name: str) -> list[float]:
-    statuses = cluster.members.on_all("status").values()
+    statuses = cluster.replicas.on_all("status").values()
     return [each.counters.get(f"corpus/{name}", 0.0) for each in statuses]
 
 
@@ -86,6 +86,6 @@ def test_a_corpus_is_saved_by_one_and_loaded_by_all(make, tmp_path):
     cluster.save_corpus(tmp_path / "corpus")
     other, _ = make(2)
     other.load_corpus(tmp_path / "corpus")
-    held = [each.corpus_tokens for each in other.members.on_all("status").values()]
+    held = [each.corpus_tokens for each in other.replicas.on_all("status").values()]
     assert held[0] == held[1] > 0
     assert "budget" in other.learned()

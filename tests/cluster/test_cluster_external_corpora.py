@@ -58,7 +58,7 @@ class _Gated(list[Sequence[int]]):
 
 def on_each(cluster: RolloutCluster) -> dict[str, dict[str, ExternalState]]:
     """By replica and name. Nothing is told to publish while they are asked."""
-    answers = cluster.members.on_all("external_corpora")
+    answers = cluster.replicas.on_all("external_corpora")
     return {replica: {each.name: each.state for each in on} for replica, on in answers.items()}
 
 
@@ -104,11 +104,11 @@ def test_one_that_starts_joins_when_it_has_published_what_the_others_have(make):
     cluster.add_external_corpus("texts", token_chunks=[[5, 6, 7]], wait=True)
     kill(cluster, pool, "replica-1")
     gate = Gate(pool.living["replica-1"])
-    wait_until(lambda: bool(cluster.members._newcomers), cluster.step)
+    wait_until(lambda: bool(cluster.replicas._newcomers), cluster.step)
     submit_all(cluster)
     for _ in range(20):
         cluster.step()
-    assert "replica-1" not in cluster.members.joined
+    assert "replica-1" not in cluster.replicas.joined
     assert states(cluster) == {"texts": "published"}
     gate.opened.set()
     rejoined(cluster)
@@ -225,7 +225,7 @@ def test_who_starts_later_loads_the_file_that_all_loaded(make, tmp_path):
     kill(other, pool, "replica-0")
     rejoined(other)
     assert states(other) == {"new": "published", "old": "published"}
-    held = [each.corpus_tokens for each in other.members.on_all("status").values()]
+    held = [each.corpus_tokens for each in other.replicas.on_all("status").values()]
     assert held[0] == held[1] > 100
     (tmp_path / "corpus").unlink()
     kill(other, pool, "replica-1")
@@ -252,7 +252,7 @@ def test_external_corpora_come_to_all_and_to_those_who_start_later(make, tmp_pat
     wait_until(
         lambda: {each.state for each in cluster.external_corpora()} == {ExternalState.PUBLISHED}
     )
-    for corpora in cluster.members.on_all("external_corpora").values():
+    for corpora in cluster.replicas.on_all("external_corpora").values():
         assert sorted(each.num_tokens for each in corpora) == [3, 4, 4]
     cluster.remove_external_corpus("texts")
     cluster.remove_external_corpus(name)
@@ -266,7 +266,7 @@ def test_a_corpus_one_replica_cannot_take_is_on_none(make):
     pool.living["replica-1"].call("add_external_corpus", "taken", documents=["one"]).result()
     with pytest.raises(InvalidInputError, match="is taken"):
         cluster.add_external_corpus("taken", documents=["two"])
-    assert cluster.members.on_all("external_corpora")["replica-0"] == []
+    assert cluster.replicas.on_all("external_corpora")["replica-0"] == []
     with pytest.raises(InvalidInputError, match="is unknown"):
         cluster.remove_external_corpus("nothing")
 
@@ -289,7 +289,7 @@ def test_a_load_that_fails_on_one_is_failed_on_all(make, tmp_path):
     with pytest.raises(InvalidInputError, match=r"on replica-1: .*damaged"):
         cluster.add_external_corpus("texts", file_path=file, wait=True)
     assert cluster.external_corpora() == []
-    assert all(each == [] for each in cluster.members.on_all("external_corpora").values())
+    assert all(each == [] for each in cluster.replicas.on_all("external_corpora").values())
     cluster.add_external_corpus("texts", file_path=file)
     wait_until(lambda: cluster.external_corpora()[0].state is ExternalState.FAILED)
     assert "replica-1" in cluster.external_corpora()[0].error
@@ -301,12 +301,12 @@ def test_who_starts_meanwhile_has_what_was_added_and_not_what_was_removed(make):
     cluster, pool = make(2)
     cluster.add_external_corpus("old", documents=["one two three"], wait=True)
     kill(cluster, pool, "replica-0")
-    while not cluster.members._newcomers:
-        cluster.members.poll(0.01)
-    assert "replica-0" not in cluster.members.joined
+    while not cluster.replicas._newcomers:
+        cluster.replicas.poll(0.01)
+    assert "replica-0" not in cluster.replicas.joined
     cluster.add_external_corpus("new", documents=["four five six"])
     cluster.remove_external_corpus("old")
     rejoined(cluster)
     cluster.add_external_corpus("old", documents=["seven"], wait=True)
-    for corpora in cluster.members.on_all("external_corpora").values():
+    for corpora in cluster.replicas.on_all("external_corpora").values():
         assert [each.name for each in corpora] == ["new", "old"]

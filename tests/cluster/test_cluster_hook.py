@@ -33,7 +33,7 @@ def test_after_a_step_all_replicas_generate_with_the_new_weights(config):
         submit_all(cluster)
         submit_all(engine)
         found = drain(cluster)
-        while not cluster.members.all_joined:
+        while not cluster.replicas.all_joined:
             cluster.step()
         assert found == drain(engine)
         assert cluster.weights_digest() == engine.weights_digest()

@@ -129,7 +129,7 @@ def by_parts(cluster, folder: Path, tensors: Tensors, **options) -> None:
 
 
 def by_group(cluster, folder: Path, tensors: Tensors, **options) -> None:
-    with group_of(cluster, 1 + len(cluster.members.joined)) as (group, threads):
+    with group_of(cluster, 1 + len(cluster.replicas.joined)) as (group, threads):
         sender = DistributedSender(group, bucket_bytes=8192)
         source = TensorSource(tensors)
         sending = threads.submit(sender.send, source, 20)
@@ -230,8 +230,8 @@ def test_a_replica_that_cannot_commit_what_another_did_is_replaced(make, tensors
     Interceptor(broken, "end_weight_update", lambda n: RuntimeError("out of memory"))
     cluster.update_weights_from_tensor(tensors[0])
     assert broken.is_dead
-    while cluster.members.joined.get("replica-1") is broken:
-        cluster.members.poll(0.01)
+    while cluster.replicas.joined.get("replica-1") is broken:
+        cluster.replicas.poll(0.01)
     rejoined(cluster)
     assert cluster.weights_digest() == wanted[0]["digest"]
     assert generated(cluster) == wanted[0]["rollouts"]
@@ -248,7 +248,7 @@ def test_a_replica_that_dies_during_an_update_comes_back_with_it(make, tensors, 
     assert generated(cluster) == wanted[0]["rollouts"]
     rejoined(cluster)
     assert cluster.weights_digest() == wanted[0]["digest"]
-    statuses = cluster.members.on_all("status").values()
+    statuses = cluster.replicas.on_all("status").values()
     assert [each.weight_versions for each in statuses] == [{"target": 1}] * 2
     kill(cluster, pool, "replica-1")  # and it hands them on
     rejoined(cluster)
@@ -262,8 +262,8 @@ def test_a_late_joiner_waits_for_the_update_under_way(make, tensors, wanted):
     cluster.update_weights_from_tensor({name: tensors[0][name] for name in names[:3]})
     kill(cluster, pool, "replica-0")
     for _ in range(50):
-        cluster.members.poll(0.01)
-    assert list(cluster.members.joined) == ["replica-1"]
+        cluster.replicas.poll(0.01)
+    assert list(cluster.replicas.joined) == ["replica-1"]
     cluster.update_weights_from_tensor({name: tensors[0][name] for name in names[3:]})
     cluster.end_weight_update()
     rejoined(cluster)
@@ -277,11 +277,11 @@ def test_weights_that_died_with_the_last_replica_are_missed_loudly(make, tensors
         pool.living[name].kill()
     cluster.submit(PROMPTS[0], PARAMS)
     while not cluster.weights.sync.why_lost:
-        cluster.members.poll(0.01)
+        cluster.replicas.poll(0.01)
     assert "every replica that had the updated weights died" in cluster.unavailable_reason
     with pytest.raises(WeightUpdateError, match="every tensor of the target"):
         cluster.step()
-    wait_until(lambda: cluster.members.all_joined, lambda: cluster.members.poll(0.01))
+    wait_until(lambda: cluster.replicas.all_joined, lambda: cluster.replicas.poll(0.01))
     cluster.update_weights_from_tensor(tensors[0])
     assert cluster.weights_digest() == wanted[0]["digest"]
     assert len(drain(cluster)) == 1
@@ -301,7 +301,7 @@ def test_a_group_waits_for_all_as_long_as_it_is_told_to(make):
     cluster, pool = make(2)
     dead = pool.living["replica-1"]
     dead.kill()
-    cluster.members.wait_until_gone(dead)
+    cluster.replicas.wait_until_gone(dead)
     with pytest.raises(WeightUpdateError, match="not all replicas are there after 0 s"):
         cluster.init_weights_update_group("127.0.0.1", 1, 1, 3, timeout=0.0)
 
@@ -351,7 +351,7 @@ def test_sleep_and_wake_reach_all_and_those_who_come_meanwhile(make, tensors, wa
     assert cluster.release_memory(["weights", "kv_cache"])["weights"] > 0
     kill(cluster, pool, "replica-0")
     for _ in range(50):
-        cluster.members.poll(0.01)
+        cluster.replicas.poll(0.01)
     assert not cluster.can_run
     cluster.resume_memory()
     rejoined(cluster)
@@ -388,23 +388,23 @@ def test_replicas_that_come_during_the_update_that_heals_wait_for_its_end(make, 
     for replica in list(pool.living.values()):
         replica.kill()
     wait_until(
-        lambda: cluster.weights.sync.why_lost and cluster.members.joined,
-        lambda: cluster.members.poll(0.01),
+        lambda: cluster.weights.sync.why_lost and cluster.replicas.joined,
+        lambda: cluster.replicas.poll(0.01),
     )
-    some = next(iter(cluster.members.joined))
+    some = next(iter(cluster.replicas.joined))
     (late,) = set(pool.names) - {some}
     pool.living[late].kill()  # so that it starts after the update began
     names = list(tensors[1])
     cluster.begin_weight_update()
     cluster.update_weights_from_tensor({name: tensors[1][name] for name in names[:3]})
     for _ in range(100):
-        cluster.members.poll(0.01)
+        cluster.replicas.poll(0.01)
     cluster.update_weights_from_tensor({name: tensors[1][name] for name in names[3:]})
     cluster.end_weight_update()
     rejoined(cluster)
     assert cluster.weights_digest() == wanted[1]["digest"]
     assert cluster.weight_version == 2  # no policy shares its number with the one that was lost
-    statuses = cluster.members.on_all("status").values()
+    statuses = cluster.replicas.on_all("status").values()
     assert [each.weight_versions for each in statuses] == [{"target": 2}] * 2
 
 
@@ -419,7 +419,7 @@ def test_an_update_whose_replicas_all_die_once_they_committed_has_failed(make, t
     with pytest.raises(WeightUpdateError, match="every replica died"):
         cluster.update_weights_from_tensor(tensors[0])
     cluster.submit(PROMPTS[0], PARAMS)
-    wait_until(lambda: cluster.members.all_joined, lambda: cluster.members.poll(0.01))
+    wait_until(lambda: cluster.replicas.all_joined, lambda: cluster.replicas.poll(0.01))
     assert "every replica that had the updated weights died" in cluster.unavailable_reason
     with pytest.raises(WeightUpdateError, match="every tensor of the target"):
         cluster.score_with_extras(PROMPTS[0], [5, 6])
@@ -434,7 +434,7 @@ def test_an_update_is_not_silent_while_it_loads(make, tensors, monkeypatch):
         return value
 
     monkeypatch.setattr("rollout.cluster.weights.time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(cluster.members, "share", share)
+    monkeypatch.setattr(cluster.replicas, "share", share)
     cluster.begin_weight_update(timeout=300.0)
     cluster.update_weights_from_tensor(tensors[0])
     cluster.end_weight_update()
@@ -451,11 +451,11 @@ def test_a_newcomer_that_begins_to_join_anew_is_not_brought_the_same_twice(make,
     Interceptor(
         pool.living["replica-1"], "read_weights", lambda n: opened.wait(HANG_SECONDS) and None
     )
-    while "replica-0" not in cluster.members.joined:
+    while "replica-0" not in cluster.replicas.joined:
         if not asked and cluster.weights.sync.is_busy:
             asked.append(cluster.weights.sync.try_again())
             opened.set()
-        cluster.members.poll(0.01)
+        cluster.replicas.poll(0.01)
     assert asked
     assert len(pool.lives) == born  # none was refused and started anew
     assert cluster.weights_digest() == wanted[0]["digest"]

@@ -19,13 +19,13 @@ pytest.importorskip("ray")
 
 
 @dataclass(eq=False)
-class Patient:
+class FakeReplica:
     busy_seconds: float = 0.0
     is_silent: bool = False
     is_dead: bool = False
     asked: int = 0
 
-    def pulse(self) -> Future[float]:
+    def heartbeat(self) -> Future[float]:
         self.asked += 1
         answer: Future[float] = Future()
         if self.is_dead:
@@ -36,12 +36,20 @@ class Patient:
 
 
 def test_silent_and_stuck_ones_are_named_once_and_others_are_left_alone():
-    hung: list[tuple[Patient, str]] = []
-    heartbeats = Heartbeats(0.2, 100.0, lambda patient, reason: hung.append((patient, reason)))
-    well, long, stuck = Patient(), Patient(busy_seconds=99.0), Patient(busy_seconds=101.0)
-    silent, dead, left = Patient(is_silent=True), Patient(is_dead=True), Patient(is_silent=True)
-    for patient in (well, long, stuck, silent, dead, left):
-        heartbeats.watch(patient)
+    hung: list[tuple[FakeReplica, str]] = []
+    heartbeats = Heartbeats(0.2, 100.0, lambda replica, reason: hung.append((replica, reason)))
+    well, long, stuck = (
+        FakeReplica(),
+        FakeReplica(busy_seconds=99.0),
+        FakeReplica(busy_seconds=101.0),
+    )
+    silent, dead, left = (
+        FakeReplica(is_silent=True),
+        FakeReplica(is_dead=True),
+        FakeReplica(is_silent=True),
+    )
+    for replica in (well, long, stuck, silent, dead, left):
+        heartbeats.watch(replica)
     heartbeats.forget(left)
     started = time.monotonic()
     while len(hung) < 2:

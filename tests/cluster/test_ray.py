@@ -80,7 +80,7 @@ def test_what_one_actor_commits_the_other_learns(cluster):
     cluster.corpus_exchange.finish()
     submit_all(cluster)
     drain(cluster)
-    for each in cluster.members.on_all("status").values():
+    for each in cluster.replicas.on_all("status").values():
         assert each.counters["corpus/shared_tokens"] > 0
         assert each.counters["corpus/learned_tokens"] > 0
 
@@ -107,7 +107,7 @@ def test_replicas_killed_at_random_are_not_seen_and_replaced(cluster, expected):
 
 def test_replicas_that_hang_are_not_seen_and_replaced(cluster, expected, flag, monkeypatch, caplog):
     """One is stopped as a debugger would; the step of the other never ends."""
-    heartbeats = cluster.members._pool._heartbeats
+    heartbeats = cluster.replicas._pool._heartbeats
     monkeypatch.setattr(heartbeats, "_silence_seconds", 5.0)
     monkeypatch.setattr(heartbeats, "_stall_seconds", 5.0)
     stopped: list[psutil.Process] = []
@@ -129,7 +129,7 @@ def test_replicas_that_hang_are_not_seen_and_replaced(cluster, expected, flag, m
 
 
 def test_one_that_does_not_come_again_is_done_without(cluster, expected, monkeypatch, caplog):
-    pool = cluster.members._pool
+    pool = cluster.replicas._pool
     monkeypatch.setattr(pool, "_cluster", replace(pool._cluster, start_seconds=0.01))
     replica_processes()[0].kill()
     submit_all(cluster)
@@ -140,7 +140,7 @@ def test_one_that_does_not_come_again_is_done_without(cluster, expected, monkeyp
 
 def test_what_cannot_be_sent_takes_no_turn(cluster):
     """The replica would wait for it, and all that comes later with it."""
-    replica = next(iter(cluster.members.joined.values()))
+    replica = next(iter(cluster.replicas.joined.values()))
     with pytest.raises(TypeError, match="pickle"):
         replica.call("learn_corpus_deltas", (each for each in []))
     assert replica.call("weights_digest").result(HANG_SECONDS)
@@ -174,7 +174,7 @@ def test_weights_come_by_every_way_and_to_who_is_replaced(cluster, tmp_path):
     assert drain(cluster) == before  # on the one that is left, and on the one that came
     rejoined(cluster)
     assert cluster.weights_digest() == digests[-1]
-    assert set(cluster.members.on_all("weights_digest")) == {"replica-0", "replica-1"}
+    assert set(cluster.replicas.on_all("weights_digest")) == {"replica-0", "replica-1"}
     wait_until(lambda: cluster.external_corpora()[0].state is ExternalState.PUBLISHED)
 
 

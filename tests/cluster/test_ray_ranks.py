@@ -75,7 +75,7 @@ def cluster(own_ray, on_ranks) -> Iterator[RolloutCluster]:
 
 def ranks_of(cluster: RolloutCluster, name: str) -> list[psutil.Process]:
     """The processes of a replica, by rank."""
-    ranks = cluster.members._pool._named[name].replica.ranks
+    ranks = cluster.replicas._pool._named[name].replica.ranks
     return [psutil.Process(each.location.pid) for each in ranks]
 
 
@@ -101,7 +101,7 @@ def test_replicas_of_two_ranks_give_the_rollouts_of_one_engine(cluster, expected
         submit_all(cluster)
         assert drain(cluster) == expected
         cluster.corpus_exchange.finish()
-    for each in cluster.members.on_all("status").values():
+    for each in cluster.replicas.on_all("status").values():
         assert each.counters["corpus/shared_tokens"] > 0
         assert each.counters["corpus/learned_tokens"] > 0
     assert "died" not in caplog.text
@@ -123,7 +123,7 @@ def test_killed_ranks_are_not_seen_and_their_replicas_replaced(cluster, expected
 def test_a_rank_that_hangs_is_not_seen_and_its_replica_replaced(
     cluster, expected, monkeypatch, caplog
 ):
-    monkeypatch.setattr(cluster.members._pool._heartbeats, "_silence_seconds", 10.0)
+    monkeypatch.setattr(cluster.replicas._pool._heartbeats, "_silence_seconds", 10.0)
     ranks = ranks_of(cluster, "replica-1")
     assert all(each == expected for each in run_while(cluster, ranks[1].suspend))
     wait_until_gone(ranks, HANG_SECONDS)
@@ -188,7 +188,7 @@ def test_an_update_reaches_every_rank_of_every_replica_or_none(cluster, config, 
     wait_until_gone(ranks, HANG_SECONDS)
     rejoined(cluster)
     assert cluster.weights_digest() == digests[3]
-    assert set(cluster.members.on_all("weights_digest")) == {"replica-0", "replica-1"}
+    assert set(cluster.replicas.on_all("weights_digest")) == {"replica-0", "replica-1"}
     assert cluster.external_corpora()[0].state is ExternalState.PUBLISHED
     wanted = {key(each): content(each) for each in engine.generate(PROMPTS, PARAMS)}
     submit_all(cluster)

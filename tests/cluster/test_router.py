@@ -10,13 +10,13 @@ import pytest
 
 from rollout.cluster.router import Router
 
-SEATS = 8
+MAX_RUNNING = 8
 
 
-def router_of(num_replicas: int, seats: int = SEATS) -> Router:
+def router_of(num_replicas: int, max_running: int = MAX_RUNNING) -> Router:
     router = Router(names := [f"replica-{i}" for i in range(num_replicas)])
     for name in names:
-        router.join(name, seats)
+        router.join(name, max_running)
     return router
 
 
@@ -61,7 +61,7 @@ class Simulation:
 
 
 def test_siblings_are_given_to_one_replica_while_it_has_seats():
-    router = router_of(4, seats=64)
+    router = router_of(4, max_running=64)
     groups = add_groups(router, 20, 4)
     homes = defaultdict(set)
     for name, request_ids in router.take().items():
@@ -73,7 +73,7 @@ def test_siblings_are_given_to_one_replica_while_it_has_seats():
 
 
 def test_the_next_epoch_finds_each_group_where_it_was():
-    router = router_of(4, seats=1000)
+    router = router_of(4, max_running=1000)
     first = add_groups(router, 50, 2)
     homes = {first[i]: name for name, ids in router.take().items() for i in ids}
     for request_id in first:
@@ -83,7 +83,7 @@ def test_the_next_epoch_finds_each_group_where_it_was():
 
 
 def test_the_groups_of_a_dead_replica_move_and_no_others():
-    router = router_of(4, seats=1000)
+    router = router_of(4, max_running=1000)
     groups = add_groups(router, 200, 1)
     before = {i: name for name, ids in router.take().items() for i in ids}
     lost = router.leave("replica-2")
@@ -114,8 +114,8 @@ def test_long_tails_are_balanced(num_replicas, seed):
     lengths = {i: min(50.0, scale[groups[i]] * rng.uniform(0.5, 1.5)) for i in groups}
     simulation = Simulation(router, lengths)
     took = simulation.run()
-    seats = num_replicas * (SEATS + SEATS // 4)
-    assert took <= sum(lengths.values()) / seats + max(lengths.values())
+    max_running = num_replicas * (MAX_RUNNING + MAX_RUNNING // 4)
+    assert took <= sum(lengths.values()) / max_running + max(lengths.values())
     together = [len({simulation.where[i] for i in groups if groups[i] == group}) for group in scale]
     assert sum(count == 1 for count in together) > 0.7 * len(together)
 
@@ -126,13 +126,17 @@ def test_no_seat_is_idle_while_something_waits():
     for request_id in range(1, 100):
         router.add(request_id, 7)  # one large group
     taken = router.take()
-    assert sorted(map(len, taken.values())) == [SEATS, SEATS, SEATS + SEATS // 4]
+    assert sorted(map(len, taken.values())) == [
+        MAX_RUNNING,
+        MAX_RUNNING,
+        MAX_RUNNING + MAX_RUNNING // 4,
+    ]
     for _ in range(50):
         request_id = taken["replica-1"].pop()
         router.remove(request_id)
         for name, request_ids in router.take().items():
             taken[name] += request_ids
-        assert len(taken["replica-1"]) >= SEATS or router.num_waiting == 0
+        assert len(taken["replica-1"]) >= MAX_RUNNING or router.num_waiting == 0
 
 
 def test_the_same_calls_give_the_same_answers():

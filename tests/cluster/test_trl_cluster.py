@@ -46,8 +46,8 @@ def test_replicas_give_the_run_of_one_engine_and_have_its_weights(tmp_path: Path
         assert isinstance(cluster, RolloutCluster)
         many.add_callback(KillOneReplica())
         assert_same_run(expected, run(many))
-        while not cluster.members.all_joined:
-            cluster.members.poll(0.05)
+        while not cluster.replicas.all_joined:
+            cluster.replicas.poll(0.05)
         assert cluster.weight_version == engine_of(one).weight_version == 3
         assert cluster.weights_digest() == engine_of(one).weights_digest()
     finally:

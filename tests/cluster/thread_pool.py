@@ -159,4 +159,4 @@ class ThreadPool:
 def kill(cluster: RolloutCluster, pool: ThreadPool, name: str) -> None:
     dead = pool.living[name]
     dead.kill()
-    cluster.members.wait_until_gone(dead)
+    cluster.replicas.wait_until_gone(dead)

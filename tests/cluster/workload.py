@@ -47,7 +47,7 @@ def content(rollout: Rollout) -> tuple[Any, ...]:
 
 def rejoined(cluster: RolloutCluster) -> None:
     """Let the cluster step until it has all its replicas."""
-    wait_until(lambda: cluster.members.all_joined, cluster.step)
+    wait_until(lambda: cluster.replicas.all_joined, cluster.step)
 
 
 def drain(engine: Engine, between: Callable[[], object] = lambda: None) -> dict[Any, Any]:

@@ -126,6 +126,34 @@ def test_what_is_no_grammar_is_named(
     assert not engine.has_unfinished
 
 
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"json_schema": '{"type": "integer", "multipleOf": 100003}'}, "multipleOf"),
+        ({"json_schema": '{"items": {"type": "number", "multipleOf": 10.0003}}'}, "multipleOf"),
+        ({"json_schema": '{"type": "integer", "multipleOf": 1e99999999}'}, "multipleOf"),
+        ({"json_schema": '{"multipleOf": 1.' + "0" * 5000 + "1}"}, "multipleOf"),
+        ({"json_schema": '{"multipleOf": 1e99999999999999999999}'}, "is none"),
+        ({"json_schema": '{"allOf": [{"multipleOf": 211}, {"multipleOf": 499}]}'}, "multipleOf"),
+        ({"regex": "a" * 70_000}, "characters"),
+    ],
+)
+def test_a_grammar_that_takes_long_to_compile_is_refused(
+    engine: RolloutEngine, fields: dict[str, str], why: str
+) -> None:
+    """All other requests wait while it is compiled: for hours with a number of eight digits."""
+    with pytest.raises(InvalidInputError, match=why) as refused:
+        engine.submit([5], params(n=1, **fields))
+    assert refused.value.field == f"sampling.{next(iter(fields))}"
+
+
+def test_multiples_of_usual_numbers_are_compiled(engine: RolloutEngine) -> None:
+    schema = {"type": "number", "multipleOf": 0.01, "maximum": 99, "minimum": -99}
+    properties = {"multipleOf": schema, "even": {"type": "integer", "multipleOf": 1000}}
+    asked = params(n=1, json_schema=json.dumps({"properties": properties}), max_new_tokens=4)
+    assert engine.generate(["x"], asked)[0].finish_reason is not FinishReason.ERROR
+
+
 def test_the_last_grammars_are_remembered(
     engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

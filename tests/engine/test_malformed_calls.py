@@ -135,7 +135,7 @@ def refusal(call: Callable[..., object], **arguments: object) -> Any:
     return None
 
 
-def settled(engine: RolloutEngine) -> None:
+def undo_begun(engine: RolloutEngine) -> None:
     """Undo whatever a call that was taken has begun."""
     engine.abandon_weight_update()
     if engine.released_tags:
@@ -157,7 +157,7 @@ def test_nothing_but_our_errors_comes_of_wrong_values(engine, tmp_path, monkeypa
                 error = refusal(call, **good | {argument: value})
                 refused += error is not None
                 assert not isinstance(error, OSError) or argument == "path", (name, argument)
-                settled(engine)
+                undo_begun(engine)
         engine.check_integrity()
         assert engine.worker.memory.usage.used == 0
     assert refused > 300

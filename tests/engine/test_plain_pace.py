@@ -78,7 +78,7 @@ def test_steps_that_verify_no_draft_lose_no_more_than_proposing_takes() -> None:
 
 def test_without_plain_steps_the_error_is_a_tenth() -> None:
     pace = PlainPace()
-    assert pace.spare(600.0) + pace.spare(400.0) == 1000.0
+    assert pace.record_saved(600.0) + pace.record_saved(400.0) == 1000.0
     assert pace.variance_ms2 == pytest.approx(100.0**2)
     assert pace.observe(15.0, 10.0) == pytest.approx(500.0)  # they took half as long again
 
@@ -95,8 +95,8 @@ def test_a_stall_is_booked_to_nobody() -> None:
 
 
 def test_a_saving_within_its_error_is_no_difference() -> None:
-    told = Saving(seconds=2.0, error_seconds=0.5, run_seconds=10.0)
-    assert (told.is_told, told.speedup, told.speedup_error) == (True, 1.2, 0.05)
-    assert not Saving(0.5, 0.5, 10.0).is_told
-    assert not Saving(-0.5, 0.5, 10.0).is_told
+    clear = Saving(seconds=2.0, error_seconds=0.5, run_seconds=10.0)
+    assert (clear.is_significant, clear.speedup, clear.speedup_error) == (True, 1.2, 0.05)
+    assert not Saving(0.5, 0.5, 10.0).is_significant
+    assert not Saving(-0.5, 0.5, 10.0).is_significant
     assert Saving(0.0, 0.0, 0.0).speedup == 1.0

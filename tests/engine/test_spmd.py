@@ -30,7 +30,7 @@ from tests.helpers.thread_ranks import on_ranks
 
 
 class Told(SingleRank):
-    def tell(self, data: bytes) -> bytes:
+    def broadcast_bytes(self, data: bytes) -> bytes:
         raise ZeroDivisionError(json.loads(data)[0])
 
 
@@ -63,14 +63,14 @@ def test_rank_0_that_cannot_open_its_engine_waits_for_nobody(monkeypatch):
     class Line(SingleRank):
         told: ClassVar[list[str]] = []
 
-        def tell(self, data: bytes) -> bytes:
+        def broadcast_bytes(self, data: bytes) -> bytes:
             if not data:
                 raise AssertionError("it waits")
             self.told.append(json.loads(data)[0])
             return data
 
         def close(self, reason: str = "") -> None:
-            object.__setattr__(self, "tell", closed)
+            object.__setattr__(self, "broadcast_bytes", closed)
 
     def closed(data: bytes) -> bytes:
         raise ParallelError("closed")
@@ -130,7 +130,7 @@ def test_bytes_that_follow_a_call_are_the_same_on_all_ranks():
         engine = spmd._opened(group, lambda _: recorder, None)
         engine.update_weights_from_bucket(bucket, direct=True)
         engine.learn_corpus_deltas(deltas)
-        group.tell(b"")
+        group.broadcast_bytes(b"")
         return recorder
 
     for rank in on_ranks(2, run):

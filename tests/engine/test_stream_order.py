@@ -17,11 +17,11 @@ class Run:
     def __init__(self, seed: int) -> None:
         rng = self.rng = np.random.default_rng(seed)
         count = int(rng.integers(1, 24))
-        self.seats = int(rng.integers(1, 7))
+        self.max_running = int(rng.integers(1, 7))
         longest = int(rng.choice([2, 6, 40]))
         self.ticks = rng.integers(1, longest + 1, count).tolist()
         self.emitted = [0] * count
-        self.order = StreamOrder(count, self.seats, self.emitted.__getitem__)
+        self.order = StreamOrder(count, self.max_running, self.emitted.__getitem__)
         self.released: list[int] = []
 
     @property
@@ -31,7 +31,7 @@ class Run:
     def step(self) -> None:
         """Some run some tokens further; only some ends are followed by a check."""
         rng, left = self.rng, self.unfinished
-        for index in rng.permutation(left)[: int(rng.integers(1, self.seats + 2))].tolist():
+        for index in rng.permutation(left)[: int(rng.integers(1, self.max_running + 2))].tolist():
             most = self.ticks[index] - self.emitted[index]
             self.emitted[index] += int(rng.integers(0, min(most, 9) + 1))
             if self.emitted[index] == self.ticks[index]:
@@ -55,7 +55,7 @@ class Run:
                     future.get(i, FOREVER) if i in left else ticks
                     for i, ticks in enumerate(self.ticks)
                 ],
-                self.seats,
+                self.max_running,
             )
             for future in futures
         ]
@@ -77,18 +77,18 @@ def test_the_order_is_that_of_plain_decoding_as_soon_as_it_is_certain(block: int
             except AssertionError as error:
                 error.add_note(f"seed {seed}")
                 raise
-        assert run.released == plain_order(run.ticks, run.seats), f"seed {seed}"
+        assert run.released == plain_order(run.ticks, run.max_running), f"seed {seed}"
 
 
 def test_plain_decoding_itself_is_never_held_back():
-    """Each tick every seat emits one token: what ends is handed out in that tick."""
+    """Each tick every running one emits one token: what ends is handed out in that tick."""
     rng = np.random.default_rng(1)
-    ticks, seats = rng.integers(1, 30, 50).tolist(), 5
+    ticks, max_running = rng.integers(1, 30, 50).tolist(), 5
     emitted = [0] * len(ticks)
-    order = StreamOrder(len(ticks), seats, emitted.__getitem__)
+    order = StreamOrder(len(ticks), max_running, emitted.__getitem__)
     waiting, running = list(range(len(ticks))), []
     while waiting or running:
-        while waiting and len(running) < seats:
+        while waiting and len(running) < max_running:
             running.append(waiting.pop(0))
         for index in running:
             emitted[index] += 1
@@ -128,14 +128,14 @@ def test_the_others_keep_their_order_when_some_are_aborted(seed: int):
             run.order.end(index, run.ticks[index])
         run.released += run.order.release()
     run.released += run.order.release()
-    expected = [i for i in plain_order(run.ticks, run.seats) if i not in aborted]
+    expected = [i for i in plain_order(run.ticks, run.max_running) if i not in aborted]
     assert run.released == expected
 
 
 def test_a_check_looks_at_running_requests_alone():
     """Four thousand requests, a straggler first, and one check per token."""
     rng = np.random.default_rng(2)
-    count, seats, looks = 4096, 32, 0
+    count, max_running, looks = 4096, 32, 0
     ticks = rng.integers(1, 20, count).tolist()
     ticks[0] = 5000
     emitted = [0] * count
@@ -145,12 +145,12 @@ def test_a_check_looks_at_running_requests_alone():
         looks += 1
         return emitted[index]
 
-    order = StreamOrder(count, seats, look)
+    order = StreamOrder(count, max_running, look)
     released: list[int] = []
     for index in [*range(1, count), 0]:
         emitted[index] = ticks[index]
         order.end(index, ticks[index])
         before = looks
         released += order.release()
-        assert looks - before <= 2 * seats
-    assert released == plain_order(ticks, seats)
+        assert looks - before <= 2 * max_running
+    assert released == plain_order(ticks, max_running)

@@ -9,6 +9,7 @@ import torch
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.runner.graphs.capture import CudaCapture, GraphTooLargeError
+from tests.helpers.compared import numbers
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11] * 9, [5, 6, 7, 12], [40, 41]]
 PARAMS = SamplingParams(temperature=0.9, max_new_tokens=40, seed=3, n=2, ignore_eos=True)
@@ -21,8 +22,8 @@ def make(path, spec="none", **overrides):
     return RolloutEngine.from_pretrained(path, spec=spec, **(options | overrides), **budget)
 
 
-def outcome(engine):
-    found = [(r.token_ids, r.logprobs, r.finish_reason) for r in engine.generate(PROMPTS, PARAMS)]
+def generated(engine):
+    found = numbers(engine.generate(PROMPTS, PARAMS))
     engine.check_integrity()
     return found
 
@@ -31,14 +32,14 @@ def outcome(engine):
 def eager(tiny_model_path):
     engine = make(tiny_model_path, graph_bytes=0)
     assert engine.worker.target.graphs is None
-    return outcome(engine)
+    return generated(engine)
 
 
 @pytest.mark.parametrize("spec", ["none", "ngram"])
 def test_graphs_cannot_be_seen(tiny_model_path, eager, spec) -> None:
     engine = make(tiny_model_path, spec)
     for _ in range(3):
-        assert outcome(engine) == eager
+        assert generated(engine) == eager
     graphs = engine.worker.target.graphs
     assert graphs.runs.num_graphs > 0
     assert not graphs.runs.failure
@@ -46,19 +47,19 @@ def test_graphs_cannot_be_seen(tiny_model_path, eager, spec) -> None:
 
 def test_without_exactness_graphs_are_captured_too(tiny_model_path) -> None:
     engine = make(tiny_model_path, exact=False)
-    outcome(engine)
+    generated(engine)
     assert engine.worker.target.graphs.runs.num_graphs > 0
     assert not engine.worker.target.graphs.runs.failure
 
 
 def test_updates_in_place_reach_what_was_captured(tiny_model_path) -> None:
     engines = [make(tiny_model_path), make(tiny_model_path, graph_bytes=0)]
-    before = [outcome(engine) for engine in engines]
+    before = [generated(engine) for engine in engines]
     tensor = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)) / 9
     captured = engines[0].worker.target.graphs.runs.num_graphs
     for engine in engines:
         engine.update_weights_from_tensor([(NAME, tensor)], partial=True)
-    after = [outcome(engine) for engine in engines]
+    after = [generated(engine) for engine in engines]
     assert engines[0].worker.target.graphs.runs.num_graphs >= captured > 0
     assert before[0] == before[1] != after[0] == after[1]
 
@@ -66,12 +67,12 @@ def test_updates_in_place_reach_what_was_captured(tiny_model_path) -> None:
 @pytest.mark.parametrize("tags", [["kv_cache"], ["weights"], ["kv_cache", "weights", "graphs"]])
 def test_what_sleeps_may_wake_elsewhere(tiny_model_path, eager, tags) -> None:
     engine = make(tiny_model_path)
-    assert outcome(engine) == eager
+    assert generated(engine) == eager
     engine.release_memory(tags)
     assert engine.worker.target.graphs.runs.num_graphs == 0
     blocker = torch.empty(1 << 24, device="cuda")  # where weights or KV may have been
     engine.resume_memory()
-    assert outcome(engine) == eager
+    assert generated(engine) == eager
     assert engine.worker.target.graphs.runs.num_graphs > 0
     del blocker
 
@@ -79,11 +80,11 @@ def test_what_sleeps_may_wake_elsewhere(tiny_model_path, eager, tags) -> None:
 def test_their_memory_is_bounded_and_comes_back(tiny_model_path, eager) -> None:
     engine = make(tiny_model_path, graph_bytes=1)
     for _ in range(3):
-        assert outcome(engine) == eager
+        assert generated(engine) == eager
     graphs = engine.worker.target.graphs
     assert graphs.runs.num_graphs == 0 or graphs.runs.num_bytes <= 1
     engine = make(tiny_model_path)
-    assert outcome(engine) == eager
+    assert generated(engine) == eager
     held = engine.worker.target.graphs.runs.num_bytes
     assert engine.release_memory(["graphs"]) == {"graphs": held}
 
@@ -100,12 +101,12 @@ def test_a_forward_that_cannot_be_captured_runs_without(tiny_model_path, eager, 
 
     model.forward = synchronizing
     with caplog.at_level(logging.WARNING):
-        assert outcome(engine) == eager
+        assert generated(engine) == eager
     assert "without graphs" in caplog.text
     assert engine.worker.target.graphs.runs.failure
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     torch.randn(3, device="cuda")  # its generator, too, knows that nothing is captured
-    assert outcome(engine) == eager
+    assert generated(engine) == eager
 
 
 def test_what_takes_more_than_it_may_is_known_before_it_is_captured() -> None:

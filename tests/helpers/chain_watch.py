@@ -13,9 +13,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from rollout.models.aux_hidden_states import AuxHiddenStateCollector
 from spec_workers.neural.drafter import NeuralDrafter
-from tests.helpers.dense_attention import DenseAttention
+from tests.helpers.dense_attention import DenseAttention, features_of
 
 
 @dataclass
@@ -161,13 +160,8 @@ class ChainWatch:
             position >= len(self._features[0])
         ):
             sequence = tokens[:-1]
-            attention = DenseAttention([len(sequence)])
-            wanted = self.drafter.features
-            taps = AuxHiddenStateCollector(
-                wanted, len(sequence), self.target.model.spec.hidden_size, torch.empty(0)
-            )
-            self.target.model.forward(torch.tensor(sequence), attention.positions, attention, taps)
-            self._features = (sequence, taps.features_TF)
+            found_TF = features_of(self.target.model, self.drafter.features, sequence)
+            self._features = (sequence, found_TF)
         return self._features[1][position]
 
     def _attended(self, step, row, end, tokens) -> list[tuple[int, _Row]]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenStates
 from rollout.ops.rotary_store_kv import rotary_store_kv_
 from tests.helpers.dense_states import DenseStates
 
@@ -74,6 +75,20 @@ class GrowingAttention:
             q_THD.transpose(0, 1), k_TKD.transpose(0, 1), v_TKD.transpose(0, 1),
             attn_mask=mask, enable_gqa=True,
         ).transpose(0, 1).contiguous()  # fmt: skip
+
+
+@torch.inference_mode()
+def features_of(model, features: AuxHiddenStates, sequence: Sequence[int]) -> torch.Tensor:
+    """The features [length, F] that a draft reads of each token of a sequence."""
+    length = len(sequence)
+    attention, states = DenseAttention([length]), None
+    if model.spec.linear_attention is not None:
+        states = DenseStates(model.spec, dtype=model.dtype).begin([length])
+    like = torch.empty(0, dtype=model.dtype)
+    collector = AuxHiddenStateCollector(features, length, model.spec.hidden_size, like)
+    tokens = torch.as_tensor(sequence).long()
+    model.forward(tokens, attention.positions, attention, collector, states=states)
+    return collector.features_TF
 
 
 @torch.inference_mode()

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rollout.models.aux_hidden_states import AuxHiddenStateCollector
 from spec_workers.neural.drafter import NeuralDrafter
-from tests.helpers.dense_attention import DenseAttention
+from tests.helpers.dense_attention import DenseAttention, features_of
 
 
 @dataclass
@@ -126,13 +125,8 @@ class DraftWatch:
         """(next tokens, fused features, positions) of the positions attended to."""
         sequence = tuple(tokens[: attended[-1] + 1])
         if sequence != self._fused_of[0]:
-            attention = DenseAttention([len(sequence)])
-            features = self.model.spec.features
-            taps = AuxHiddenStateCollector(
-                features, len(sequence), self.target.spec.hidden_size, torch.empty(0)
-            )
-            self.target.forward(torch.tensor(sequence), attention.positions, attention, taps)
-            self._fused_of = (sequence, self.model.fuse(taps.features_TF))
+            found_TF = features_of(self.target, self.model.spec.features, sequence)
+            self._fused_of = (sequence, self.model.fuse(found_TF))
         positions = torch.tensor(attended)
         return torch.tensor(tokens)[positions + 1], self._fused_of[1][positions], positions
 

@@ -78,7 +78,7 @@ def differing(ranks: Ranks) -> list[str]:
             found += [
                 f"{type(exchange).__name__} {dtype} {rows} {widths}"
                 for exchange in (host, gloo)
-                if not same_bits(exchange.gather_columns(own_TC, parts), sent_TC)
+                if not same_bits(exchange.all_gather_columns(own_TC, parts), sent_TC)
             ]
         for size in (0, 1, 3, SLOT + 5):
             sent = random_bits(size, dtype=dtype, seed=size)
@@ -88,9 +88,9 @@ def differing(ranks: Ranks) -> list[str]:
                 if not same_bits(got, sent):
                     found.append(f"{type(exchange).__name__} {dtype} {size} sent to all")
     for texts in (["", "ä" * 7, "x"], ["", "", ""], ["long" * SLOT, "", "y"]):
-        if group.exchange(texts[RANK]) != texts:
+        if group.all_gather_text(texts[RANK]) != texts:
             found.append("texts")
-        if group.tell(texts[RANK].encode()) != texts[0].encode():
+        if group.broadcast_bytes(texts[RANK].encode()) != texts[0].encode():
             found.append("what rank 0 told")
     return found
 
@@ -103,11 +103,11 @@ def mixed_up(ranks: Ranks) -> int:
         if own.random() < 0.02:
             time.sleep(0.0005)
         if same.random() < 0.5:
-            wrong += group.numbers(number * SIZE + RANK) != [
+            wrong += group.all_gather_int(number * SIZE + RANK) != [
                 number * SIZE + rank for rank in range(SIZE)
             ]
         else:
-            wrong += group.first([number if RANK == 0 else -1.0]) != [number]
+            wrong += group.broadcast_floats([number if RANK == 0 else -1.0]) != [number]
     return wrong
 
 
@@ -120,7 +120,7 @@ def by_gloo(ranks: Ranks, monkey: object, name: str, replacement: object) -> lis
         group = ranks.group()
     finally:
         setattr(monkey, name, before)
-    return [type(group._exchanges[0]).__name__, group.numbers(RANK)]
+    return [type(group._exchanges[0]).__name__, group.all_gather_int(RANK)]
 
 
 def fails(*_: object) -> None:
@@ -139,7 +139,7 @@ def error_of(group: ProcessRanks) -> dict[str, object]:
     found = []
     for _ in range(2):
         try:
-            group.numbers(RANK)
+            group.all_gather_int(RANK)
         except ParallelError as error:
             found.append(str(error))
     return {"errors": found, "seconds": time.monotonic() - started}

@@ -17,9 +17,9 @@ from rollout.parallel import open_ranks
 def main() -> None:
     config = ParallelConfig(mode=ParallelMode.tensor, size=2)
     group = open_ranks(config, torch.device("cpu")).tensor
-    met = group.exchange(os.environ["RANK"])
+    met = group.all_gather_text(os.environ["RANK"])
     Path(sys.argv[1]).write_text(json.dumps([group.rank, met]))
-    group.exchange("")  # rank 0 hosts the store until all have met
+    group.all_gather_text("")  # rank 0 hosts the store until all have met
 
 
 if __name__ == "__main__":

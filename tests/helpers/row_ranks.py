@@ -66,7 +66,7 @@ def driven(engine: RolloutEngine, seed: int, update: dict | None) -> tuple[list,
         for prompt, params in script.pop(step, ()):
             submitted.append(engine.submit(prompt, params, prompt_index=len(submitted)))
         has_work = engine.has_unfinished or bool(script) or (update is not None and step < 7)
-        if not any(engine.worker.ranks.rows.numbers(has_work)):
+        if not any(engine.worker.ranks.rows.all_gather_int(has_work)):
             break
         if step == 6 and update is not None:
             engine.update_weights_from_tensor(update)

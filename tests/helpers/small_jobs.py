@@ -18,7 +18,14 @@ from rich.console import Console
 from rollout import SamplingParams
 from rollout.config import DType, MemoryConfig, ModelConfig, SchedulerConfig
 from rollout.engine.worker import worker_factory
-from rollout.offline import ChatTemplate, DataConfig, JobResult, OutputConfig, RunConfig, run_job
+from rollout.offline import (
+    ChatTemplateMode,
+    DataConfig,
+    JobResult,
+    OutputConfig,
+    RunConfig,
+    run_job,
+)
 
 
 def small_job(
@@ -31,7 +38,7 @@ def small_job(
     return RunConfig(
         model=ModelConfig(path=str(model), dtype=DType.float32),
         data=DataConfig(
-            path=write_rows(folder / "prompts.jsonl", prompts), chat_template=ChatTemplate.never
+            path=write_rows(folder / "prompts.jsonl", prompts), chat_template=ChatTemplateMode.never
         ),
         sampling=params,
         output=OutputConfig(path=str(folder / "rollouts.jsonl")),

@@ -85,7 +85,7 @@ def error_of(call, *args, **options) -> str:
 
 def sent(engine: RolloutEngine, folder: str) -> None:
     """An update through a weight group, whose sender is a thread of rank 0."""
-    port = int(engine.worker.ranks.tensor.exchange(str(free_port()))[0])
+    port = int(engine.worker.ranks.tensor.all_gather_text(str(free_port()))[0])
     source = CheckpointSource(folder)
 
     def send() -> None:
@@ -117,7 +117,7 @@ def returned_early(engine: RolloutEngine, tensors: dict[str, torch.Tensor]) -> b
     note = Path(sys.argv[1]).with_name("returned")
     with SharedMemorySender(1 << 21, num_segments=1) as sender:
         handles = [json.dumps(handle) for handle in sender.handles(tensors.items())]
-        (handle,) = map(json.loads, engine.worker.ranks.tensor.exchange(handles[0])[:1])
+        (handle,) = map(json.loads, engine.worker.ranks.tensor.all_gather_text(handles[0])[:1])
         engine.begin_weight_update()
         deadline = time.monotonic() + RANK  # seconds, of rank 1 alone
         while time.monotonic() < deadline and not note.exists():
@@ -191,7 +191,7 @@ def corpora(folder: str) -> dict:
             published = step
         is_open = published is None or states["broken"] != "failed"
         if not any(
-            engine.worker.ranks.tensor.numbers(is_open)
+            engine.worker.ranks.tensor.all_gather_int(is_open)
         ):  # a rank sees its own failure first
             break
     waited = error_of(engine.add_external_corpus, "both", token_chunks=chunks, wait=True)

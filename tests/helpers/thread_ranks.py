@@ -64,22 +64,22 @@ class ThreadRank:
         self._barrier.wait(HANG_SECONDS)
         return values  # type: ignore[return-value]
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.stack(self._exchange(x))
 
-    def gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
+    def all_gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
         return torch.cat(self._exchange(x_TC), 1)
 
-    def first(self, numbers: Sequence[float]) -> list[float]:
+    def broadcast_floats(self, numbers: Sequence[float]) -> list[float]:
         return self._exchange(list(numbers))[0]
 
-    def numbers(self, number: int) -> list[int]:
+    def all_gather_int(self, number: int) -> list[int]:
         return self._exchange(number)
 
-    def exchange(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         return self._exchange(text)
 
-    def tell(self, data: bytes) -> bytes:
+    def broadcast_bytes(self, data: bytes) -> bytes:
         return self._exchange(data)[0]
 
     def post(self, topic: str, text: str) -> None:

@@ -13,17 +13,17 @@ from tests.helpers.dense_attention import DenseAttention
 
 
 @torch.inference_mode()
-def test_taps_are_the_residual_stream_and_change_nothing(tiny_model_path):
+def test_collected_states_are_the_residual_stream_and_change_nothing(tiny_model_path):
     model = load_model(tiny_model_path, DType.float32, torch.device("cpu"))
     tokens = torch.arange(11)
     attention = DenseAttention([11])
-    untapped = model.forward(tokens, attention.positions, attention)
-    taps = AuxHiddenStateCollector(AuxHiddenStates(layers=(0, 2), final=True), 7, 48, untapped)
-    tapped = model.forward(tokens, attention.positions, attention, taps)
-    assert torch.equal(tapped, untapped)
-    first, last, final = taps.features_TF.split(48, dim=1)
+    plain = model.forward(tokens, attention.positions, attention)
+    collector = AuxHiddenStateCollector(AuxHiddenStates(layers=(0, 2), final=True), 7, 48, plain)
+    collecting = model.forward(tokens, attention.positions, attention, collector)
+    assert torch.equal(collecting, plain)
+    first, last, final = collector.features_TF.split(48, dim=1)
     assert torch.equal(first, model.vocabulary.embedding_WE[tokens[:7]])
-    assert torch.equal(final, untapped[:7])
+    assert torch.equal(final, plain[:7])
     last = last.double()
     normed = last * (last.square().mean(-1, keepdim=True) + model.spec.rms_norm_eps).rsqrt()
     torch.testing.assert_close(normed.float() * model.final_norm_E, final, rtol=1e-5, atol=1e-5)

@@ -9,12 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from rollout.config import DType
-from rollout.models.aux_hidden_states import AuxHiddenStateCollector
 from rollout.models.eagle.loader import load_eagle, read_eagle_spec
 from rollout.models.loader import load_model
 from rollout.runner.memory_saver import WeightBackup
 from rollout.weights.parts import WeightParts
-from tests.helpers.dense_attention import DenseAttention, GrowingAttention
+from tests.helpers.dense_attention import GrowingAttention, features_of
 from tests.helpers.plain_eagle import PlainEagle1, PlainEagle3
 from tests.helpers.tiny_draft import save_tiny_eagle1, save_tiny_eagle3
 from tests.helpers.tiny_model import save_tiny_llama
@@ -31,18 +30,6 @@ def target_path(tmp_path_factory):
 @pytest.fixture(scope="module")
 def target(target_path):
     return load_model(target_path, DType.float32, CPU)
-
-
-@torch.inference_mode()
-def features_of(target, features):
-    """The features [T, F] of every token but the last."""
-    tokens = TOKENS[:-1]
-    attention = DenseAttention([len(tokens)])
-    taps = AuxHiddenStateCollector(
-        features, len(tokens), target.spec.hidden_size, target.final_norm_E
-    )
-    target.forward(tokens, attention.positions, attention, taps)
-    return taps.features_TF
 
 
 def files_of(folder):
@@ -108,7 +95,7 @@ def test_eagle3_is_the_papers(case, target_path, target, tmp_path):
     draft = load_eagle(folder, target)
     assert draft.spec == read_eagle_spec(folder, target.spec)
     assert draft.spec.features.layers == CASES[case].get("layers", (0, 1, 2))
-    features = features_of(target, draft.spec.features)
+    features = features_of(target, draft.spec.features, TOKENS[:-1])
 
     layer = config.get("transformer_layer_config", config)
     plain = PlainEagle3(tensors, layer, embedding_and_head(target_path)[0], config)
@@ -139,7 +126,7 @@ def test_eagle_is_the_papers(case, target_path, target, tmp_path):
     draft = load_eagle(folder, target)
     assert draft.spec.features.final
     assert (draft.embedding_VE is None) == ("own_embedding" not in case)
-    features = features_of(target, draft.spec.features)
+    features = features_of(target, draft.spec.features, TOKENS[:-1])
     embedding, head = embedding_and_head(target_path)
     layer = config.get("transformer_layer_config", config)
     plain = PlainEagle1(tensors, layer, embedding, head)
@@ -163,7 +150,7 @@ def test_no_rows_pass(save, target_path, target, tmp_path):
 @torch.inference_mode()
 def test_inputs_are_left_alone(save, target_path, target, tmp_path):
     draft = load_eagle(save(tmp_path / "draft", target_path), target)
-    features = features_of(target, draft.spec.features)
+    features = features_of(target, draft.spec.features, TOKENS[:-1])
     hidden = draft.fuse(features).clone()
     before = features.clone(), hidden.clone()
     out = draft.forward(TOKENS[1:], hidden, torch.arange(8), GrowingAttention())
@@ -177,7 +164,7 @@ def test_inputs_are_left_alone(save, target_path, target, tmp_path):
 def test_what_a_draft_takes_from_the_target_follows_it(target_path, tmp_path):
     target = load_model(target_path, DType.float32, CPU)
     draft = load_eagle(save_tiny_eagle1(tmp_path / "draft", target_path), target)
-    features = features_of(target, draft.spec.features)
+    features = features_of(target, draft.spec.features, TOKENS[:-1])
     before = steps(draft, features, recompute=False)
     weight_loaders = target.weight_loaders()
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -208,7 +195,7 @@ def test_a_draft_is_a_part_that_holds_its_own_alone(save, options, target_path, 
     for name, loader in own.items():  # in the checkpoint's order, whatever is kept
         assert torch.equal(loader.read(), tensors[name.removeprefix("draft.")])
 
-    features = features_of(target, draft.spec.features)
+    features = features_of(target, draft.spec.features, TOKENS[:-1])
     before, digest = steps(draft, features, recompute=False), parts.digest("draft")
     kept = WeightBackup(parts, frozenset({"draft"}))
     num_bytes = sum(loader.read().nbytes for loader in own.values())

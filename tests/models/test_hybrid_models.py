@@ -12,12 +12,12 @@ from transformers import (
 
 from rollout.config import DType
 from rollout.errors import CheckpointError
-from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenStates
+from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.layers.weight_loader import mismatches
 from rollout.models.loader import load_model
 from rollout.weights.manifest import UpdateOptions
 from rollout.weights.transaction import WeightTransaction
-from tests.helpers.dense_attention import DenseAttention, GrowingAttention, logits_of
+from tests.helpers.dense_attention import GrowingAttention, features_of, logits_of
 from tests.helpers.dense_states import DenseStates
 from tests.helpers.tiny_hybrid import randomise, save_tiny_hybrid, tiny_hybrid
 
@@ -83,12 +83,9 @@ def test_half_precision_stays_near(family, tmp_path):
 def test_features_are_the_residual_stream_and_the_final_norm(family, tmp_path):
     model, theirs = load(save_tiny_hybrid(tmp_path, family)), tiny_hybrid(family)
     features, tokens = AuxHiddenStates(layers=(0, 2, 3), final=True), torch.tensor(PROMPTS[0])
-    taps = AuxHiddenStateCollector(features, len(tokens), 48, torch.empty(0))
-    states = DenseStates(model.spec).begin([len(tokens)])
-    attention = DenseAttention([len(tokens)])
-    model.forward(tokens, attention.positions, attention, taps, states=states)
+    found = features_of(model, features, tokens)
     hidden = theirs(tokens[None], output_hidden_states=True).hidden_states
-    close(taps.features_TF, torch.cat([hidden[0], hidden[2], hidden[3], hidden[4]], dim=-1)[0])
+    close(found, torch.cat([hidden[0], hidden[2], hidden[3], hidden[4]], dim=-1)[0])
 
 
 @pytest.mark.parametrize("packing", [True, False])

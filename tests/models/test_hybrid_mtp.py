@@ -5,11 +5,10 @@ import torch
 from safetensors.torch import load_file
 
 from rollout.config import DType
-from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenStates
+from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.loader import load_model
 from rollout.models.mtp.loader import MtpChain
-from tests.helpers.dense_attention import DenseAttention
-from tests.helpers.dense_states import DenseStates
+from tests.helpers.dense_attention import DenseAttention, features_of
 from tests.helpers.tiny_hybrid import save_tiny_chain, tiny_hybrid
 
 TOKENS = torch.tensor([5, 9, 11, 3, 70, 12, 9, 9, 41, 80, 3])
@@ -34,11 +33,7 @@ def loaded(request, experts, tmp_path):
 def test_a_step_is_what_transformers_parts_compute(loaded):
     model, theirs, target, step, _ = loaded
     assert step.spec.features == AuxHiddenStates(final=True)
-    taps = AuxHiddenStateCollector(step.spec.features, len(TOKENS), 48, torch.empty(0))
-    states = DenseStates(target.spec).begin([len(TOKENS)])
-    attention = DenseAttention([len(TOKENS)])
-    target.forward(TOKENS, attention.positions, attention, taps, states=states)
-    hidden = step.fuse(taps.features_TF)[:-1]
+    hidden = step.fuse(features_of(target, step.spec.features, TOKENS))[:-1]
     attention = DenseAttention([len(TOKENS) - 1])
     ours = step.forward(TOKENS[1:], hidden, attention.positions, attention)
     expected = theirs(model, TOKENS[1:], hidden)

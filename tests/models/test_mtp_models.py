@@ -7,12 +7,12 @@ from safetensors.torch import load_file, save_file
 from rollout import RolloutEngine
 from rollout.config import DType
 from rollout.errors import CheckpointError, UnsupportedModelError
-from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenStates
+from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.eagle.loader import read_eagle_spec
 from rollout.models.loader import load_model
 from rollout.models.mtp.loader import MtpChain
 from rollout.models.spec import ModelSpec, is_mtp_tensor
-from tests.helpers.dense_attention import DenseAttention, logits_of
+from tests.helpers.dense_attention import DenseAttention, features_of, logits_of
 from tests.helpers.tiny_draft import save_tiny_eagle3
 from tests.helpers.tiny_model import save_tiny_llama
 from tests.helpers.tiny_mtp import LAYERS, VOCAB, E, names_of, plain_step, save_tiny_mtp
@@ -33,14 +33,6 @@ def add(folder, tensors, remove=()):
     file = folder / "model.safetensors"
     stored = load_file(file) | tensors
     save_file({name: it for name, it in stored.items() if name not in remove}, file)
-
-
-@torch.inference_mode()
-def features_of(target, wanted, tokens):
-    taps = AuxHiddenStateCollector(wanted, len(tokens), E, target.embed(tokens))
-    attention = DenseAttention([len(tokens)])
-    target.forward(tokens, attention.positions, attention, taps)
-    return taps.features_TF
 
 
 @torch.inference_mode()

@@ -19,7 +19,7 @@ from rollout import RolloutEngine, SamplingParams
 from rollout.config import DType, MemoryConfig, ModelConfig, SchedulerConfig
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.engine.worker import worker_factory
-from rollout.errors import InvalidInputError, OutOfMemoryError
+from rollout.errors import InvalidInputError, MetricsError, OutOfMemoryError
 from rollout.offline import (
     DataConfig,
     JobStatus,
@@ -30,7 +30,7 @@ from rollout.offline import (
     run_job,
 )
 from rollout.offline.output import output_lock
-from rollout.offline.run_log import JsonlLog, MetricsError
+from rollout.offline.run_log import JsonlLog
 from rollout.types import FinishReason, Rollout
 from tests.helpers.small_jobs import output_rows, run, small_job, with_output, write_rows
 from tests.helpers.text_model import save_text_model

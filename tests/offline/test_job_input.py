@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -168,6 +169,20 @@ def test_columns_that_only_parquet_has(config: RunConfig) -> None:
     (row,) = output_rows(config)
     assert row["uuid"] == "00000000-0000-0000-0000-000000000007"
     assert (row["map"], row["when"]) == ([["a", 1]], "PT1S")
+
+
+def test_a_column_that_arrow_cannot_write_is_named_before_any_work(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    """Else the job would fail at its end, each time."""
+    tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(np.zeros((1, 2, 2), np.float32))
+    config = parquet_job(config, {"prompt": [[5, 6]], "x": tensors})
+    run(config)
+    config = with_output(config, path=str(tmp_path / "out.parquet"))
+    with pytest.raises(InvalidInputError, match="column 'x' do not make a Parquet column") as told:
+        run(config)
+    assert told.value.field == "output.path"
+    assert not list(tmp_path.glob("out.parquet*"))
 
 
 def test_a_disk_without_room_for_the_copy(config: RunConfig) -> None:

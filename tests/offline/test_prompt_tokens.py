@@ -10,7 +10,7 @@ import pytest
 from rollout import SamplingParams
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.errors import InvalidInputError
-from rollout.offline import ChatTemplate, OutputError, RunConfig
+from rollout.offline import ChatTemplateMode, OutputError, RunConfig
 from rollout.offline.prompt_tokens import RowEncoder
 from tests.helpers.small_jobs import output_rows, run, small_job, with_output, write_rows
 
@@ -28,7 +28,7 @@ def config(text_model_path: Path, tmp_path: Path) -> RunConfig:
     return small_job(text_model_path, tmp_path, [{"prompt": "one two"}, {"prompt": [5]}], params)
 
 
-def with_template(config: RunConfig, mode: ChatTemplate) -> RunConfig:
+def with_template(config: RunConfig, mode: ChatTemplateMode) -> RunConfig:
     return replace(config, data=replace(config.data, chat_template=mode))
 
 
@@ -36,7 +36,7 @@ def test_text_becomes_a_user_message_unless_it_shall_not(encoder: PromptEncoder)
     chat, raw = encoder.encode(CHAT), encoder.encode("one two")
     assert chat != raw
     for mode, expected in (("auto", chat), ("always", chat), ("never", raw)):
-        rows = RowEncoder(encoder, ChatTemplate(mode))
+        rows = RowEncoder(encoder, ChatTemplateMode(mode))
         assert rows.encode("one two")[0] == expected
         assert rows.encode(CHAT)[0] == chat
         assert rows.encode([5, 6])[0] == [5, 6]
@@ -47,7 +47,7 @@ def test_text_that_was_put_through_the_template_already_is_not_again(
 ) -> None:
     encoder.tokenizer.add_special_tokens({"additional_special_tokens": ["<user>"]})
     formatted = "<user> one two <assistant>"
-    auto, always = (RowEncoder(encoder, ChatTemplate(mode)) for mode in ("auto", "always"))
+    auto, always = (RowEncoder(encoder, ChatTemplateMode(mode)) for mode in ("auto", "always"))
     assert auto.encode(formatted)[0] == encoder.encode(formatted)
     assert "as it stands" in auto.encode(formatted)[1]
     about_tokens = "<pad> one"  # special too, and none of the template's
@@ -64,17 +64,17 @@ def test_a_template_that_cannot_be_worked_out_is_named(encoder: PromptEncoder) -
 
 def test_without_a_template_text_stands_and_always_is_refused(encoder: PromptEncoder) -> None:
     encoder.tokenizer.chat_template = None
-    rows = RowEncoder(encoder, ChatTemplate.auto)
+    rows = RowEncoder(encoder, ChatTemplateMode.auto)
     assert rows.encode("one") == (encoder.encode("one"), "text, as it stands")
     with pytest.raises(InvalidInputError, match=r"data.chat_template='always': the tokenizer has"):
-        RowEncoder(encoder, ChatTemplate.always)
+        RowEncoder(encoder, ChatTemplateMode.always)
 
 
 def test_the_choice_is_said_written_and_part_of_the_run(
     config: RunConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    config = with_template(with_output(config, prompt_ids=True), ChatTemplate.auto)
+    config = with_template(with_output(config, prompt_ids=True), ChatTemplateMode.auto)
     run(config)
     assert (
         "prompts: 1 of text, put through the chat template as a user message "
@@ -83,7 +83,7 @@ def test_the_choice_is_said_written_and_part_of_the_run(
     assert [len(row["prompt_ids"]) for row in output_rows(config)] == [4, 1]
     assert [row["prompt"] for row in output_rows(config)] == ["one two", [5]]
     with pytest.raises(OutputError, match=r"data.chat_template was 'auto' and is 'never'"):
-        run(with_template(config, ChatTemplate.never))
+        run(with_template(config, ChatTemplateMode.never))
 
 
 def test_prompts_that_leave_less_of_the_context_than_asked_for_are_counted(

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rollout.errors import InvalidInputError
-from rollout.offline.run_log import JsonlLog, MetricsError, TensorBoardMetrics
+from rollout.errors import InvalidInputError, MetricsError
+from rollout.offline.run_log import JsonlLog, TensorBoardMetrics
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from rollout.errors import OutputError
 from rollout.offline.output import output_lock
-from rollout.offline.sink import JsonlSink, OutputError, whole_rows, write_whole
+from rollout.offline.sink import JsonlSink, whole_rows, write_whole
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.small_jobs import small_files
 

@@ -5,14 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollout.ops.delta_gates import delta_gates
-from rollout.ops.delta_gates import reference as delta_gates_reference
-from rollout.ops.gated_rms_norm import gated_rms_norm
-from rollout.ops.gated_rms_norm import reference as gated_rms_norm_reference
+from rollout.ops.gates import delta_gates, gated_rms_norm, reference, sigmoid_gate_
 from rollout.ops.rms_norm import add_rms_norm, rms_norm
 from rollout.ops.rms_norm import reference as rms_norm_reference
-from rollout.ops.sigmoid_gate import reference as sigmoid_gate_reference
-from rollout.ops.sigmoid_gate import sigmoid_gate_
 
 EPS = 1e-6
 
@@ -45,7 +40,7 @@ def test_delta_gates_are_the_reference(dtype, device, heads: int, parameter_dtyp
     ba, *parameters = (each.to(device) for each in (ba, *parameters))
     a, b = ba[:, heads : 2 * heads], ba[:, :heads]
     found = delta_gates(a, b, *parameters)
-    expected = delta_gates_reference.delta_gates(*arguments)
+    expected = reference.delta_gates(*arguments)
     for out, wanted in zip(found, expected, strict=True):
         assert out.dtype is torch.float32
         assert out.is_contiguous()
@@ -61,7 +56,7 @@ def test_gated_rms_norm_is_that_of_transformers(dtype, device, theirs, dim: int)
     x, weight = torch.randn(5, 3, dim).to(dtype) * 3, torch.randn(dim).to(dtype)
     wide = torch.randn(5, 3 * dim + 7).to(dtype) * 3
     gate = wide[:, 7:].unflatten(1, (3, dim))
-    expected = [gated_rms_norm_reference.gated_rms_norm(x, gate, weight, EPS)]
+    expected = [reference.gated_rms_norm(x, gate, weight, EPS)]
     if theirs is not None:
         norm = theirs.Qwen3NextRMSNormGated(dim, eps=EPS).to(dtype)
         norm.weight.data.copy_(weight)
@@ -116,7 +111,7 @@ def test_sigmoid_gate_is_the_reference(dtype, device, dim: int) -> None:
     expected = torch.randn(5, 3, dim).to(dtype)
     x, by_row = expected.to(device, copy=True), expected.to(device, copy=True)
     flat = expected.view(5, 3 * dim).to(device, copy=True)
-    sigmoid_gate_reference.sigmoid_gate_(expected, wide[..., dim:])
+    reference.sigmoid_gate_(expected, wide[..., dim:])
     gate = wide.to(device)[..., dim:]
     sigmoid_gate_(x, gate)
     sigmoid_gate_(flat, gate.flatten(1).contiguous())

@@ -11,11 +11,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("nothing is compiled in the interpreter", allow_module_level=True)
 
 from rollout.ops.causal_conv.triton import _causal_conv_kernel
-from rollout.ops.delta_gates.triton import _delta_gates_kernel
 from rollout.ops.gated_delta_rule.triton import _gated_delta_rule_kernel
-from rollout.ops.gated_rms_norm.triton import _gated_rms_norm_kernel
+from rollout.ops.gates.triton import (
+    _delta_gates_kernel,
+    _gated_rms_norm_kernel,
+    _sigmoid_gate_kernel,
+)
 from rollout.ops.rms_norm.triton import _add_rms_norm_kernel, _rms_norm_kernel
-from rollout.ops.sigmoid_gate.triton import _sigmoid_gate_kernel
 from tests.helpers.triton_compile import compile_for_hopper
 
 INT32 = ("q_offsets_ptr", "sources_ptr", "parents_ptr", "targets_ptr")

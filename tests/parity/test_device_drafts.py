@@ -55,7 +55,7 @@ def wanted(models, params):
 )
 def test_the_trees_are_the_hosts_and_cannot_be_seen(models, name, options, spec_options) -> None:
     engine = make_engine(models, name, spec_options, **options)
-    drafter, compared, settled = engine.worker.drafter, [], []
+    drafter, compared, warm = engine.worker.drafter, [], []
     capture = ReplayingCapture()
     on_host = drafter._proposer
     propose = as_on_a_device(drafter, capture).propose
@@ -64,7 +64,7 @@ def test_the_trees_are_the_hosts_and_cannot_be_seen(models, name, options, spec_
         trees = on_host.propose(wanted).trees(wanted.sizes_G, source=0)
         poison_scratch(drafter)
         proposal = propose(wanted)
-        settled.append(drafter._proposer.is_warm)
+        warm.append(drafter._proposer.is_warm)
         own = proposal.trees(wanted.sizes_G, source=0)
         check_trees(own)
         compared.append((own, trees))
@@ -87,8 +87,8 @@ def test_the_trees_are_the_hosts_and_cannot_be_seen(models, name, options, spec_
         assert capture.replays > 3
         # Each shape compiles when it comes first, and is captured once.
         num_shapes = len(drafter._proposer._shapes)
-        assert num_shapes <= settled.count(False) <= 2 * num_shapes
-        assert not settled[0]
+        assert num_shapes <= warm.count(False) <= 2 * num_shapes
+        assert not warm[0]
 
 
 @pytest.mark.parametrize(
@@ -116,21 +116,21 @@ def test_the_smallest_and_the_largest_trees(models, name, own) -> None:
 def test_a_proposal_that_no_graph_can_take_teaches_no_cost(models) -> None:
     engine = make_engine(models, "eagle", FIXED, max_running=5)
     proposer = as_on_a_device(engine.worker.drafter, ReplayingCapture(), input_bytes=16)
-    settled, propose = [], proposer.propose
+    warm, propose = [], proposer.propose
 
     def noted(wanted):
         proposal = propose(wanted)
-        settled.append(proposer.is_warm)
+        warm.append(proposer.is_warm)
         return proposal
 
     proposer.propose = noted
     engine.generate(prompts(), PARAMS["greedy"])
-    assert len(settled) > 3
-    assert not any(settled)
+    assert len(warm) > 3
+    assert not any(warm)
     proposer._graphs.is_paused = True  # and for as long as it is, all are launched one by one
     engine.flush_cache()
     engine.generate(prompts(), PARAMS["greedy"])
-    assert any(settled)
+    assert any(warm)
 
 
 def as_on_a_device(drafter, capture, **options) -> TreeProposer:

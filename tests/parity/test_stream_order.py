@@ -13,7 +13,7 @@ from tests.helpers.compared import numbers
 from tests.helpers.oracle_worker import oracle_factory
 from tests.helpers.plain_order import plain_order
 
-SEATS = 3
+MAX_RUNNING = 3
 PROMPTS = [[5 + index, 6, 7 + 2 * index, 8][: 2 + index % 3] for index in range(6)]
 PARAMS = SamplingParams(
     temperature=1.0, max_new_tokens=40, n=3, seed=4, stop_token_ids=[11, 12, 13, 14]
@@ -35,14 +35,14 @@ def oracle(path, plain, **options):
     recorded = {
         (prompt, sample): PROMPTS[prompt] + token_ids for prompt, sample, token_ids, *_ in plain
     }
-    config = engine_config(path, {"max_running": SEATS})
+    config = engine_config(path, {"max_running": MAX_RUNNING})
     return RolloutEngine.from_config(config, oracle_factory(recorded, **options))
 
 
 @pytest.fixture(scope="module")
 def plain(tiny_model_path):
     """Plain decoding, nothing known of lengths."""
-    engine = RolloutEngine.from_pretrained(tiny_model_path, spec="none", max_running=SEATS)
+    engine = RolloutEngine.from_pretrained(tiny_model_path, spec="none", max_running=MAX_RUNNING)
     return numbers(engine.stream(PROMPTS, PARAMS))
 
 
@@ -50,7 +50,7 @@ def test_the_order_is_that_of_the_lengths(plain):
     in_arrival = sorted(plain)
     lengths = [len(token_ids) for _, _, token_ids, *_ in in_arrival]
     assert len(set(lengths)) > 6
-    assert plain == [in_arrival[place] for place in plain_order(lengths, SEATS)]
+    assert plain == [in_arrival[place] for place in plain_order(lengths, MAX_RUNNING)]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_without_an_order_of_its_own_drafts_could_be_seen(tiny_model_path, plain
 @pytest.mark.parametrize("spec", ["none", "ngram"])
 def test_an_earlier_epoch_cannot_be_seen(tiny_model_path, plain, spec):
     """Lengths are known, so admission is another, and the corpus drafts well."""
-    engine = RolloutEngine.from_pretrained(tiny_model_path, spec=spec, max_running=SEATS)
+    engine = RolloutEngine.from_pretrained(tiny_model_path, spec=spec, max_running=MAX_RUNNING)
     engine.generate(PROMPTS, PARAMS)
     assert numbers(engine.stream(PROMPTS, PARAMS)) == plain
     assert as_they_ended(engine) != plain
@@ -82,7 +82,7 @@ def test_an_earlier_epoch_cannot_be_seen(tiny_model_path, plain, spec):
 
 
 def test_streams_side_by_side_have_the_order_of_each_alone(tiny_model_path, plain):
-    engine = RolloutEngine.from_pretrained(tiny_model_path, spec="ngram", max_running=SEATS)
+    engine = RolloutEngine.from_pretrained(tiny_model_path, spec="ngram", max_running=MAX_RUNNING)
     first, second = engine.stream(PROMPTS, PARAMS), engine.stream(PROMPTS, PARAMS)
     engine.submit(PROMPTS[0], PARAMS)
     pairs = list(zip(first, second, strict=True))
@@ -90,7 +90,7 @@ def test_streams_side_by_side_have_the_order_of_each_alone(tiny_model_path, plai
 
 
 def test_aborted_rollouts_of_a_stream_come_at_once(tiny_model_path, plain):
-    engine = RolloutEngine.from_pretrained(tiny_model_path, spec="none", max_running=SEATS)
+    engine = RolloutEngine.from_pretrained(tiny_model_path, spec="none", max_running=MAX_RUNNING)
     stream = engine.stream(PROMPTS, PARAMS)
     taken = [next(stream)]
     aborted = [*engine.scheduler.running[:1], *engine.scheduler.waiting[-2:]]
@@ -109,7 +109,7 @@ def test_failed_rollouts_have_their_place_too(tiny_model_path):
     """They fail at the same token, whatever was drafted."""
     orders = []
     for spec in ("none", "ngram"):
-        engine = RolloutEngine.from_pretrained(tiny_model_path, spec=spec, max_running=SEATS)
+        engine = RolloutEngine.from_pretrained(tiny_model_path, spec=spec, max_running=MAX_RUNNING)
         if spec == "ngram":
             engine.generate(PROMPTS, PARAMS)
         embedding = engine.worker.target.model.weight_loaders()["model.embed_tokens.weight"].read()

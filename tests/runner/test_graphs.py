@@ -29,6 +29,7 @@ from rollout.runner.profile_run import activation_bytes, run_largest, warm_up
 from spec_workers.budget import FixedBudget, LearnedBudget
 from spec_workers.none import PlainWorker
 from spec_workers.target import TargetWorker
+from tests.helpers.compared import numbers
 from tests.helpers.oracle_worker import oracle_factory
 from tests.helpers.replaying import ReplayingCapture, plain_factory
 from tests.helpers.requests import decode_batch, make_request, make_trees
@@ -49,8 +50,8 @@ def step_of(trees, context: int = 9) -> StepArrays:
     return StepArrays.of(batch, make_trees(trees), table)
 
 
-def outcome(engine):
-    return [(r.token_ids, r.logprobs, r.finish_reason) for r in engine.generate(PROMPTS, PARAMS)]
+def generated(engine):
+    return numbers(engine.generate(PROMPTS, PARAMS))
 
 
 def plain_engine(path, capture, **overrides):
@@ -60,7 +61,7 @@ def plain_engine(path, capture, **overrides):
 
 @pytest.fixture(scope="module")
 def eager(tiny_model_path):
-    return outcome(RolloutEngine.from_pretrained(tiny_model_path, spec="none", max_running=8))
+    return generated(RolloutEngine.from_pretrained(tiny_model_path, spec="none", max_running=8))
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +122,7 @@ def test_graphs_cannot_be_seen(tiny_model_path, dtype) -> None:
     plain = RolloutEngine.from_pretrained(tiny_model_path, spec="none", **options)
     capture = ReplayingCapture()
     engine = plain_engine(tiny_model_path, capture, **options)
-    assert outcome(engine) == outcome(plain)
+    assert generated(engine) == generated(plain)
     assert capture.replays > 10
     engine.check_integrity()
 
@@ -132,8 +133,8 @@ def test_graphs_of_trees_cannot_be_seen(tiny_model_path, eager, recorded, chain)
     factory = oracle_factory(recorded, capture, size=9, right=0.7, chain=chain)
     config = engine_config(tiny_model_path, {"max_running": 5, "chunk_len": 7})
     engine = RolloutEngine.from_config(config, factory)
-    assert outcome(engine) == eager
-    assert outcome(engine) == eager
+    assert generated(engine) == eager
+    assert generated(engine) == eager
     assert capture.replays > 10
     assert {bucket.nodes > 0 for bucket, _ in engine.worker.target.graphs.runs._graphs} == {
         True,
@@ -160,14 +161,14 @@ def test_graphs_of_experts_and_recurrent_layers_cannot_be_seen(path, dtype, requ
     options = {"dtype": dtype, "max_running": 5, "chunk_len": 7}
     plain = RolloutEngine.from_pretrained(path, spec="none", **options)
     rollouts = plain.generate(PROMPTS, PARAMS)
-    expected = [(r.token_ids, r.logprobs, r.finish_reason) for r in rollouts]
+    expected = numbers(rollouts)
     truth = {(r.prompt_index, r.sample_index): r.prompt_ids + r.token_ids for r in rollouts}
     for chain in (True, False):
         capture = ReplayingCapture()
         factory = oracle_factory(truth, capture, size=9, right=0.7, chain=chain)
         engine = RolloutEngine.from_config(engine_config(path, options), factory)
-        assert outcome(engine) == expected
-        assert outcome(engine) == expected
+        assert generated(engine) == expected
+        assert generated(engine) == expected
         assert capture.replays > 10
         engine.check_integrity()
 
@@ -239,7 +240,7 @@ def test_outgrown_graphs_go_together_and_come_back_more_slowly(tiny_model_path, 
         engine.generate([[5]] * width, params)
         assert graphs.runs.num_bytes <= 1500
         captures.append(len(capture.captures))
-    assert outcome(engine) == eager
+    assert generated(engine) == eager
     # Of the second shape and of the third one graph too many: after 2 uses, then after 4, then 8.
     assert captures == [1, 3, 4, 4, 4, 5]
     assert capture.resets == 2
@@ -252,9 +253,9 @@ def test_a_capture_that_fails_is_told_and_lived_without(
     capture = ReplayingCapture(fails_at=fails_at)
     engine = plain_engine(tiny_model_path, capture)
     with caplog.at_level(logging.WARNING):
-        assert outcome(engine) == eager
+        assert generated(engine) == eager
         engine.generate([[5]], PARAMS)  # another shape
-        assert outcome(engine) == eager
+        assert generated(engine) == eager
     (warning,) = [record.getMessage() for record in caplog.records]
     assert "operation not permitted" in warning
     assert "without graphs" in warning
@@ -267,18 +268,18 @@ def test_graphs_go_with_the_memory_they_know_the_addresses_of(tiny_model_path, e
     engine = plain_engine(tiny_model_path, capture)
     graphs = engine.worker.target.graphs
     for tags in (["kv_cache"], ["weights"], ["kv_cache", "weights"]):
-        assert outcome(engine) == eager
+        assert generated(engine) == eager
         assert graphs.runs.num_graphs > 0
         engine.release_memory(tags)
         assert graphs.runs.num_graphs == 0
         engine.resume_memory()
-    assert outcome(engine) == eager
+    assert generated(engine) == eager
     held = graphs.runs.num_bytes
     assert engine.release_memory(["graphs"]) == {"graphs": held}
-    assert outcome(engine) == eager
+    assert generated(engine) == eager
     assert graphs.runs.num_graphs == 0, "nothing is captured while their memory is away"
     engine.resume_memory(["graphs"])
-    assert outcome(engine) == eager
+    assert generated(engine) == eager
     assert graphs.runs.num_graphs > 0
 
 
@@ -286,7 +287,7 @@ def test_updates_leave_graphs_valid(tiny_model_path) -> None:
     capture = ReplayingCapture()
     engine = plain_engine(tiny_model_path, capture)
     other = RolloutEngine.from_pretrained(tiny_model_path, spec="none", max_running=8)
-    outcome(engine)
+    generated(engine)
     captured = engine.worker.target.graphs.runs.num_graphs
     name = "model.layers.0.mlp.down_proj.weight"
     shape = (48, 80)
@@ -294,18 +295,18 @@ def test_updates_leave_graphs_valid(tiny_model_path) -> None:
     for each in (engine, other):
         each.update_weights_from_tensor([(name, tensor)], partial=True)
     assert engine.worker.target.graphs.runs.num_graphs == captured > 0
-    assert outcome(engine) == outcome(other)
+    assert generated(engine) == generated(other)
 
 
 def test_nothing_is_captured_where_nothing_may_be(tiny_model_path, eager) -> None:
     assert RolloutEngine.from_pretrained(tiny_model_path, "none").worker.target.graphs is None
     capture = ReplayingCapture()
     engine = plain_engine(tiny_model_path, capture, graph_bytes=0)
-    assert outcome(engine) == eager
+    assert generated(engine) == eager
     assert engine.worker.target.row_buckets == ()
     assert not capture.captures
     engine = plain_engine(tiny_model_path, capture, graph_rows=8)
-    assert outcome(engine) == eager
+    assert generated(engine) == eager
     assert max(engine.worker.target.row_buckets) == 8
 
 

@@ -15,6 +15,7 @@ from rollout.engine.engine_loop import EngineLoop
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
 from rollout.models.loader import MODEL_CLASSES, load_model
 from rollout.models.spec import ModelSpec
+from tests.helpers.compared import outcome
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.in_fork import in_fork
 from tests.helpers.tiny_model import save_tiny_llama
@@ -42,8 +43,8 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def outcome(engine):
-    return [(r.token_ids, r.logprobs) for r in engine.generate(PROMPTS, PARAMS)]
+def generated(engine):
+    return outcome(engine.generate(PROMPTS, PARAMS))
 
 
 def weights_of(part):
@@ -62,7 +63,7 @@ def plain_storages(engine):
 @pytest.mark.parametrize("spec", ["none", "ngram"])
 def test_tokens_and_weights_after_waking_are_those_before(tiny_model_path, spec, folder):
     engine = RolloutEngine.from_pretrained(tiny_model_path, spec, max_running=4)
-    digest, before = engine.weights_digest(), outcome(engine)
+    digest, before = engine.weights_digest(), generated(engine)
     version = engine.weight_version
     for tags in (ALL, ("weights",), ("kv_cache",)):
         freed = engine.release_memory(tags)
@@ -74,7 +75,7 @@ def test_tokens_and_weights_after_waking_are_those_before(tiny_model_path, spec,
         assert not engine.released_tags
         assert not list(folder.iterdir())
         assert engine.weights_digest() == digest
-        assert outcome(engine) == before
+        assert generated(engine) == before
     assert engine.weight_version == version
     assert engine.worker.target.model.vocabulary.head.is_packed
 
@@ -159,11 +160,11 @@ def test_requests_in_flight_wait_and_go_on(engine):
     ended = {}
     while engine.has_unfinished:
         ended |= {r.request_id: (r.token_ids, r.logprobs) for r in engine.step()}
-    assert [ended[request.request_id] for request in requests] == outcome(engine)[::2]
+    assert [ended[request.request_id] for request in requests] == generated(engine)[::2]
 
 
 def test_running_requests_keep_their_kv_while_the_weights_alone_are_gone(engine):
-    expected = outcome(engine)[0]
+    expected = generated(engine)[0]
     engine.submit(PROMPTS[0], PARAMS)
     engine.step()
     engine.release_memory(["weights"])
@@ -177,7 +178,7 @@ def test_running_requests_keep_their_kv_while_the_weights_alone_are_gone(engine)
 
 @pytest.mark.parametrize("tag", ["weights", "kv_cache"])
 def test_nothing_runs_while_a_part_is_released(engine, tag):
-    before = outcome(engine)
+    before = generated(engine)
     engine.release_memory([tag])
     assert not engine.can_run
     assert tag in engine.unavailable_reason
@@ -193,11 +194,11 @@ def test_nothing_runs_while_a_part_is_released(engine, tag):
     assert engine.released_tags == {tag}
     assert not engine.has_unfinished
     engine.resume_memory([tag])
-    assert outcome(engine) == before
+    assert generated(engine) == before
 
 
 def test_released_weights_cannot_be_read_or_written(engine):
-    digest, before = engine.weights_digest(), outcome(engine)
+    digest, before = engine.weights_digest(), generated(engine)
     new = weights_of(engine.worker.target.model)
     engine.release_memory(["weights"])
     for call in (
@@ -209,11 +210,11 @@ def test_released_weights_cannot_be_read_or_written(engine):
         with pytest.raises(EngineStateError, match=r"resume_memory\(\['weights'\]\)"):
             call()
     engine.resume_memory()
-    assert (engine.weights_digest(), outcome(engine)) == (digest, before)
+    assert (engine.weights_digest(), generated(engine)) == (digest, before)
 
 
 def test_bad_tags_and_bad_order_do_nothing(engine):
-    before = outcome(engine)
+    before = generated(engine)
     with pytest.raises(InvalidInputError, match="weights, kv_cache, graphs"):
         engine.release_memory(["kv_cache", "wheels"])
     with pytest.raises(InvalidInputError, match="must be a list"):
@@ -230,13 +231,13 @@ def test_bad_tags_and_bad_order_do_nothing(engine):
         engine.resume_memory(["kv_cache", "weights"])
     assert engine.released_tags == {"kv_cache"}
     engine.resume_memory()
-    assert outcome(engine) == before
+    assert generated(engine) == before
     engine.release_memory(["graphs"])  # they would be captured again: it runs without
-    assert outcome(engine) == before
+    assert generated(engine) == before
 
 
 def test_weights_released_without_a_copy_need_a_full_update(engine, folder):
-    before, digest = outcome(engine), engine.weights_digest()
+    before, digest = generated(engine), engine.weights_digest()
     whole = weights_of(engine.worker.target.model)
     engine.release_memory(keep_weights=False)
     assert not list(folder.iterdir())
@@ -253,7 +254,7 @@ def test_weights_released_without_a_copy_need_a_full_update(engine, folder):
     engine.resume_memory()
     assert "released without a copy" in engine.unavailable_reason
     engine.update_weights_from_tensor(whole)
-    assert (engine.weights_digest(), outcome(engine)) == (digest, before)
+    assert (engine.weights_digest(), generated(engine)) == (digest, before)
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -265,7 +266,7 @@ def test_weights_may_be_updated_before_the_kv_cache_is_back(engine, tiny_model_p
     ]
     other = RolloutEngine.from_pretrained(tiny_model_path, "none")
     other.update_weights_from_tensor(new)
-    outcome(engine)
+    generated(engine)
     engine.release_memory(keep_weights=keep)
     engine.resume_memory(["weights"])
     engine.begin_weight_update(weight_version=7)
@@ -276,7 +277,7 @@ def test_weights_may_be_updated_before_the_kv_cache_is_back(engine, tiny_model_p
     assert "kv_cache" in engine.unavailable_reason
     engine.resume_memory(["kv_cache"])
     assert engine.weights_digest() == other.weights_digest()
-    assert outcome(engine) == outcome(other)
+    assert generated(engine) == generated(other)
     assert engine.weight_version == 7
 
 
@@ -311,12 +312,12 @@ def two_models(engine, tmp_path):
 
 def test_draft_weights_sleep_and_wake_with_the_targets(two_models, engine):
     weights = engine.worker.weights
-    before, digests = outcome(engine), [weights.digest(part) for part in ("target", "draft")]
+    before, digests = generated(engine), [weights.digest(part) for part in ("target", "draft")]
     alone = sum(values.nbytes for _, values in weights_of(weights.parts["target"]))
     assert engine.release_memory()["weights"] > alone
     engine.resume_memory()
     assert [weights.digest(part) for part in ("target", "draft")] == digests
-    assert outcome(engine) == before
+    assert generated(engine) == before
     whole = [pair for part in weights.parts.values() for pair in weights_of(part)]
     engine.release_memory(keep_weights=False)
     engine.resume_memory()
@@ -325,20 +326,20 @@ def test_draft_weights_sleep_and_wake_with_the_targets(two_models, engine):
         engine.update_weights_from_tensor(weights_of(weights.parts["draft"]), selector="draft")
     engine.update_weights_from_tensor(dict(whole).items())
     assert [weights.digest(part) for part in ("target", "draft")] == digests
-    assert outcome(engine) == before
+    assert generated(engine) == before
 
 
 def test_where_no_copy_can_be_made_nothing_is_released(engine, folder, monkeypatch):
-    before = outcome(engine)
+    before = generated(engine)
     monkeypatch.setattr(tempfile, "tempdir", str(folder / "missing"))
     with pytest.raises(FileNotFoundError):
         engine.release_memory()
     assert not engine.released_tags
-    assert outcome(engine) == before
+    assert generated(engine) == before
 
 
 def test_a_copy_that_is_damaged_leaves_the_engine_torn_until_a_full_update(engine, folder):
-    before, whole = outcome(engine), weights_of(engine.worker.target.model)
+    before, whole = generated(engine), weights_of(engine.worker.target.model)
     engine.release_memory()
     (path,) = folder.glob("*/*.safetensors")
     with path.open("r+b") as file:
@@ -350,7 +351,7 @@ def test_a_copy_that_is_damaged_leaves_the_engine_torn_until_a_full_update(engin
     engine.resume_memory()
     assert "could not be brought back" in engine.unavailable_reason
     engine.update_weights_from_tensor(whole)
-    assert outcome(engine) == before
+    assert generated(engine) == before
 
 
 def test_large_weights_are_copied_in_files_of_bounded_size(engine, folder, monkeypatch):
@@ -365,7 +366,7 @@ def test_large_weights_are_copied_in_files_of_bounded_size(engine, folder, monke
 
 
 def test_the_corpus_survives(engine, tmp_path):
-    outcome(engine)
+    generated(engine)
     engine.save_corpus(tmp_path / "corpus")
     before = engine.worker.counters()["corpus/live_tokens"]
     assert before > 0

@@ -30,9 +30,9 @@ class NothingLearned(LengthForecast):
 class Epoch:
     """One step of training: all samples of all groups, queued at once, until the last has ended."""
 
-    def __init__(self, lengths_GS: np.ndarray, seats: int, lengths: LengthForecast) -> None:
-        memory = KVCacheManager(20_000, seats, 1000, prefix_cache=True)
-        limits = StepLimits(max_running=seats, max_step_tokens=64, chunk_len=32)
+    def __init__(self, lengths_GS: np.ndarray, max_running: int, lengths: LengthForecast) -> None:
+        memory = KVCacheManager(20_000, max_running, 1000, prefix_cache=True)
+        limits = StepLimits(max_running=max_running, max_step_tokens=64, chunk_len=32)
         self.scheduler = Scheduler(limits, memory, lambda: 0, lengths)
         self.lengths = {}
         self.overtaken = {}
@@ -87,8 +87,10 @@ def epochs(seed: int, num_groups: int) -> tuple[np.ndarray, np.ndarray]:
     return first, second
 
 
-@pytest.mark.parametrize(("num_groups", "seats"), [(4, 8), (8, 8), (8, 16), (16, 8), (16, 16)])
-def test_a_step_of_training_ends_sooner(num_groups: int, seats: int):
+@pytest.mark.parametrize(
+    ("num_groups", "max_running"), [(4, 8), (8, 8), (8, 16), (16, 8), (16, 16)]
+)
+def test_a_step_of_training_ends_sooner(num_groups: int, max_running: int):
     arrival, longest_first = [], []
     for seed in range(6):
         before, now = epochs(seed, num_groups)
@@ -96,10 +98,10 @@ def test_a_step_of_training_ends_sooner(num_groups: int, seats: int):
         for group, lengths_S in enumerate(before.tolist()):
             for length in lengths_S:
                 lengths.observe(group, length)
-        arrival.append(Epoch(now, seats, NothingLearned()).run())
-        epoch = Epoch(now, seats, lengths)
+        arrival.append(Epoch(now, max_running, NothingLearned()).run())
+        epoch = Epoch(now, max_running, lengths)
         longest_first.append(epoch.run())
-        assert max(epoch.overtaken.values()) <= MAX_OVERTAKEN + seats
+        assert max(epoch.overtaken.values()) <= MAX_OVERTAKEN + max_running
         # List scheduling in any order stays below this (Graham 1966); a step prefills, 6 tokens.
-        assert longest_first[-1] <= now.sum() / seats + now.max() + 3 * num_groups
+        assert longest_first[-1] <= now.sum() / max_running + now.max() + 3 * num_groups
     assert sum(longest_first) < 0.985 * sum(arrival)

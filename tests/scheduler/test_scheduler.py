@@ -245,7 +245,7 @@ def test_samples_of_the_longest_prompt_wait_for_its_prefill_and_come_next():
     bench.lengths.observe(long[0].group, 50)
     assert bench.step() == [(long[0], 0, 8), (short[0], 0, 4)]
     bench.step(finish=(short[0],))
-    assert bench.step() == [(long[0], 16, 4), (short[1], 3, 1)], "the seat is not left empty"
+    assert bench.step() == [(long[0], 16, 4), (short[1], 3, 1)], "another one runs in its place"
     bench.step(finish=(short[1],))
     assert bench.step() == [(long[0], 21, 1), (long[1], 19, 1)]
 

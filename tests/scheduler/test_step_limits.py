@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -13,49 +11,41 @@ from rollout.models.spec import ModelSpec
 from rollout.scheduler.step_limits import StepLimits
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-
-
-def set_memory(monkeypatch, gib: int) -> None:
-    properties = SimpleNamespace(total_memory=gib << 30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-
-
-@pytest.fixture(autouse=True)
-def _large_gpu(monkeypatch) -> None:
-    set_memory(monkeypatch, 79)
+GPU_BYTES = 79 << 30
 
 
 @pytest.mark.parametrize(
-    ("device", "configured", "expected"),
+    ("gpu_bytes", "configured", "expected"),
     [
-        (CPU, {}, (32, 512, 256)),
-        (GPU, {}, (256, 2048, 2048)),
-        (CPU, {"max_running": 600}, (600, 600, 256)),
-        (GPU, {"max_running": 8}, (8, 2048, 2048)),
-        (GPU, {"max_step_tokens": 100}, (100, 100, 100)),
-        (CPU, {"max_step_tokens": 100}, (32, 100, 100)),
-        (CPU, {"max_step_tokens": 100, "chunk_len": 300}, (32, 100, 300)),
-        (GPU, {"max_running": 3, "max_step_tokens": 7, "chunk_len": 5}, (3, 7, 5)),
+        (None, {}, (32, 512, 256)),
+        (GPU_BYTES, {}, (256, 2048, 2048)),
+        (None, {"max_running": 600}, (600, 600, 256)),
+        (GPU_BYTES, {"max_running": 8}, (8, 2048, 2048)),
+        (GPU_BYTES, {"max_step_tokens": 100}, (100, 100, 100)),
+        (None, {"max_step_tokens": 100}, (32, 100, 100)),
+        (None, {"max_step_tokens": 100, "chunk_len": 300}, (32, 100, 300)),
+        (GPU_BYTES, {"max_running": 3, "max_step_tokens": 7, "chunk_len": 5}, (3, 7, 5)),
     ],
 )
-def test_what_is_configured_bounds_what_is_not(device, configured, expected) -> None:
-    limits = StepLimits.of(SchedulerConfig(**configured), device)
+def test_what_is_configured_bounds_what_is_not(gpu_bytes, configured, expected) -> None:
+    limits = StepLimits.of(SchedulerConfig(**configured), gpu_bytes)
     assert (limits.max_running, limits.max_step_tokens, limits.chunk_len) == expected
 
 
-def test_a_gpu_with_less_memory_takes_on_less(monkeypatch) -> None:
-    set_memory(monkeypatch, 47)
-    limits = StepLimits.of(SchedulerConfig(), GPU)
+def test_a_gpu_with_less_memory_takes_on_less() -> None:
+    gpu_bytes = 47 << 30
+    limits = StepLimits.of(SchedulerConfig(), gpu_bytes)
     assert (limits.max_running, limits.max_step_tokens, limits.chunk_len) == (64, 1024, 1024)
-    assert StepLimits.of(SchedulerConfig(max_running=300), GPU).max_step_tokens == 1024
+    assert StepLimits.of(SchedulerConfig(max_running=300), gpu_bytes).max_step_tokens == 1024
 
 
-@pytest.mark.parametrize(("device", "max_step_tokens"), [(CPU, 512), (GPU, 2048)])
-def test_states_of_recurrent_layers_bound_what_runs(device, max_step_tokens) -> None:
-    limits = StepLimits.of(SchedulerConfig(), device, recurrent=True)
+@pytest.mark.parametrize(("gpu_bytes", "max_step_tokens"), [(None, 512), (GPU_BYTES, 2048)])
+def test_states_of_recurrent_layers_bound_what_runs(gpu_bytes, max_step_tokens) -> None:
+    limits = StepLimits.of(SchedulerConfig(), gpu_bytes, recurrent=True)
     assert (limits.max_running, limits.max_step_tokens) == (32, max_step_tokens)
     assert (
-        StepLimits.of(SchedulerConfig(max_running=100), device, recurrent=True).max_running == 100
+        StepLimits.of(SchedulerConfig(max_running=100), gpu_bytes, recurrent=True).max_running
+        == 100
     )
 
 

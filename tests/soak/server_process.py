@@ -43,7 +43,13 @@ class ServerProcess:
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 cwd=folder,
-                env=os.environ | {"PYTHONUNBUFFERED": "1", "TMPDIR": str(self.temporary)},
+                env=os.environ
+                | {
+                    "PYTHONUNBUFFERED": "1",
+                    "TMPDIR": str(self.temporary),
+                    # Else it keeps 1,024 compiled products, up to a MiB each, which hide a leak.
+                    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+                },
                 start_new_session=True,
             )
         self.port = 0  # known when it is ready

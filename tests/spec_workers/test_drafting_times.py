@@ -17,8 +17,8 @@ OPTIONS = {"calibration_seconds": 0, "num_draft_tokens": 4}
 
 
 @pytest.mark.parametrize("spec", ["eagle", "hybrid"])
-@pytest.mark.parametrize("unsettled", [0, 2])
-def test_proposals_that_compile_teach_no_cost(tmp_path, monkeypatch, spec, unsettled) -> None:
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_proposals_that_compile_teach_no_cost(tmp_path, monkeypatch, spec, warmup) -> None:
     target = save_tiny_llama(tmp_path / "target", num_layers=1)
     draft = save_copying_eagle1(tmp_path / "draft", target)
     engine = RolloutEngine.from_pretrained(
@@ -40,7 +40,7 @@ def test_proposals_that_compile_teach_no_cost(tmp_path, monkeypatch, spec, unset
     monkeypatch.setattr(worker.drafter, "propose", proposed)
 
     def is_warm(drafter) -> bool:
-        return not 3 <= len(proposals) < 3 + unsettled  # those that come first tell nothing yet
+        return not 3 <= len(proposals) < 3 + warmup  # those that come first tell nothing yet
 
     monkeypatch.setattr(
         NeuralDrafter, "is_warm", property(is_warm, lambda self, value: None), raising=False
@@ -62,9 +62,9 @@ def test_proposals_that_compile_teach_no_cost(tmp_path, monkeypatch, spec, unset
     assert len(proposals) > 4
     # All steps tell how drafts did, the first ones not what they cost.
     assert len(drafting) == engine.metrics().steps
-    assert sum(map(math.isnan, drafting)) == unsettled
+    assert sum(map(math.isnan, drafting)) == warmup
     json.dumps(worker.budget.learned(), allow_nan=False)
     if spec == "hybrid":
-        assert [is_steady for is_steady, _ in gated].count(False) == unsettled
+        assert [is_steady for is_steady, _ in gated].count(False) == warmup
         assert all(is_steady for is_steady, count in gated if count)
         assert any(count for _, count in gated)

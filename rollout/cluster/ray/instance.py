@@ -32,7 +32,7 @@ def process_resources(
     device: str,
     there: Mapping[str, float],
     num_nodes: int,
-    num_ranks: int = 1,
+    num_ranks: int,
 ) -> ProcessResources:
     """The share of a process.
 

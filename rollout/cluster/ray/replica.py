@@ -92,9 +92,9 @@ class RayRank:
     actor: Any
     location: ActorLocation | None = None  # once it is known
 
-    def pulse(self) -> Future[float]:
+    def heartbeat(self) -> Future[float]:
         """See `Heartbeats`."""
-        return self.actor.pulse.remote().future()
+        return self.actor.heartbeat.remote().future()
 
     def named(self, reason: str) -> str:
         """``reason``, which is this process's, with its rank where there are several."""

@@ -130,18 +130,18 @@ class Experts:
         groups = RowGroups.of(experts_TX, spec.num_experts)
         left_out = self.left_out_tiles
         inner_SF = silu_mul(self.gate_up(hidden_TE, groups, left_out))
-        inner_SF = self._group.gather_columns(inner_SF, self._features)
+        inner_SF = self._group.all_gather_columns(inner_SF, self._features)
         outputs_SE = self.down(inner_SF, groups, left_out)
         outputs_TXE = outputs_SE.view(*experts_TX.shape, self.down.out_features)
         if self._shared:
             shared_gate_up, shared_down = self._shared
             inner_TF = silu_mul(shared_gate_up(hidden_TE))
-            inner_TF = self._group.gather_columns(inner_TF, self._shared_features)
+            inner_TF = self._group.all_gather_columns(inner_TF, self._shared_features)
             gate_T = logits_TN1[:, spec.num_experts] if self._has_gate else None
             out_TE = combine_experts(outputs_TXE, weights_TX, shared_down(inner_TF), gate_T)
         else:
             out_TE = combine_experts(outputs_TXE, weights_TX)
-        return self._group.gather_columns(out_TE, self._outputs)[own]
+        return self._group.all_gather_columns(out_TE, self._outputs)[own]
 
     @property
     def left_out_tiles(self) -> frozenset[Tile]:

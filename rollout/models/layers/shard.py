@@ -36,7 +36,7 @@ def split_product(
 
     ``inputs``, ``outputs``: features of each rank, consecutive.
     """
-    return group.gather_columns(linear(group.gather_columns(x_MI, inputs)), outputs)
+    return group.all_gather_columns(linear(group.all_gather_columns(x_MI, inputs)), outputs)
 
 
 def shard_of(
@@ -68,7 +68,7 @@ def shard_of(
         padded = own_part.new_zeros(padded_shape)
         padded.narrow(dim, 0, own_part.shape[dim]).copy_(own_part)
         whole = own_part.new_empty(shape)
-        for gathered, part in zip(group.gather(padded), ranges, strict=True):
+        for gathered, part in zip(group.all_gather(padded), ranges, strict=True):
             start = 0
             for each in part:
                 values = gathered.narrow(dim, start, len(each))

@@ -27,7 +27,7 @@ from rollout.errors import InvalidInputError
 from rollout.hydra_config import checked_config, register_schema
 from rollout.offline.check import check_rows
 from rollout.offline.compare.comparison import Compared, Comparison, Work
-from rollout.offline.compare.paired_times import Verdict
+from rollout.offline.compare.paired_times import SpeedupVerdict
 from rollout.offline.config import RunConfig
 from rollout.offline.paths import JobPaths
 from rollout.offline.progress import loading_model
@@ -62,7 +62,7 @@ class CompareOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class ComparedRow:
     """One row of the table."""
 
     kind: str
@@ -194,7 +194,7 @@ def _compare(
     options: CompareOptions,
     seconds: float,
     console: Console,
-) -> Iterator[Cell]:
+) -> Iterator[ComparedRow]:
     """The rows of one kind, which share an engine. ``seconds``: of each row."""
     with ExitStack() as at_end:
         folder = Path(at_end.enter_context(tempfile.TemporaryDirectory()))
@@ -206,7 +206,7 @@ def _compare(
         tokens = check_tokens(checked, engine, config)
         at_end.callback(tokens.close)
         prompts: list[Prompt] = list(tokens)
-        learns = engine.worker.draft_corpus is not None
+        learns = engine.corpus_tokens is not None
         start, taught = folder / "start", folder / "taught"
         if learns:
             engine.save_corpus(start)
@@ -225,15 +225,17 @@ def _compare(
                     engine.load_corpus(taught)
                 work = Work(prompts=prompts, params=sampling, width=width)
                 compared = comparison.run(work.of_epoch(options.epochs - 1), seconds)
-                yield Cell(kind=kind, temperature=temperature, width=width, compared=compared)
+                yield ComparedRow(
+                    kind=kind, temperature=temperature, width=width, compared=compared
+                )
 
 
-def _name(cell: Cell) -> str:
+def _name(cell: ComparedRow) -> str:
     together = "1 request" if cell.width == 1 else f"{cell.width} requests together"
     return f"{cell.kind}, temperature {cell.temperature:g}, {together}"
 
 
-def _print_table(cells: Sequence[Cell], console: Console) -> None:
+def _print_table(cells: Sequence[ComparedRow], console: Console) -> None:
     table = Table(
         title="speculative over plain decoding", title_justify="left", box=box.SIMPLE_HEAD
     )
@@ -257,7 +259,7 @@ def _print_table(cells: Sequence[Cell], console: Console) -> None:
     console.print(table)
 
 
-def _print_advice(cells: Sequence[Cell], console: Console) -> None:
+def _print_advice(cells: Sequence[ComparedRow], console: Console) -> None:
     differing = sum(len(cell.compared.differing) for cell in cells)
     rollouts = sum(cell.compared.rollouts for cell in cells)
     if differing:
@@ -265,7 +267,7 @@ def _print_advice(cells: Sequence[Cell], console: Console) -> None:
             f"[bold red]{differing} of {rollouts} rollouts differ from plain decoding[/]: that is "
             "a fault of the engine; please report it"
         )
-    paying = [cell for cell in cells if cell.compared.times.verdict is Verdict.PAYS]
+    paying = [cell for cell in cells if cell.compared.times.verdict is SpeedupVerdict.PAYS]
     if not paying:
         console.print("no kind was measured to pay here: spec=none decodes as fast")
         return
@@ -285,21 +287,14 @@ def _print_advice(cells: Sequence[Cell], console: Console) -> None:
         )
 
 
-def _print_result(cells: Sequence[Cell], console: Console) -> None:
+def _print_result(cells: Sequence[ComparedRow], console: Console) -> None:
     """The line that a reader should remember, of the row that gains most."""
     best = max(cells, key=lambda cell: cell.compared.times.interval()[0])
-    rollouts = sum(cell.compared.rollouts for cell in cells)
-    same = rollouts - sum(len(cell.compared.differing) for cell in cells)
-    console.print(
-        f"same tokens and logprobs: {same} of {rollouts} | accept length "
-        f"{best.compared.accept_length:.2f} | {best.compared.times} over plain decoding "
-        f"({_name(best)})",
-        highlight=False,
-        soft_wrap=True,
-    )
+    line = best.compared.line(cell.compared for cell in cells)
+    console.print(f"{line} ({_name(best)})", highlight=False, soft_wrap=True)
 
 
-def _row(cell: Cell) -> dict[str, object]:
+def _row(cell: ComparedRow) -> dict[str, object]:
     compared = cell.compared
     low, high = compared.times.interval()
     return {

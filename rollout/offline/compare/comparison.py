@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -63,10 +63,16 @@ class Compared:
         return self.tokens / sum(self.times.speculative_P) if self.tokens else 0.0
 
     def __str__(self) -> str:
-        """The line that a reader should remember."""
-        same = self.rollouts - len(self.differing)
+        return self.line([self])
+
+    def line(self, counted: Iterable[Compared]) -> str:
+        """The line that a reader should remember: how many rollouts of ``counted`` are the same,
+        and what this comparison gained."""
+        listed = list(counted)
+        rollouts = sum(each.rollouts for each in listed)
+        same = rollouts - sum(len(each.differing) for each in listed)
         return (
-            f"same tokens and logprobs: {same} of {self.rollouts} | accept length "
+            f"same tokens and logprobs: {same} of {rollouts} | accept length "
             f"{self.accept_length:.2f} | {self.times} over plain decoding"
         )
 
@@ -85,17 +91,15 @@ class Comparison:
         *,
         baseline: Side | None = None,
         speculation: Side = nullcontext,
-        seed: int = 0,
     ) -> None:
         """
         Args:
             baseline: of "plain" decoding; default: the engine's `without_speculation`.
             speculation: default: the engine as it is.
-            seed: of the order of sides.
         """
         self._engine = engine
         self._sides = {True: baseline or engine.without_speculation, False: speculation}
-        self._order = random.Random(seed)
+        self._order = random.Random(0)  # of the order of sides
 
     def teach(self, work: Work) -> None:
         """Let the drafts learn from an epoch that is not compared."""

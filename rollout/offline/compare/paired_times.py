@@ -16,7 +16,7 @@ _FEWEST = 6
 """Pairs below which an interval means little."""
 
 
-class Verdict(enum.StrEnum):
+class SpeedupVerdict(enum.StrEnum):
     """The answers to whether speculation pays."""
 
     PAYS = "pays"
@@ -63,12 +63,12 @@ class PairedTimes:
         return float(low), float(high)
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> SpeedupVerdict:
         """Whether the confidence interval of the speedup lies above 1, below 1 or on both sides."""
         low, high = self.interval()
         if low > 1.0:
-            return Verdict.PAYS
-        return Verdict.COSTS if high < 1.0 else Verdict.UNCLEAR
+            return SpeedupVerdict.PAYS
+        return SpeedupVerdict.COSTS if high < 1.0 else SpeedupVerdict.UNCLEAR
 
     def __str__(self) -> str:
         low, high = self.interval()

@@ -89,8 +89,8 @@ class ForwardGraphs:
         """The first rows of the tensors that all graphs of a variant write to; made like ``like``
         at first."""
         if variant not in self._kept:
-            most = self.buckets.rows[-1]
+            max_rows = self.buckets.rows[-1]
             self._kept[variant] = {
-                name: each.new_empty((most, each.shape[1])) for name, each in like.items()
+                name: each.new_empty((max_rows, each.shape[1])) for name, each in like.items()
             }
         return {name: self._kept[variant][name][: len(each)] for name, each in like.items()}

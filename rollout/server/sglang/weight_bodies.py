@@ -24,8 +24,7 @@ class UpdateFields(Body):
     partial: bool | None = None
     check_finite: bool | None = None
     timeout: float | None = None
-    # Taken and not looked at:
-    torch_empty_cache: bool = False  # memory is given back by /release_memory_occupation
+    torch_empty_cache: bool = False  # unread: /release_memory_occupation gives memory back
 
     @property
     def options(self) -> dict[str, Any]:
@@ -52,10 +51,9 @@ class DiskBody(UpdateFields):
 
     model_path: str
     load_format: str | None = None  # or auto, safetensors
-    # Taken and not looked at:
-    is_async: bool = False  # the answer comes when the weights are in use
-    token_step: int = 0
-    recapture_cuda_graph: bool = False
+    is_async: bool = False  # unread: the answer comes when the weights are in use
+    token_step: int = 0  # unread: weight_version says which weights they are
+    recapture_cuda_graph: bool = False  # unread: graphs read the weights where they are written
 
 
 class DistributedBody(UpdateFields):

@@ -189,7 +189,7 @@ async def load_part(
     function: Callable[[Engine, dict[str, Any]], None],
     manifest: Callable[[], Manifest | None] = lambda: None,
 ) -> JsonAnswer:
-    """Load one call's tensors by ``function``, as `OpenUpdate.load` says, and answer."""
+    """Load one call's tensors by ``function``, as `HttpWeightUpdate.load` says, and answer."""
 
     def run(engine: Engine) -> Answer:
         message = serving.open_update.load(

@@ -34,7 +34,7 @@ class RolloutActor:
         self._executor = make_executor()
         engine = settings.make_engine()
         self._device = resolve_device(engine.config.model.device)
-        self._eos_token_ids = frozenset(engine.worker.eos_token_ids)
+        self._eos_token_ids = frozenset(engine.eos_token_ids)
         if engine.encoder.tokenizer is None:
             raise InvalidInputError(
                 "--actor.model_name_or_path", settings.model, "has no tokenizer"

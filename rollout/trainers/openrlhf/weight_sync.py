@@ -83,8 +83,7 @@ class WeightSync:
             self._silence.cancel()
 
         def load(engine: RolloutEngine) -> None:
-            weights = engine.worker.weights
-            if not weights.is_under_way:
+            if not engine.is_updating_weights:
                 engine.begin_weight_update(timeout=self._timeout, flush_cache=not self._keep_kv)
             try:
                 take(engine, name, dtype, tuple(shape))

@@ -81,7 +81,7 @@ class ColocatedEngine:
         self._values_kept = True  # of the weights, by an engine that sleeps
         self._ranks: RankGroup = SingleRank()
         if isinstance(engine, RolloutEngine):
-            self._ranks = engine.worker.ranks.tensor
+            self._ranks = engine.tensor_ranks
         self._fall_asleep()
 
     def sync(self) -> None:
@@ -132,8 +132,10 @@ class ColocatedEngine:
     ) -> tuple[list[list[int]], list[int], slice]:
         """The prompts and seeds of all ranks of the model, in rank order, and which are this
         rank's."""
-        told = self._ranks.exchange(json.dumps([[list(each) for each in prompts], list(seeds)]))
-        parts = [json.loads(text) for text in told]
+        gathered = self._ranks.all_gather_text(
+            json.dumps([[list(each) for each in prompts], list(seeds)])
+        )
+        parts = [json.loads(text) for text in gathered]
         first = sum(len(theirs) for theirs, _ in parts[: self._ranks.rank])
         return (
             [prompt for theirs, _ in parts for prompt in theirs],

@@ -10,6 +10,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 from rollout.errors import InvalidInputError
+from rollout.ops import gpu
 from rollout.scheduler.step_limits import StepLimits
 from rollout.trainers.tensor_parallel import tensor_parallel
 
@@ -60,7 +61,7 @@ def engine_overrides(
         "max_context_len": max_model_length,
     }
     if max_num_seqs is not None:
-        usual = StepLimits.usual(accelerator.device)
+        usual = StepLimits.usual(gpu.total_bytes(accelerator.device))
         if max_num_seqs < usual.max_running:
             chosen["max_running"] = max_num_seqs
     return chosen | own

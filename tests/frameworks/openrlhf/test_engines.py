@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from tempfile import TemporaryDirectory
 
 import pytest
 import ray
@@ -12,9 +11,10 @@ from rollout.trainers.openrlhf import stand_ins
 from rollout.trainers.openrlhf.arguments import TrainerArguments
 from rollout.trainers.openrlhf.engines import create_engines
 from rollout.trainers.openrlhf.options import OwnOptions
+from tests.frameworks.shared.ray_sessions import own_ray
 from tests.helpers.text_model import save_text_model
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(6600)
 
 
 @pytest.fixture
@@ -22,17 +22,8 @@ def _ray_that_hides_no_gpu(monkeypatch):
     monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     hook = {"worker_process_setup_hook": stand_ins.SETUP_HOOK}
-    with TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
-        ray.init(
-            address="local",
-            num_cpus=4,
-            num_gpus=2,
-            include_dashboard=False,
-            runtime_env=hook,
-            _temp_dir=folder,
-        )
+    with own_ray(num_cpus=4, num_gpus=2, runtime_env=hook):
         yield
-        ray.shutdown()
 
 
 @pytest.mark.usefixtures("_ray_that_hides_no_gpu")
@@ -53,4 +44,4 @@ def test_each_engine_sees_the_gpu_that_ray_gave_it(tmp_path):
         engine.__ray_call__.remote(lambda actor: os.environ["CUDA_VISIBLE_DEVICES"])
         for engine in engines
     ]
-    assert sorted(ray.get(seen, timeout=1000)) == ["0", "1"]
+    assert sorted(ray.get(seen)) == ["0", "1"]

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -27,7 +26,8 @@ else:
         "OMP_NUM_THREADS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    sys.path.insert(0, str(HERE))  # where verl finds cpu_platform
+    # Where verl finds cpu_platform, and it our helper: from the root, sources would hide the wheel.
+    sys.path[:0] = [str(HERE), str(HERE.parent / "shared")]
 
 
 @pytest.fixture(scope="session")
@@ -39,19 +39,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def own_ray() -> Iterator[None]:
-    import ray
+    import ray_sessions
 
-    paths = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    # Ray's sockets lie in its folder, and a socket's path must be short.
-    folder = TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True)
-    ray.init(
-        address="local",
-        num_cpus=8,
-        _temp_dir=folder.name,
-        include_dashboard=False,
-        namespace="test",
-        runtime_env={"env_vars": {"PYTHONPATH": paths}},
-    )
-    yield
-    ray.shutdown()
-    folder.cleanup()
+    paths = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
+    environment = {"env_vars": {"PYTHONPATH": paths}}
+    with ray_sessions.own_ray(num_cpus=8, namespace="test", runtime_env=environment):
+        yield

@@ -11,6 +11,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from ray._private import services
+from ray_sessions import patient
 from verl.plugin.platform import PlatformBase, PlatformRegistry, set_platform
 
 
@@ -122,3 +124,4 @@ def _use_one_gloo_backend() -> None:
 
 set_platform(CpuPlatform())
 _use_one_gloo_backend()
+vars(services).update(patient(services))

@@ -5,6 +5,8 @@ set -euo pipefail
 ROOT=$(cd "$(dirname "$0")/../../.." && pwd)
 VENV=${VENV:-$ROOT/build/venv-verl}
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-10000}
+# Ray starts dozens of processes, and each would compile all that it imports.
+unset PYTHONDONTWRITEBYTECODE
 WHEELS=$(mktemp -d)
 trap 'rm -rf "$WHEELS"' EXIT
 test -x "$VENV/bin/python" || "${PYTHON:-python3}" -m venv "$VENV"

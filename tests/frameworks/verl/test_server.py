@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 from dataclasses import fields
 from unittest import mock
@@ -11,6 +10,7 @@ from unittest import mock
 import pytest
 import ray
 import verl  # noqa: F401  before its parts: it loads the platform
+from hold import hold
 from safetensors.torch import load_file
 from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import RolloutReplicaRegistry
@@ -21,7 +21,7 @@ from rollout.trainers.verl.options import HARMLESS, HONOURED, NAME, REFUSED, ser
 from rollout.trainers.verl.sampling import RequestSeeds
 from rollout.trainers.verl.server import Server
 
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.usefixtures("own_ray")]
+pytestmark = [pytest.mark.timeout(6600), pytest.mark.usefixtures("own_ray")]
 RESPONSE = 300
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "logprobs": True}
 
@@ -114,28 +114,31 @@ def test_every_field_of_verls_configuration_is_sorted():
     assert names == HONOURED | HARMLESS | REFUSED.keys()
 
 
-def has_emitted(server):
-    """Whether the one request it runs has tokens."""
+def state(server, look):
+    """``look(engine)``, between two steps."""
+    call = server.__ray_call__.remote(lambda actor: actor._engine.loop.call(look).result())
+    return ray.get(call)
 
-    def look(engine):
-        return any(request.token_ids for request in engine.scheduler.running)
 
-    return server.__ray_call__.remote(lambda actor: actor._engine.loop.call(look).result())
+def assert_waits(server, request):
+    """The request has reached the engine, which cannot run."""
+    while not state(server, lambda engine: engine.has_unfinished):
+        assert not ray.wait([request], timeout=0)[0]
+    assert not state(server, lambda engine: engine.can_run)
 
 
 def test_a_cut_request_goes_on_bit_for_bit_on_another_server(server, launch):
     second = launch(1)
     ray.get(server.set_global_steps.remote(3))  # seeds go by the step
-    for token in itertools.count(5):  # until the cut falls into the middle
-        prompt = [50, 60, token]
-        running = generate(server, prompt)
-        while not ray.get(has_emitted(server)) and not ray.wait([running], timeout=0)[0]:
-            pass
-        ray.get(server.abort_all_requests.remote())
-        cut = ray.get(running)
-        ray.get(server.resume_generation.remote())
-        if 0 < len(cut.token_ids) < RESPONSE:
-            break
+    hold(server)
+    prompt = [50, 60, 5]
+    running = generate(server, prompt)
+    while not state(server, lambda engine: engine.is_paused):
+        assert not ray.wait([running], timeout=0)[0]
+    ray.get(server.abort_all_requests.remote())
+    cut = ray.get(running)
+    ray.get(server.resume_generation.remote())
+    assert 0 < len(cut.token_ids) < RESPONSE
     assert cut.stop_reason == "aborted"
     left = RESPONSE - len(cut.token_ids)
     rest = ray.get(generate(second, [*prompt, *cut.token_ids], max_tokens=left))
@@ -162,7 +165,7 @@ def test_samples_of_a_prompt_differ(server):
 def test_requests_wait_while_generation_is_stopped_or_are_sent_back(server):
     ray.get(server.abort_all_requests.remote())
     waiting = generate(server, [5, 6, 7], max_tokens=3)
-    assert not ray.wait([waiting], timeout=0.5)[0]
+    assert_waits(server, waiting)
     ray.get(server.resume_generation.remote())
     assert len(ray.get(waiting).token_ids) == 3
     ray.get(server.abort_all_requests.remote(reject_request=True))
@@ -286,7 +289,7 @@ def test_sleep(launch, model_config, tensors, level):
     ray.get(server.wake_up.remote(tags=["weights"]))
     if level == 2:
         update(model_config, iter(tensors), step=1, rank=4 + level)
-    assert not ray.wait([waiting], timeout=0.5)[0]
+    assert_waits(server, waiting)
     ray.get(server.wake_up.remote(tags=["kv_cache"]))
     assert ray.get(waiting).log_probs == before.log_probs
 
@@ -296,6 +299,8 @@ def test_what_cannot_be_honoured_is_refused(server, model_config):
     for size, gpus, remedy in ((3, 8, "4 query heads"), (4, 2, "n_gpus_per_node=2")):
         with pytest.raises(InvalidInputError, match=f"tensor_model_parallel_size={size}.*{remedy}"):
             replica(0, rollout_config(tensor_model_parallel_size=size), model_config, gpus)
+    with pytest.raises(InvalidInputError, match="quantization='fp8'"):
+        replica(0, rollout_config(quantization="fp8"), model_config)
     with pytest.raises(InvalidInputError, match="reward model"):
         replica(0, rollout_config(), model_config, is_reward_model=True)
     with pytest.raises(InvalidInputError, match="image_data"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout.offline.compare.paired_times import PairedTimes, Verdict
+from rollout.offline.compare.paired_times import PairedTimes, SpeedupVerdict
 
 
 def drawn(rng: np.random.Generator, speedup: float, pairs: int, noise: float) -> PairedTimes:
@@ -19,9 +19,9 @@ def drawn(rng: np.random.Generator, speedup: float, pairs: int, noise: float) ->
 
 @pytest.mark.parametrize(
     ("speedup", "verdict"),
-    [(1.4, Verdict.PAYS), (0.8, Verdict.COSTS), (1.0, Verdict.UNCLEAR)],
+    [(1.4, SpeedupVerdict.PAYS), (0.8, SpeedupVerdict.COSTS), (1.0, SpeedupVerdict.UNCLEAR)],
 )
-def test_verdicts(speedup: float, verdict: Verdict) -> None:
+def test_verdicts(speedup: float, verdict: SpeedupVerdict) -> None:
     times = drawn(np.random.default_rng(1), speedup, 24, 0.05)
     assert times.verdict is verdict
     assert times.speedup == pytest.approx(speedup, rel=0.06)
@@ -41,9 +41,9 @@ def test_the_speedup_is_of_all_time_and_not_a_mean_of_ratios() -> None:
 
 def test_too_few_pairs_say_nothing() -> None:
     times = PairedTimes([2.0] * 5, [1.0] * 5)
-    assert times.verdict is Verdict.UNCLEAR
+    assert times.verdict is SpeedupVerdict.UNCLEAR
     assert "too few" in str(times)
     times.add(2.0, 1.0)
-    assert times.verdict is Verdict.PAYS
+    assert times.verdict is SpeedupVerdict.PAYS
     assert str(times) == "2.00x \N{PLUS-MINUS SIGN} 0.00"
     assert PairedTimes().speedup == 1.0

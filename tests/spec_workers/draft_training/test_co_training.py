@@ -18,7 +18,7 @@ from rollout import Rollout, RolloutEngine, SamplingParams
 from rollout.config import ParallelConfig
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
 from spec_workers.draft_training.building import load_draft
-from spec_workers.draft_training.candidate import Candidate, Verdict
+from spec_workers.draft_training.candidate import Candidate, CandidateVerdict
 from spec_workers.draft_training.co_training import CoTrainer
 from spec_workers.draft_training.co_training_process import CoTrainingProcess
 from spec_workers.draft_training.config import CoTrainingConfig, TrainingConfig
@@ -87,7 +87,7 @@ def wait_for_round(process: CoTrainingProcess):
     deadline = time.monotonic() + HANG_SECONDS
     while time.monotonic() < deadline:
         done = process.poll()
-        if done is not None and done.judgement.verdict is not Verdict.NOT_JUDGED:
+        if done is not None and done.judgement.verdict is not CandidateVerdict.NOT_JUDGED:
             return done
         assert not process.unavailable_reason, process.unavailable_reason
         time.sleep(0.02)
@@ -100,7 +100,7 @@ def wait_for_round(process: CoTrainingProcess):
 def test_the_draft_gets_better_and_the_rollouts_stay_the_same(engine, setting):
     co_trainer = CoTrainer(engine, CONFIG, training=TRAINING)
     done = co_trainer.run()
-    assert done.judgement.verdict is Verdict.AS_GOOD
+    assert done.judgement.verdict is CandidateVerdict.AS_GOOD
     assert done.swap is SwapResult.SWAPPED
     assert done.judgement.accept_length > done.judgement.accept_length_in_use
     assert engine.weight_versions == {"target": 0, "draft": 1}
@@ -136,7 +136,7 @@ def test_rows_are_trained_on_so_often_and_no_more(engine):
     assert 1 <= co_trainer.run().steps < 20
     done = co_trainer.run()
     assert done.steps == 0
-    assert done.judgement.verdict is Verdict.NOT_JUDGED
+    assert done.judgement.verdict is CandidateVerdict.NOT_JUDGED
 
 
 def test_a_draft_that_is_worse_is_not_swapped_in(engine):
@@ -145,7 +145,7 @@ def test_a_draft_that_is_worse_is_not_swapped_in(engine):
     co_trainer = CoTrainer(engine, config, training=TRAINING)
     for refused in range(1, 4):
         done = co_trainer.run()
-        assert done.judgement.verdict is Verdict.WORSE
+        assert done.judgement.verdict is CandidateVerdict.WORSE
         assert done.swap is None
         assert co_trainer.counters()["worse"] == refused
     assert engine.weights_digest("draft") == digest
@@ -158,7 +158,7 @@ def test_nan_never_reaches_the_engine(engine):
     draft = co_trainer.candidate.trainer.draft
     with torch.no_grad():
         draft.fc.weight[0, 0] = torch.nan
-    assert co_trainer.run().judgement.verdict is Verdict.NOT_FINITE
+    assert co_trainer.run().judgement.verdict is CandidateVerdict.NOT_FINITE
     assert engine.weights_digest("draft") == digest
     assert co_trainer.counters()["broken"] == 1
     assert co_trainer.run().swap is SwapResult.SWAPPED  # it began anew from the draft in use
@@ -313,7 +313,7 @@ def candidate_of(engine):
 
 def test_each_is_judged_against_the_one_in_use(candidate_of):
     candidate = candidate_of({0: 2.0, 1: 2.5, 2: 2.25})
-    assert candidate.judge().verdict is Verdict.NOT_JUDGED
+    assert candidate.judge().verdict is CandidateVerdict.NOT_JUDGED
     candidate.train()
     judgement = candidate.judge()
     assert (judgement.accept_length, judgement.accept_length_in_use) == (2.5, 2.0)
@@ -321,23 +321,23 @@ def test_each_is_judged_against_the_one_in_use(candidate_of):
     candidate.swapped()
     candidate.train()
     assert candidate.judge().accept_length_in_use == 2.5
-    assert candidate.judge().verdict is Verdict.WORSE
+    assert candidate.judge().verdict is CandidateVerdict.WORSE
 
 
 def test_one_that_is_as_good_has_seen_more(candidate_of):
     candidate = candidate_of({0: 2.0, 1: 2.0})
     candidate.train()
-    assert candidate.judge().verdict is Verdict.AS_GOOD
+    assert candidate.judge().verdict is CandidateVerdict.AS_GOOD
 
 
 def test_after_refusals_training_begins_anew_from_the_draft_in_use(candidate_of):
     candidate = candidate_of({0: 2.0, 1: 1.0, 2: 0.5, 3: 3.0})
     candidate.train()
-    assert candidate.judge().verdict is Verdict.WORSE
+    assert candidate.judge().verdict is CandidateVerdict.WORSE
     candidate.refused()
     assert candidate.trainer.weight == 1  # it may be on its way
     candidate.train()
-    assert candidate.judge().verdict is Verdict.WORSE
+    assert candidate.judge().verdict is CandidateVerdict.WORSE
     candidate.refused()
     assert candidate.trainer.weight == 0
 
@@ -346,7 +346,7 @@ def test_a_draft_is_never_judged_twice_without_training_between(candidate_of):
     candidate = candidate_of({0: 2.0, 1: 1.0})
     candidate.train()
     candidate.refused()
-    assert candidate.judge().verdict is Verdict.NOT_JUDGED
+    assert candidate.judge().verdict is CandidateVerdict.NOT_JUDGED
 
 
 # In a process of its own

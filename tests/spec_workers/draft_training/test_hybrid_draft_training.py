@@ -5,15 +5,14 @@ import torch
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import DType
-from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenStates
+from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.loader import load_model
 from spec_workers.draft_training.building import DraftKind, DraftShape, load_draft, new_draft
 from spec_workers.draft_training.draft import DraftVocabulary
 from spec_workers.draft_training.sequences import TokenSequence
 from spec_workers.draft_training.target_features import TargetFeatures
 from spec_workers.draft_training.training_run import save_draft
-from tests.helpers.dense_attention import DenseAttention
-from tests.helpers.dense_states import DenseStates
+from tests.helpers.dense_attention import features_of
 from tests.helpers.tiny_hybrid import save_tiny_hybrid
 
 LAYERS = ("linear_attention", "full_attention", *["linear_attention"] * 3, "full_attention")
@@ -40,12 +39,8 @@ def test_features_are_those_of_the_sequences_alone(target):
     for sequence, found in zip(
         SEQUENCES, TargetFeatures(target, features, tokens, 0).take([0, 1, 2]), strict=True
     ):
-        length = len(sequence) - 1
-        taps = AuxHiddenStateCollector(features, length, 48, torch.empty(0))
-        attention, states = DenseAttention([length]), DenseStates(target.spec).begin([length])
-        ids = torch.tensor(sequence[:-1])
-        target.forward(ids, attention.positions, attention, taps, states=states)
-        torch.testing.assert_close(found.features_NF, taps.features_TF, rtol=1e-4, atol=1e-4)
+        alone = features_of(target, features, sequence[:-1])
+        torch.testing.assert_close(found.features_NF, alone, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", list(DraftKind))

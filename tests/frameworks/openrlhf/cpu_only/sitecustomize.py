@@ -1,5 +1,7 @@
 """Lets OpenRLHF's trainer run without a GPU: on PYTHONPATH, every interpreter runs this file.
 
+Ray is made to wait for a slow machine.
+
 OpenRLHF calls torch.cuda by name. When it is imported, those calls are turned to the CPU, and
 DeepSpeed is told to compile nothing: Adam is torch's and collectives are gloo's. Nothing else is
 changed, and what does not import OpenRLHF is left alone. OPENRLHF_FLOAT32=1 makes it train float32
@@ -52,6 +54,12 @@ def turn_cuda_to_cpu(_):
     mesh.init_device_mesh = lambda device, *args, **kwargs: real("cpu", *args, **kwargs)
 
 
+def let_ray_be_slow(services):
+    from ray_sessions import patient
+
+    vars(services).update(patient(services))
+
+
 def load_float32(module):
     import torch
 
@@ -75,7 +83,11 @@ def train_on_a_cpu(module):
     module.get_train_ds_config = config
 
 
-ACTIONS = {"openrlhf": turn_cuda_to_cpu, "openrlhf.utils.deepspeed.deepspeed": train_on_a_cpu}
+ACTIONS = {
+    "openrlhf": turn_cuda_to_cpu,
+    "openrlhf.utils.deepspeed.deepspeed": train_on_a_cpu,
+    "ray._private.services": let_ray_be_slow,
+}
 if os.environ.get("OPENRLHF_FLOAT32"):
     ACTIONS["openrlhf.utils.utils"] = load_float32
 for name, action in ACTIONS.items():
