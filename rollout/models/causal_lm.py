@@ -16,6 +16,7 @@ from rollout.models.layers.experts import RouteRecorder
 from rollout.models.layers.linear import Linear
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.spec import ModelSpec
+from rollout.ops.paged_attention import PLAIN, AttentionVariant
 from rollout.parallel import ModelRanks
 
 __all__ = ["CausalLM", "LayerAttention", "LayerStates", "RouteRecorder"]
@@ -33,6 +34,7 @@ class LayerAttention(Protocol):
         positions_T: torch.Tensor,
         cos_sin_PD: torch.Tensor,
         rows_R: torch.Tensor | None = None,
+        variant: AttentionVariant = PLAIN,
     ) -> torch.Tensor:
         """Rotate queries and keys, then attend from every row. Returns [T, H, D], dtype of q.
 
@@ -40,6 +42,7 @@ class LayerAttention(Protocol):
         not be read (see `rotary_store_kv_`). ``layer``: index among the attention layers.
         ``v_TKD``: None for latent attention, whose values are the keys without their rotated
         dims. ``rows_R``: attend from these alone, [R, H, D]; all rows have keys and values.
+        ``variant``: the layer's own, the same at each call.
         """
         ...
 

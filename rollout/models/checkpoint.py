@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rollout.errors import CheckpointError
+from rollout.models.mxfp4 import BLOCKS, SCALES, dequantised, mxfp4_shape
 from rollout.models.spec import read_json
 
 _INDEX = "model.safetensors.index.json"
@@ -44,8 +45,8 @@ class Checkpoint:
 
     Opening reads the headers only. Raises CheckpointError, naming the file, if there are no
     weights, a shard is missing or truncated, the index names a tensor that its shard lacks, or a
-    tensor has no floating dtype. Rotary frequencies in old checkpoints are skipped: every model
-    computes them.
+    tensor has no floating dtype. A weight in MXFP4 is one tensor in bfloat16. Rotary frequencies in
+    old checkpoints are skipped: every model computes them.
     """
 
     def __init__(self, folder: Path, tables: Collection[str] = ()) -> None:
@@ -53,8 +54,11 @@ class Checkpoint:
         self.folder = folder
         self.tensors: dict[str, StoredTensor] = {}
         self._tables = frozenset(tables)
+        self._quantised: dict[str, StoredTensor] = {}  # blocks and scales
         for file, names in _files(folder).items():
             self._read_header(file, names)
+        for name in sorted({n.removesuffix(BLOCKS).removesuffix(SCALES) for n in self._quantised}):
+            self._add_quantised(name)
 
     @property
     def num_bytes(self) -> int:
@@ -82,11 +86,15 @@ class Checkpoint:
         for file, names in by_file.items():
             with safe_open(file, framework="pt", device="cpu") as opened:
                 for name in names:
-                    yield name, opened.get_tensor(name)
+                    is_quantised = name + BLOCKS in self._quantised
+                    yield name, self.read(name) if is_quantised else opened.get_tensor(name)
 
     def read(self, name: str) -> torch.Tensor:
         """A copy of one tensor."""
-        with safe_open(self.tensors[name].file, framework="pt", device="cpu") as opened:
+        if name + BLOCKS in self._quantised:
+            return dequantised(self.read(name + BLOCKS), self.read(name + SCALES))
+        stored = self.tensors[name] if name in self.tensors else self._quantised[name]
+        with safe_open(stored.file, framework="pt", device="cpu") as opened:
             return opened.get_tensor(name).clone()
 
     def _read_header(self, file: Path, names: list[str] | None) -> None:
@@ -109,6 +117,9 @@ class Checkpoint:
     def _add(self, name: str, file: Path, shape: list[int], dtype: str) -> None:
         if name.endswith("rotary_emb.inv_freq"):
             return
+        if dtype == "U8" and name.endswith((BLOCKS, SCALES)):
+            self._quantised[name] = StoredTensor(file, tuple(shape), torch.uint8)
+            return
         known = _DTYPES
         if name.rpartition(".")[2] in self._tables:
             known = _DTYPES | _TABLE_DTYPES
@@ -118,6 +129,19 @@ class Checkpoint:
                 "(quantised weights are not)"
             )
         self.tensors[name] = StoredTensor(file, tuple(shape), known[dtype])
+
+    def _add_quantised(self, name: str) -> None:
+        """Add the weight that blocks and scales make up."""
+        blocks, scales = (self._quantised.get(name + part) for part in (BLOCKS, SCALES))
+        if blocks is None or scales is None:
+            part = BLOCKS if blocks is None else SCALES
+            raise CheckpointError(f"{self.folder}: {name}{part} is missing; MXFP4 has both")
+        if len(blocks.shape) != 4 or scales.shape != blocks.shape[:3]:
+            raise CheckpointError(
+                f"{blocks.file}: {name}{BLOCKS} is {list(blocks.shape)} and {name}{SCALES} is "
+                f"{list(scales.shape)}; MXFP4 has [N, O, G, 16] and [N, O, G]"
+            )
+        self.tensors[name] = StoredTensor(blocks.file, mxfp4_shape(blocks.shape), torch.bfloat16)
 
 
 def listed(items: list[str]) -> str:

@@ -7,13 +7,14 @@ Legend: T query rows, I attention inputs, E hidden, P positions, D rotary dims.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
 from rollout.models.attention import Attention
 from rollout.models.causal_lm import LayerAttention, RouteRecorder
 from rollout.models.latent_attention import LatentAttention
+from rollout.models.layers.experts import Experts
 from rollout.models.layers.linear import Linear
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.mlp import FeedForward, feed_forward
@@ -40,6 +41,8 @@ class Mixer(Protocol):
 class Layer:
     """A mixer, a norm, and an MLP."""
 
+    experts_class: ClassVar[type[Experts]] = Experts
+
     def __init__(
         self,
         spec: ModelSpec,
@@ -62,8 +65,9 @@ class Layer:
         self._mixer_name = mixer_name
         self.mlp_norm_E = torch.empty(spec.hidden_size, dtype=dtype, device=device)
         self.mlp: FeedForward = feed_forward(
-            spec, layer, dtype=dtype, device=device, packing=packing, ranks=ranks
-        )
+            spec, layer, dtype=dtype, device=device, packing=packing, ranks=ranks,
+            experts_class=self.experts_class,
+        )  # fmt: skip
 
     def feed_forward(
         self, hidden_TE: torch.Tensor, routes: RouteRecorder | None = None
@@ -95,6 +99,8 @@ class Layer:
 class DecoderLayer(Layer):
     """A layer whose mixer is attention."""
 
+    attention_class: ClassVar[type[Attention]] = Attention
+
     def __init__(
         self,
         spec: ModelSpec,
@@ -107,9 +113,10 @@ class DecoderLayer(Layer):
         attention_inputs: int | None = None,
     ) -> None:
         """``layer``: index in the model. ``attention_inputs``: I; default: the hidden size."""
-        kind = Attention if spec.latent is None else LatentAttention
-        self._attention = kind(
+        kind = self.attention_class if spec.latent is None else LatentAttention
+        self._attention: Attention | LatentAttention = kind(
             spec,
+            layer=layer,
             dtype=dtype,
             device=device,
             packing=packing,

@@ -161,7 +161,7 @@ def _experts(config: Mapping[str, Any], architecture: str) -> ExpertsSpec | None
             factor=_factor(config),
         ),
         exact_router=True,
-        bias=not is_v2,
+        correction_bias=not is_v2,
     )
     _check_groups(spec)
     return spec

@@ -56,7 +56,7 @@ class ExpertsSpec:
     normalizes: bool = True  # whether the chosen experts' probabilities are scaled to add up to 1
     groups: Groups = PLAIN  # limits on the choice
     exact_router: bool = False  # the router's product is in float32, whatever the model's dtype
-    bias: bool = False  # a correction bias has a part in the choice
+    correction_bias: bool = False  # a correction bias has a part in the choice
 
 
 _NORMALIZES = {
@@ -64,6 +64,7 @@ _NORMALIZES = {
     "Qwen3NextForCausalLM": True,
     "Qwen3_5MoeForCausalLM": True,
     "Qwen3_5MoeForConditionalGeneration": True,
+    "GptOssForCausalLM": True,
 }
 """Architectures with experts, and their default of norm_topk_prob."""
 

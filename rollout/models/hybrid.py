@@ -46,6 +46,10 @@ class DeltaLayer(Layer):
         self.index = index
         self.input_norm_E = torch.empty(spec.hidden_size, dtype=dtype, device=device)
 
+    @property
+    def norms_before(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.input_norm_E, self.mlp_norm_E
+
     def mix(
         self,
         hidden_TE: torch.Tensor,

@@ -42,14 +42,20 @@ class LatentAttention:
         self,
         spec: ModelSpec,
         *,
+        layer: int = 0,
         dtype: torch.dtype,
         device: torch.device,
         packing: bool,
         group: RankGroup,
         inputs: int | None = None,
     ) -> None:
-        """``spec``: of this rank's part. ``group``: the ranks that share the heads. ``inputs``:
-        features of a row; default: the hidden size."""
+        """
+        Args:
+            spec: of this rank's part of the model.
+            layer: index in the model; all layers are alike.
+            group: the ranks that share the heads.
+            inputs: features of a row; default: the hidden size.
+        """
         assert spec.latent is not None
         self.spec, self.latent = spec, spec.latent
         self._group = group

@@ -1,5 +1,5 @@
-"""The Llama family: Llama, SmolLM2, Mistral, Qwen2 and MiMo (qkv bias), Qwen3 (normed q and k) and
-Qwen3-MoE (experts).
+"""The Llama family: Llama, SmolLM2, SmolLM3 (layers without rope), Mistral, Qwen2 and MiMo (qkv
+bias), Qwen3 (normed q and k) and Qwen3-MoE (experts).
 
 Sources: Llama (Touvron et al. 2023), Mistral (Jiang et al. 2023), Qwen2 (Yang et al. 2024), MiMo
 (Xiaomi 2025), Qwen3 (Yang et al. 2025). They differ only in their ModelSpec.
@@ -10,7 +10,7 @@ Legend: T query rows, R sampled rows, E hidden, V vocabulary, D rotary dims, P p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -29,10 +29,12 @@ from rollout.parallel import ONE_RANK, ModelRanks
 
 
 class ModelLayer(Protocol):
-    """One layer of a model. It reads normed hidden states."""
+    """One layer of a model."""
 
-    input_norm_E: torch.Tensor
-    mlp_norm_E: torch.Tensor
+    @property
+    def norms_before(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The norms of the mixer's and of the MLP's input; None: they read the residual itself."""
+        ...
 
     def mix(
         self,
@@ -83,6 +85,10 @@ class LlamaLayer(DecoderLayer):
         self.index = index
         self.input_norm_E = torch.empty(spec.hidden_size, dtype=dtype, device=device)
 
+    @property
+    def norms_before(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return self.input_norm_E, self.mlp_norm_E
+
     def mix(
         self,
         hidden_TE: torch.Tensor,
@@ -99,6 +105,8 @@ class LlamaLayer(DecoderLayer):
 
 class Llama(OwnWeights):
     """A `CausalLM`. Weights are uninitialised until written through ``weight_loaders``."""
+
+    layer_class: ClassVar[type[LlamaLayer]] = LlamaLayer
 
     def __init__(
         self,
@@ -119,14 +127,12 @@ class Llama(OwnWeights):
         )
         self.layers = self._make_layers(packing)
         self.final_norm_E = torch.empty(spec.hidden_size, dtype=dtype, device=device)
-        self.cos_sin_PD = cos_sin_table(spec.rope, spec.rotary_dim, spec.max_context_len, device)
-        self._next_norms_E = [layer.input_norm_E for layer in self.layers[1:]]
-        self._next_norms_E.append(self.final_norm_E)
+        self._cos_sin_PD = self._rotary_tables()
 
     def _make_layers(self, packing: bool) -> Sequence[ModelLayer]:
         """The layers in order."""
         return [
-            LlamaLayer(
+            self.layer_class(
                 self.spec,
                 index=layer,
                 layer=layer,
@@ -137,6 +143,18 @@ class Llama(OwnWeights):
             )
             for layer in range(self.spec.num_layers)
         ]
+
+    def _rotary_tables(self) -> list[torch.Tensor]:
+        """The rotary table of each layer; layers with the same rope share it."""
+        spec, device = self.spec, self.device
+        ropes = [spec.rope_of(layer) for layer in range(spec.num_layers)]
+        tables = {
+            rope: torch.empty(spec.max_context_len, 0, device=device)
+            if rope is None
+            else cos_sin_table(rope, spec.rotary_dim, spec.max_context_len, device)
+            for rope in set(ropes)
+        }
+        return [tables[rope] for rope in ropes]
 
     def forward(
         self,
@@ -156,24 +174,36 @@ class Llama(OwnWeights):
         """
         has_padding = num_rows is not None and num_rows < len(input_ids_T)
         copies_first_row = has_padding and self.spec.experts is not None
-        eps, unit_offset = self.spec.rms_norm_eps, self.spec.norm_unit_offset
-        residual_TE = self.embed(input_ids_T)
-        hidden_TE = rms_norm(residual_TE, self.layers[0].input_norm_E, eps, unit_offset)
-        for index, (layer, next_norm_E) in enumerate(
-            zip(self.layers, self._next_norms_E, strict=True)
-        ):
+        residual_TE = hidden_TE = self.embed(input_ids_T)
+        norms = [layer.norms_before for layer in self.layers]
+        if norms[0][0] is not None:
+            eps, unit_offset = self.spec.rms_norm_eps, self.spec.norm_unit_offset
+            hidden_TE = rms_norm(residual_TE, norms[0][0], eps, unit_offset)
+        next_norms_E = [norm_E for norm_E, _ in norms[1:]] + [self.final_norm_E]
+        for index, (layer, next_norm_E) in enumerate(zip(self.layers, next_norms_E, strict=True)):
             if collector is not None:
                 collector.enter(index, residual_TE)
-            hidden_TE = layer.mix(hidden_TE, positions_T, self.cos_sin_PD, attention, states)
-            hidden_TE = add_rms_norm(hidden_TE, residual_TE, layer.mlp_norm_E, eps, unit_offset)
+            cos_sin_PD = self._cos_sin_PD[index]
+            hidden_TE = layer.mix(hidden_TE, positions_T, cos_sin_PD, attention, states)
+            hidden_TE = self._add(hidden_TE, residual_TE, norms[index][1])
             if copies_first_row:
                 hidden_TE[num_rows:] = hidden_TE[:1]
             hidden_TE = layer.feed_forward(hidden_TE, routes)
-            hidden_TE = add_rms_norm(hidden_TE, residual_TE, next_norm_E, eps, unit_offset)
+            hidden_TE = self._add(hidden_TE, residual_TE, next_norm_E)
         if collector is not None:
             collector.enter(self.spec.num_layers, residual_TE)
             collector.leave(hidden_TE)
         return hidden_TE
+
+    def _add(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor, norm_E: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Add to the residual in place. Returns its norm, or without one the residual itself."""
+        if norm_E is None:
+            residual_TE += x_TE
+            return residual_TE
+        spec = self.spec
+        return add_rms_norm(x_TE, residual_TE, norm_E, spec.rms_norm_eps, spec.norm_unit_offset)
 
     def embed(self, input_ids_T: torch.Tensor) -> torch.Tensor:
         return self.vocabulary.embed(input_ids_T)

@@ -15,10 +15,15 @@ from rollout.errors import CheckpointError, InvalidInputError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import Checkpoint, listed
 from rollout.models.deepseek_config import FAMILY
+from rollout.models.gemma import Gemma
+from rollout.models.gpt_oss import GptOss
+from rollout.models.granite import Granite, SharedGranite
 from rollout.models.hybrid import Hybrid
 from rollout.models.hybrid_config import HYBRIDS
 from rollout.models.layers.weight_loader import mismatches
 from rollout.models.llama import Llama
+from rollout.models.olmo import Olmo
+from rollout.models.phi import Phi
 from rollout.models.spec import ModelSpec
 from rollout.parallel import ONE_RANK, ModelRanks
 
@@ -41,10 +46,20 @@ MODEL_CLASSES: Mapping[str, ModelClass] = MappingProxyType(
     {
         "LlamaForCausalLM": Llama,
         "MistralForCausalLM": Llama,
+        "MinistralForCausalLM": Llama,
         "Qwen2ForCausalLM": Llama,
         "Qwen3ForCausalLM": Llama,
         "Qwen3MoeForCausalLM": Llama,
         "MiMoForCausalLM": Llama,
+        "SmolLM3ForCausalLM": Llama,
+        "Phi3ForCausalLM": Phi,
+        "Olmo2ForCausalLM": Olmo,
+        "Olmo3ForCausalLM": Olmo,
+        "GptOssForCausalLM": GptOss,
+        "Gemma2ForCausalLM": Gemma,
+        "Gemma3ForCausalLM": Gemma,
+        "GraniteForCausalLM": Granite,
+        "GraniteMoeHybridForCausalLM": SharedGranite,
         **dict.fromkeys(FAMILY, Llama),
         **dict.fromkeys(HYBRIDS, Hybrid),
     }

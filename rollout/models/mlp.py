@@ -16,7 +16,6 @@ from rollout.models.layers.linear import Linear, linear_weight_loaders
 from rollout.models.layers.shard import shards_of, split_product
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.spec import ModelSpec
-from rollout.ops.silu_mul import silu_mul
 from rollout.parallel import ModelRanks
 from rollout.parallel.partition import even_parts, gather_rows
 
@@ -51,6 +50,7 @@ def feed_forward(
     device: torch.device,
     packing: bool,
     ranks: ModelRanks,
+    experts_class: type[Experts] = Experts,
 ) -> FeedForward:
     """The MLP of a layer: experts if ``spec.experts`` contains the layer.
 
@@ -59,10 +59,11 @@ def feed_forward(
     experts = spec.experts
     if experts is None or layer not in experts.layers:
         return Mlp(spec, dtype=dtype, device=device, packing=packing, ranks=ranks)
-    return Experts(
+    return experts_class(
         experts,
         experts.layers.index(layer),
         hidden_size=spec.hidden_size,
+        activation=spec.activation,
         dtype=dtype,
         device=device,
         packing=packing,
@@ -71,7 +72,7 @@ def feed_forward(
 
 
 class Mlp:
-    """The SwiGLU MLP (Shazeer 2020), a `FeedForward`. Gate and up are one fused product.
+    """The gated MLP (Shazeer 2020), a `FeedForward`. Gate and up are one fused product.
 
     Each of several ranks has some of the output features of both products: no sum is split, so a
     row's bits are those of one rank alone. Ranks with rows of their own compute the rows of all
@@ -97,6 +98,7 @@ class Mlp:
         hidden, ffn = spec.hidden_size, spec.ffn_size
         self._group, self._rows = ranks.all, ranks.rows
         rank, size = self._group.rank, self._group.size
+        self._activation = spec.activation
         self._features = even_parts(ffn, size)
         self._outputs = even_parts(hidden, size)
         if not self._features[-1] or not self._outputs[-1]:
@@ -113,7 +115,7 @@ class Mlp:
         own = slice(None)
         if self._rows.size > 1:
             hidden_TE, own = gather_rows(self._rows, hidden_TE)
-        inner_SF = silu_mul(self.gate_up(hidden_TE))
+        inner_SF = self._activation(self.gate_up(hidden_TE))
         return split_product(self.down, inner_SF, self._group, self._features, self._outputs)[own]
 
     def linears(self) -> list[Linear]:

@@ -13,11 +13,14 @@ _REQUIRED: Mapping[RopeType, frozenset[str]] = {
     RopeType.LINEAR: frozenset({"factor"}),
     RopeType.DYNAMIC: frozenset({"factor"}),
     RopeType.LLAMA3: frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
-    RopeType.YARN: frozenset(),  # without factor, it follows from the two context lengths
+    # Without factor, it follows from the two context lengths.
+    RopeType.YARN: frozenset(),
+    RopeType.LONGROPE: frozenset({"short_factor", "long_factor"}),
 }
 _YARN = frozenset(
     {"factor", "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate"}
 )
+_LONGROPE = frozenset({"factor", "attention_factor"})
 _COMMON = frozenset(
     {"rope_type", "type", "rope_theta", "original_max_position_embeddings", "finetuned"}
 )
@@ -70,14 +73,16 @@ def rope_spec(config: Mapping[str, Any], max_position_embeddings: int) -> RopeSp
         )
     for key in sorted(_REQUIRED[rope_type] - params.keys()):
         raise CheckpointError(f"config.json: {field}.{key} is missing for {name} rope")
-    for key in sorted(own & params.keys() - {"truncate"}):
+    for key in sorted(_REQUIRED[RopeType.LONGROPE] & params.keys()):
+        params[key] = _factors(params[key], f"{field}.{key}")
+    for key in sorted(own & params.keys() - {"truncate"} - _REQUIRED[RopeType.LONGROPE]):
         if not isinstance(params[key], int | float) or params[key] <= 0:
             raise CheckpointError(f"config.json: {field}.{key}={params[key]!r} must be > 0")
 
     original = config.get("original_max_position_embeddings") or params.get(
         "original_max_position_embeddings", max_position_embeddings
     )
-    if rope_type is RopeType.YARN:
+    if rope_type in (RopeType.YARN, RopeType.LONGROPE):
         params.setdefault("factor", max_position_embeddings / original)
     if rope_type is RopeType.DYNAMIC:
         original = max_position_embeddings
@@ -87,6 +92,16 @@ def rope_spec(config: Mapping[str, Any], max_position_embeddings: int) -> RopeSp
         original_max_position_embeddings=original,
         **{key: params[key] for key in own & params.keys()},
     )
+
+
+def check_factors(rope: RopeSpec, rotary_dim: int) -> None:
+    """Raise CheckpointError unless LongRoPE has a factor for each wavelength."""
+    short, long = len(rope.short_factor), len(rope.long_factor)
+    if rope.rope_type is RopeType.LONGROPE and {short, long} != {rotary_dim // 2}:
+        raise CheckpointError(
+            f"config.json: short_factor and long_factor have {short} and {long} entries for "
+            f"{rotary_dim} rotated dimensions"
+        )
 
 
 def rope_fields(rope: RopeSpec, max_context_len: int) -> dict[str, Any]:
@@ -107,7 +122,15 @@ def rope_fields(rope: RopeSpec, max_context_len: int) -> dict[str, Any]:
 
 def _own(rope_type: RopeType) -> frozenset[str]:
     """Parameters that only this type has."""
-    return _REQUIRED[rope_type] | (_YARN if rope_type is RopeType.YARN else frozenset())
+    optional = {RopeType.YARN: _YARN, RopeType.LONGROPE: _LONGROPE}
+    return _REQUIRED[rope_type] | optional.get(rope_type, frozenset())
+
+
+def _factors(value: object, name: str) -> tuple[float, ...]:
+    """A list of positive numbers."""
+    if isinstance(value, list | tuple) and all(isinstance(x, int | float) and x > 0 for x in value):
+        return tuple(float(x) for x in value)
+    raise CheckpointError(f"config.json: {name}={value!r} must be a list of numbers > 0")
 
 
 def context_limit(rope: RopeSpec, max_position_embeddings: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ import torch
 
 from rollout.errors import CheckpointError, InvalidInputError, UnsupportedModelError
 from rollout.models.config_fields import dtype_field, token_ids
-from rollout.models.deepseek_config import FAMILY, LATENT, LatentSpec, deepseek_fields
+from rollout.models.deepseek_config import FAMILY, LatentSpec, deepseek_fields
 from rollout.models.experts_config import ExpertsSpec, LinearAttentionSpec, experts_spec, size
+from rollout.models.family_config import biases, family_fields
 from rollout.models.hybrid_config import (
     HYBRIDS,
     VISION,
@@ -24,7 +25,9 @@ from rollout.models.hybrid_config import (
     text_config,
 )
 from rollout.models.layers.rope import RopeSpec
-from rollout.models.rope_config import context_limit, rope_spec
+from rollout.models.rope_config import check_factors, context_limit, rope_spec
+from rollout.models.window_config import sliding_window
+from rollout.ops.silu_mul import silu_mul
 
 # Fields that change the arithmetic, with the values that leave it as implemented.
 _IMPLEMENTED: Mapping[str, tuple[object, ...]] = {
@@ -37,6 +40,15 @@ _IMPLEMENTED: Mapping[str, tuple[object, ...]] = {
     "clip_qkv": (None,),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
+    "embedding_multiplier": (None, 1),
+    "residual_multiplier": (None, 1),
+    "attention_multiplier": (None,),
+    "logits_scaling": (None, 1),
+    "no_rope_layers": (None, []),
+    "use_bidirectional_attention": (None, False),
+    "hidden_activation": (None, "silu"),
+    "rope_local_base_freq": (None,),
+    "swiglu_limit": (None,),
 }
 
 
@@ -70,10 +82,20 @@ class ModelSpec:
     experts: ExpertsSpec | None = None  # None: every MLP is dense
     rotary_dim: int  # first dimensions of a head, which are rotated
     latent: LatentSpec | None = None  # None: a token's heads have keys and values of their own
-    attention_multiplier: float | None = None  # scales scores; None: by head_dim
     gated_attention: bool = False  # attention's output is scaled by a gate of its input
     norm_unit_offset: bool = False  # norms multiply by 1 + weight, except those after a gate
     decoder_names: tuple[str, ...] = ("model",)  # prefixes of tensor names, its own first
+    activation: Callable[[torch.Tensor], torch.Tensor] = silu_mul  # of gate and up columns
+    unrotated_layers: tuple[int, ...] = ()  # layers without rope
+    local_layers: tuple[int, ...] = ()  # layers that attend within the window
+    window: int | None = None  # keys that a row of these sees at most; None: all
+    local_rope: RopeSpec | None = None  # of these layers; None: as the others
+    attention_multiplier: float | None = None  # scales scores; None: by head_dim
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what a layer's halves add to the residual
+    logit_divisor: float = 1.0
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
 
     whole: ModelSpec | None = None  # the model of which this is a rank's part; None: itself
 
@@ -81,6 +103,17 @@ class ModelSpec:
     def entire(self) -> ModelSpec:
         """The spec of the model that all ranks run together."""
         return self if self.whole is None else self.whole
+
+    def rope_of(self, layer: int) -> RopeSpec | None:
+        """The rotary embedding of a layer. None: it has none."""
+        if layer in self.unrotated_layers:
+            return None
+        is_local = layer in self.local_layers and self.local_rope is not None
+        return self.local_rope if is_local else self.rope
+
+    def window_of(self, layer: int) -> int | None:
+        """The keys that a row of a layer sees at most. None: all before it."""
+        return self.window if layer in self.local_layers else None
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -139,13 +172,14 @@ def _spec(config: Mapping[str, Any], extra_eos: object, requested_context: int |
     architectures = config.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else None
     is_hybrid, rotated_part = architecture in HYBRIDS, 1.0
-    own_fields: dict[str, Any] = {}
     if is_hybrid:
         config, rotated_part = plain_rope(text_config(config))
-    elif architecture in FAMILY:
+    if architecture in FAMILY:
         config, own_fields = deepseek_fields(str(architecture), config)
-        rotated_part = own_fields.pop("rotated_part", 1.0)
-    qkv_bias, o_bias, mlp_bias = _biases(architecture, config)
+    else:
+        config, own_fields = family_fields(architecture, config)
+    rotated_part = own_fields.pop("rotated_part", rotated_part)
+    qkv_bias, o_bias, mlp_bias = biases(architecture, config)
     for name, values in _IMPLEMENTED.items():
         if name in config and config[name] not in values:
             raise UnsupportedModelError(
@@ -173,6 +207,7 @@ def _spec(config: Mapping[str, Any], extra_eos: object, requested_context: int |
 
     positions = size(config, "max_position_embeddings")
     rope = rope_spec(config, positions)
+    check_factors(rope, rotary_dim)
     limit = context_limit(rope, positions)
     max_context_len = positions if requested_context is None else requested_context
     if not 1 <= max_context_len <= limit:
@@ -182,12 +217,11 @@ def _spec(config: Mapping[str, Any], extra_eos: object, requested_context: int |
     num_layers = size(config, "num_hidden_layers")
     experts = own_fields.pop("experts", None) or experts_spec(config, architecture)
     is_all_sparse = experts is not None and len(experts.layers) == num_layers
-    has_qk_norm = is_hybrid or architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-    linear_attention = None
+    linear_attention = local_layers = window = None
     if is_hybrid:
         linear_attention = linear_attention_spec(config, str(architecture))
     else:
-        _refuse_sliding_window(config, architecture, num_layers, max_context_len)
+        local_layers, window = sliding_window(config, architecture, num_layers, max_context_len)
 
     return ModelSpec(
         architecture=str(architecture),
@@ -205,7 +239,7 @@ def _spec(config: Mapping[str, Any], extra_eos: object, requested_context: int |
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         mlp_bias=mlp_bias,
-        qk_norm=own_fields.pop("qk_norm", has_qk_norm),
+        qk_norm=own_fields.pop("qk_norm", is_hybrid or "Qwen3" in str(architecture)),
         eos_token_ids=token_ids(config.get("eos_token_id"), extra_eos),
         dtype=dtype_field(config.get("dtype", config.get("torch_dtype"))),
         num_mtp_layers=size(config, _MTP_LAYERS) if config.get(_MTP_LAYERS) else 0,
@@ -213,63 +247,12 @@ def _spec(config: Mapping[str, Any], extra_eos: object, requested_context: int |
         experts=experts,
         rotary_dim=rotary_dim,
         gated_attention=is_hybrid,
-        norm_unit_offset=is_hybrid,
+        norm_unit_offset=own_fields.pop("norm_unit_offset", is_hybrid),
+        local_layers=local_layers or (),
+        window=window,
         decoder_names=decoder_names(str(architecture)),
         **own_fields,
     )
-
-
-def _biases(architecture: object, config: Mapping[str, Any]) -> tuple[bool, bool, bool]:
-    """Whether the qkv, output and MLP projections have biases."""
-    attention = bool(config.get("attention_bias", False))
-    match architecture:
-        case "LlamaForCausalLM":
-            return attention, attention, bool(config.get("mlp_bias", False))
-        case "MistralForCausalLM":
-            return False, False, False
-        case "Qwen2ForCausalLM" | "MiMoForCausalLM":
-            return True, False, False
-        case "Qwen3ForCausalLM" | "Qwen3MoeForCausalLM":
-            return attention, attention, False
-        case "Glm4MoeForCausalLM":
-            return attention, False, False
-    if architecture in HYBRIDS | LATENT:
-        return attention, attention, False
-    raise UnsupportedModelError(
-        f"config.json: architectures={config.get('architectures')!r} is not implemented; only "
-        "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, "
-        "Qwen3MoeForCausalLM, MiMoForCausalLM, Qwen3NextForCausalLM, Qwen3_5ForCausalLM, "
-        "Qwen3_5MoeForCausalLM, Qwen3_5ForConditionalGeneration, "
-        f"Qwen3_5MoeForConditionalGeneration, {' and '.join(sorted(FAMILY))} are"
-    )
-
-
-def _refuse_sliding_window(
-    config: Mapping[str, Any], architecture: object, num_layers: int, max_context_len: int
-) -> None:
-    """Raise if a sliding window shorter than the context is in use."""
-    layer_types = config.get("layer_types")
-    for kind in layer_types or ():
-        if kind not in ("full_attention", "sliding_attention"):
-            raise UnsupportedModelError(f"config.json: layer_types has {kind!r}: not implemented")
-    if architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "MiMoForCausalLM"):
-        slides = bool(config.get("use_sliding_window", False))
-        slides &= config.get("max_window_layers", 28) < num_layers
-        default: int | None = 4096
-    elif architecture == "Qwen3MoeForCausalLM":  # all layers slide or none does
-        slides = bool(config.get("use_sliding_window", False))
-        default = 4096
-    else:
-        slides = True
-        default = 4096 if architecture == "MistralForCausalLM" else None
-    if layer_types is not None:
-        slides &= "sliding_attention" in layer_types
-    window = config.get("sliding_window", default)
-    if slides and window is not None and window < max_context_len:
-        raise UnsupportedModelError(
-            f"config.json: sliding_window={window} is not implemented; with "
-            f"model.max_context_len <= {window} it hides nothing and the model can be used"
-        )
 
 
 _MTP = re.compile(r"mtp\.|model\.mtp\.|model\.mtp_layers\.")

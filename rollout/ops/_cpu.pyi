@@ -77,8 +77,19 @@ def store_kv(
     wide_slots: bool,
     threads: int,
 ) -> None: ...
-def silu_mul(
-    dtype: int, gate_up: int, shape: Sequence[int], strides: Sequence[int], out: int, threads: int
+def gated_mul(
+    dtype: int,
+    gate: int,
+    alpha: float,
+    limit: float,
+    gate_up: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    out: int,
+    threads: int,
+) -> None: ...
+def soft_cap(
+    dtype: int, x: int, shape: Sequence[int], strides: Sequence[int], cap: float, threads: int
 ) -> None: ...
 
 class AttentionSchedule:
@@ -116,6 +127,10 @@ def paged_attention(
     v_shape: Sequence[int],
     v_strides: Sequence[int],
     scale: float,
+    window: int,
+    soft_cap: float,
+    sinks: int,
+    sinks_len: int,
     out: int,
     threads: int,
 ) -> None: ...

@@ -19,7 +19,7 @@ from rollout.ops.causal_conv import causal_conv
 from rollout.ops.gated_delta_rule import gated_delta_rule
 from rollout.ops.gated_delta_rule.chunked import ChunkedPlan
 from rollout.ops.latent_attention import latent_attention
-from rollout.ops.paged_attention import AttentionPlan, paged_attention
+from rollout.ops.paged_attention import PLAIN, AttentionPlan, AttentionVariant, paged_attention
 from rollout.ops.rotary_store_kv import rotary_store_kv_
 from rollout.ops.state_plan import NO_STATE, StatePlan
 from rollout.types import Batch, DraftTrees
@@ -55,6 +55,7 @@ class PagedAttention:
         positions_T: torch.Tensor,
         cos_sin_PD: torch.Tensor,
         rows_R: torch.Tensor | None = None,
+        variant: AttentionVariant = PLAIN,
     ) -> torch.Tensor:
         """Store keys and values of all rows, then attend from all rows. Returns [T, H, D].
 
@@ -67,7 +68,7 @@ class PagedAttention:
             q_THD = q_THD[rows_R]
         if values is None:
             return latent_attention(q_THD, keys, self._plan, self._scale, cos_sin_PD.shape[1])
-        return paged_attention(q_THD, keys, values, self._plan, self._scale)
+        return paged_attention(q_THD, keys, values, self._plan, self._scale, variant)
 
 
 class RecurrentStates:

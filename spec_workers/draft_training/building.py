@@ -181,8 +181,11 @@ class TargetTensors:
         return self._loaders[name].read().float().cpu()
 
     def norm(self, name: str) -> torch.Tensor:
-        """The factors of a norm, with its offset added, [E]."""
-        weight_E = self.read(f"model.{name}.weight")
+        """The factors of a norm, with its offset added, [E]. Ones if the model has no such norm."""
+        found = f"model.{name}.weight"
+        if found not in self._loaders:
+            return torch.ones(self._spec.hidden_size)
+        weight_E = self.read(found)
         return weight_E + 1 if self._spec.norm_unit_offset else weight_E
 
     def of_layer(self, layer: int, name: str) -> torch.Tensor | None:

@@ -9,11 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from rollout.memory.state_pool import StatePool
 from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenStates
 from rollout.models.causal_lm import CausalLM
+from rollout.ops.latent_attention import latent_attention
+from rollout.ops.paged_attention import (
+    PLAIN,
+    AttentionPlan,
+    AttentionVariant,
+    paged_attention,
+)
 from rollout.ops.rotary_store_kv import rotary_store_kv_
 from rollout.ops.state_plan import NO_STATE, StatePlan
 from rollout.runner.attention import RecurrentStates
@@ -86,7 +92,7 @@ class TargetFeatures:
         positions_T = torch.cat([torch.arange(length) for length in lengths])
         like = torch.empty(0, dtype=self._model.dtype, device=device)
         collector = AuxHiddenStateCollector(self._features, len(ids_T), hidden, like)
-        attention = _CausalAttention(lengths, self._model.spec.attention_scale)
+        attention = _CausalAttention(self._model, lengths)
         self._model.forward(
             ids_T.to(device), positions_T.to(device), attention, collector,
             states=_states(self._model, lengths),
@@ -103,9 +109,9 @@ class TargetFeatures:
 class _CausalAttention:
     """A `LayerAttention` in which each row attends to its sequence's rows up to itself."""
 
-    def __init__(self, lengths: list[int], scale: float) -> None:
-        self._lengths = lengths
-        self._scale = scale
+    def __init__(self, model: CausalLM, lengths: list[int]) -> None:
+        self._scale = model.spec.attention_scale
+        self._plan = _causal_plan(lengths, model.device)
 
     def run(
         self,
@@ -116,6 +122,7 @@ class _CausalAttention:
         positions_T: torch.Tensor,
         cos_sin_PD: torch.Tensor,
         rows_R: torch.Tensor | None = None,
+        variant: AttentionVariant = PLAIN,
     ) -> torch.Tensor:
         assert rows_R is None
         keys_TKD = torch.empty_like(k_TKD)
@@ -125,21 +132,25 @@ class _CausalAttention:
             q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, keys_TKD, values_TKD, slots_T
         )
         if values_TKD is None:
-            values_TKD = keys_TKD[..., cos_sin_PD.shape[1] :]
-        attended = []
-        for q_LHD, k_LKD, v_LKD in zip(
-            *(each.split(self._lengths) for each in (q_THD, keys_TKD, values_TKD)), strict=True
-        ):
-            attended_HLD = scaled_dot_product_attention(
-                q_LHD.transpose(0, 1)[None],
-                k_LKD.transpose(0, 1)[None],
-                v_LKD.transpose(0, 1)[None],
-                is_causal=True,
-                enable_gqa=True,
-                scale=self._scale,
-            )[0]
-            attended.append(attended_HLD.transpose(0, 1))
-        return torch.cat(attended)
+            return latent_attention(q_THD, keys_TKD, self._plan, self._scale, cos_sin_PD.shape[1])
+        return paged_attention(q_THD, keys_TKD, values_TKD, self._plan, self._scale, variant)
+
+
+def _causal_plan(lengths: list[int], device: torch.device) -> AttentionPlan:
+    """The plan of whole sequences, whose keys are in the slots of their rows."""
+    offsets_B1 = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    none = torch.empty(0, dtype=torch.int32, device=device)
+    slots = offsets_B1[:-1, None] + torch.arange(max(lengths), dtype=torch.int32)
+    return AttentionPlan(
+        req_to_token=slots.to(device),
+        rows_B=torch.arange(len(lengths), dtype=torch.int32, device=device),
+        q_offsets_B1=offsets_B1.to(device),
+        starts_B=torch.zeros(len(lengths), dtype=torch.int32, device=device),
+        run_lens_B=offsets_B1.diff().to(device),
+        node_offsets_B1=torch.zeros(len(lengths) + 1, dtype=torch.int32, device=device),
+        node_masks_N=none.long(),
+        node_slots_N=none,
+    )
 
 
 def _states(model: CausalLM, lengths: list[int]) -> RecurrentStates | None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import bench_vllm
 import engine_process
+import torch
+import vllm_temperatures
 from bench_vllm import Done, Engines, Job, compare, inside_rows, plain_rows
 
 SPEC = {"num_draft_tokens": 4, "budget": "fixed", "corpus_bytes": 1 << 20}
@@ -34,6 +36,12 @@ def test_unequal_numbers_of_tokens_make_no_ratio() -> None:
     *_, missing = compare("title", {"own": own}, "own", "other", None)
     assert missing.value is None
     assert all(each.value is None for each in inside_rows("title", {"own": own}, 0.97))
+
+
+def test_temperatures_are_those_of_each_requests_rows() -> None:
+    ends = torch.tensor([2, 2, 3, 6], dtype=torch.int32)  # the second verifies nothing
+    expanded = vllm_temperatures.expand(torch.tensor([0.5, 9.0, 0.0, 0.25]), ends, 6, 0, 1)
+    assert expanded.tolist() == [0.5, 0.5, 1.0, 0.25, 0.25, 0.25]
 
 
 def test_an_engine_that_does_not_start_is_left_out(tmp_path: Path, monkeypatch, capsys) -> None:

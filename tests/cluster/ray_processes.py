@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import time
 
 import psutil
+
+from tests.helpers.hang import wait_until
 
 
 def replica_processes(driver: int | None = None) -> list[psutil.Process]:
@@ -28,11 +29,8 @@ def placement_groups() -> list[str]:
     return [each["name"] for each in found if each["state"] != "REMOVED"]
 
 
-def wait_until_gone(processes: list[psutil.Process], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while alive := [each for each in processes if _lives(each)]:
-        assert time.monotonic() < deadline, alive
-        time.sleep(0.1)
+def wait_until_gone(processes: list[psutil.Process]) -> None:
+    wait_until(lambda: not any(map(_lives, processes)))
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -23,8 +22,9 @@ from rollout.config import MemoryConfig, ModelConfig, SchedulerConfig
 from rollout.engine.worker import worker_factory
 from rollout.offline import DataConfig, OutputConfig, RunConfig, run_job
 from tests.cluster.ray_processes import placement_groups, replica_processes, wait_until_gone
-from tests.helpers.forked import ROOT, forked, run_module
+from tests.helpers.forked import ROOT, forked
 from tests.helpers.hang import HANG_SECONDS, wait_until
+from tests.helpers.signalled_job import run_signalled
 
 NUM_PROMPTS, N, MAX_NEW_TOKENS = 60, 4, 100
 
@@ -50,7 +50,7 @@ def start(config: RunConfig, tmp_path: Path) -> Iterator:
     """Starts the same job on two replicas, in a process group of its own."""
     started: list[ForkServerProcess] = []
 
-    def start(output: Path, *options: str) -> ForkServerProcess:
+    def start(output: Path, *options: str, stops_after: int = 0) -> ForkServerProcess:
         arguments = [
             "cluster=ray", "cluster.replicas=2", "cluster.num_cpus=1",
             "cluster.report_seconds=0.005",
@@ -65,8 +65,9 @@ def start(config: RunConfig, tmp_path: Path) -> Iterator:
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         environment = {"PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0"}
         process = forked(
-            run_module, "rollout.cli", *arguments, log=tmp_path / "log", environment=environment
-        )
+            run_signalled, str(tmp_path), stops_after, signal.SIGSTOP, *arguments,
+            log=tmp_path / "log", environment=environment,
+        )  # fmt: skip
         started.append(process)
         return process
 
@@ -77,12 +78,10 @@ def start(config: RunConfig, tmp_path: Path) -> Iterator:
         process.join()
 
 
-def wait_for_lines(journal: Path, count: int, process: ForkServerProcess, log: Path) -> None:
-    deadline = time.monotonic() + HANG_SECONDS
-    while not journal.exists() or journal.read_bytes().count(b"\n") < count:
-        assert process.is_alive(), f"it ended with {process.exitcode}: {log.read_text()}"
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+def wait_until_stopped(process: ForkServerProcess, log: Path) -> None:
+    driver = psutil.Process(process.pid)
+    wait_until(lambda: not process.is_alive() or driver.status() == psutil.STATUS_STOPPED)
+    assert process.is_alive(), f"it ended with {process.exitcode}: {log.read_text()}"
 
 
 def test_stopped_by_ctrl_c_and_resumed_while_a_replica_is_killed(config, start, tmp_path, own_ray):
@@ -92,25 +91,27 @@ def test_stopped_by_ctrl_c_and_resumed_while_a_replica_is_killed(config, start, 
     output, journal = tmp_path / "many.parquet", tmp_path / "many.parquet.partial.jsonl"
     log = tmp_path / "log"
 
-    process = start(output, "parallel=tensor", "parallel.size=2")
-    wait_for_lines(journal, 20, process, log)
+    process = start(output, "parallel=tensor", "parallel.size=2", stops_after=20)
+    wait_until_stopped(process, log)
     below = psutil.Process(process.pid).children(recursive=True)
     assert len(replica_processes(process.pid)) == 4
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: all of the group get it
+    os.kill(process.pid, signal.SIGCONT)
     process.join(HANG_SECONDS)
     assert process.exitcode == 128 + signal.SIGINT, log.read_text()
     assert "The same command goes on from there" in log.read_text().replace("\n", " ")
-    wait_until_gone(below, 60)
+    wait_until_gone(below)
     written = journal.read_bytes().count(b"\n")
     assert 20 <= written < NUM_PROMPTS * N
 
-    process = start(output, f"cluster.address={own_ray}")
-    wait_for_lines(journal, written + 20, process, log)
+    process = start(output, f"cluster.address={own_ray}", stops_after=20)
+    wait_until_stopped(process, log)
     replicas = replica_processes()
     replicas[0].kill()
+    os.kill(process.pid, signal.SIGCONT)
     process.join(HANG_SECONDS)
     assert process.exitcode == 0, log.read_text()
-    wait_until_gone(replicas, 60)
+    wait_until_gone(replicas)
     assert "died and is started anew" in log.read_text()
     assert output.read_bytes() == Path(config.output.path).read_bytes()
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
@@ -124,13 +125,16 @@ def test_killed_while_replicas_start_it_ends_at_once_and_leaves_none(start, tmp_
     log = tmp_path / "log"
     address = f"cluster.address={own_ray}"
     process = start(tmp_path / "out.jsonl", address, "parallel=tensor", "parallel.size=2")
-    while "starting 2 replicas" not in (log.read_text() if log.exists() else ""):
-        assert process.is_alive(), log.read_text()
-        time.sleep(0.02)
+    wait_until(
+        lambda: (
+            not process.is_alive() or (log.exists() and "starting 2 replicas" in log.read_text())
+        )
+    )
+    assert process.is_alive(), log.read_text()
     process.terminate()
     process.join(HANG_SECONDS)
     assert process.exitcode == 128 + signal.SIGTERM, log.read_text()
     assert not any(word in log.read_text() for word in ("Traceback", "SIGTERM"))
     assert not list(tmp_path.glob("out.jsonl*"))
-    wait_until_gone([each for each in replica_processes() if each not in before], 60)
+    wait_until_gone([each for each in replica_processes() if each not in before])
     wait_until(lambda: not placement_groups())

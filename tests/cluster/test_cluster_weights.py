@@ -132,7 +132,7 @@ def by_group(cluster, folder: Path, tensors: Tensors, **options) -> None:
     with group_of(cluster, 1 + len(cluster.replicas.joined)) as (group, threads):
         sender = DistributedSender(group, bucket_bytes=8192)
         source = TensorSource(tensors)
-        sending = threads.submit(sender.send, source, 20)
+        sending = threads.submit(sender.send, source)
         cluster.update_weights_from_distributed(**sender.arguments(source), **options)
         sending.result(HANG_SECONDS)
 
@@ -361,22 +361,23 @@ def test_sleep_and_wake_reach_all_and_those_who_come_meanwhile(make, tensors, wa
 
 
 def test_requests_in_flight_go_on_with_the_new_weights(make, tensors):
-    cluster, _ = make(2)
+    cluster, pool = make(2)
     long = SamplingParams(temperature=0.9, max_new_tokens=450, ignore_eos=True)
-    requests = [cluster.submit(prompt, long) for prompt in PROMPTS]
-    for request in requests:
-        cluster.watch(request.request_id)  # their tokens come at once
-    while not any(request.token_ids for request in requests):
-        cluster.step()
-    cluster.update_weights_from_tensor(tensors[0])
+    with pool.held():
+        requests = [cluster.submit(prompt, long) for prompt in PROMPTS]
+        for request in requests:
+            cluster.watch(request.request_id)  # their tokens come at once
+        wait_until(lambda: any(request.token_ids for request in requests), cluster.step)
+        cluster.update_weights_from_tensor(tensors[0])
     rollouts = []
     while cluster.has_unfinished:
         rollouts += cluster.step()
     assert all(each.weight_versions == sorted(each.weight_versions) for each in rollouts)
     assert any(set(each.weight_versions) == {0, 1} for each in rollouts)  # it was found running
-    for prompt in PROMPTS:
-        cluster.submit(prompt, long)
-    cluster.update_weights_from_tensor(tensors[1], abort_all_requests=True)
+    with pool.held():
+        for prompt in PROMPTS:
+            cluster.submit(prompt, long)
+        cluster.update_weights_from_tensor(tensors[1], abort_all_requests=True)
     rollouts = cluster.take_ended()
     assert [each.finish_reason.value for each in rollouts] == ["abort"] * 4
     assert not cluster.has_unfinished

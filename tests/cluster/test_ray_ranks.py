@@ -24,7 +24,7 @@ from rollout.weights.shared_memory import SharedMemorySender
 from tests.cluster import broken_workers
 from tests.cluster.ray_processes import placement_groups, replica_processes, wait_until_gone
 from tests.cluster.workload import PARAMS, PROMPTS, content, drain, key, ngram, rejoined, submit_all
-from tests.helpers.hang import HANG_SECONDS, wait_until
+from tests.helpers.hang import wait_until
 from tests.helpers.tiny_model import save_tiny_llama
 from tests.helpers.weight_transports import TensorSource, group_of
 
@@ -69,7 +69,7 @@ def cluster(own_ray, on_ranks) -> Iterator[RolloutCluster]:
     left = replica_processes()
     assert len(left) == 4
     cluster.close()
-    wait_until_gone(left, HANG_SECONDS)
+    wait_until_gone(left)
     wait_until(lambda: not placement_groups())
 
 
@@ -114,7 +114,7 @@ def test_killed_ranks_are_not_seen_and_their_replicas_replaced(cluster, expected
     rejoined(cluster)
     for name in ("replica-0", "replica-1"):
         assert f"{name} died and is started anew: rank " in caplog.text
-    wait_until_gone(first + second, HANG_SECONDS)
+    wait_until_gone(first + second)
     wait_until(lambda: len(placement_groups()) == 2)
     submit_all(cluster)
     assert drain(cluster) == expected
@@ -126,7 +126,7 @@ def test_a_rank_that_hangs_is_not_seen_and_its_replica_replaced(
     monkeypatch.setattr(cluster.replicas._pool._heartbeats, "_silence_seconds", 10.0)
     ranks = ranks_of(cluster, "replica-1")
     assert all(each == expected for each in run_while(cluster, ranks[1].suspend))
-    wait_until_gone(ranks, HANG_SECONDS)
+    wait_until_gone(ranks)
     monkeypatch.undo()
     rejoined(cluster)
     assert "rank 1 of 2: no sign of life for" in caplog.text
@@ -185,7 +185,7 @@ def test_an_update_reaches_every_rank_of_every_replica_or_none(cluster, config, 
     cluster.update_weights_from_tensor(parts[1])
     cluster.end_weight_update()
     assert cluster.weights_digest() == digests[3]
-    wait_until_gone(ranks, HANG_SECONDS)
+    wait_until_gone(ranks)
     rejoined(cluster)
     assert cluster.weights_digest() == digests[3]
     assert set(cluster.replicas.on_all("weights_digest")) == {"replica-0", "replica-1"}

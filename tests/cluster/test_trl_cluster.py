@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 from rollout.cluster.cluster import RolloutCluster
 from tests.cluster.ray_processes import replica_processes, wait_until_gone
+from tests.helpers.hang import wait_until
 from tests.helpers.text_model import save_text_model
 from tests.helpers.trl_runs import assert_same_run, by_generation, engine_of, run
 
@@ -46,11 +47,10 @@ def test_replicas_give_the_run_of_one_engine_and_have_its_weights(tmp_path: Path
         assert isinstance(cluster, RolloutCluster)
         many.add_callback(KillOneReplica())
         assert_same_run(expected, run(many))
-        while not cluster.replicas.all_joined:
-            cluster.replicas.poll(0.05)
+        wait_until(lambda: cluster.replicas.all_joined, lambda: cluster.replicas.poll(0.05))
         assert cluster.weight_version == engine_of(one).weight_version == 3
         assert cluster.weights_digest() == engine_of(one).weights_digest()
     finally:
         left = replica_processes()
         cluster.close()
-    wait_until_gone(left, 60)
+    wait_until_gone(left)

@@ -7,8 +7,9 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from rollout.cluster.cluster import RolloutCluster
@@ -18,6 +19,7 @@ from rollout.cluster.replica_host import ReplicaHost
 from rollout.config import EngineConfig
 from rollout.engine.worker import WorkerFactory
 from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.held_engine import held
 
 REPORT_SECONDS = 0.002
 
@@ -124,6 +126,15 @@ class ThreadPool:
                 events.append(Reported(replica, value))
                 self._expect(replica, replica.host.report())
         return events
+
+    @contextmanager
+    def held(self, *, after: int = 3) -> Iterator[None]:
+        """Make every replica wait for a call before each step, once it has made ``after`` more."""
+        with ExitStack() as holding:
+            for replica in self.living.values():
+                assert replica.host._loop is not None, "it has not opened"
+                holding.enter_context(held(replica.host._loop, after=after))
+            yield
 
     def share(self, value: Any) -> Any:
         return value

@@ -11,7 +11,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -22,8 +21,10 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from rollout.cli import main
+from tests.helpers.forked import forked
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.run_logs import run_lines, write_lines
+from tests.helpers.signalled_job import run_signalled
 from tests.helpers.small_jobs import small_files
 from tests.helpers.tiny_model import save_tiny_llama
 
@@ -388,35 +389,17 @@ def test_a_full_disk(specrollout: Command, arguments: list[str], tmp_path: Path)
     assert [row for row in whole if row in written] == written
 
 
-def start_until_it_writes(arguments: list[str], output: Path) -> subprocess.Popen[str]:
-    """The command in a process of its own, which has just written something."""
-    before = output.stat().st_size if output.exists() else 0
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rollout.cli", *arguments],
-        cwd=output.parent,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    while process.poll() is None and not (output.exists() and output.stat().st_size > before):
-        time.sleep(0.002)
-    return process
-
-
 def test_stopped_and_run_again(specrollout: Command, arguments: list[str], tmp_path: Path) -> None:
     write_rows(tmp_path / "prompts.jsonl", ROWS * 100)
     arguments = [*arguments, "sampling.max_new_tokens=24", "output.path=out.jsonl"]
-    output = tmp_path / "out.jsonl"
-    killed = start_until_it_writes(arguments, output)
-    killed.kill()
-    killed.communicate()
-    assert killed.returncode == -signal.SIGKILL
-    interrupted = start_until_it_writes(arguments, output)
-    interrupted.send_signal(signal.SIGINT)
-    shown, _ = interrupted.communicate()
-    assert interrupted.returncode == 130
+    output, log = tmp_path / "out.jsonl", tmp_path / "log"
+    for number, status in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)):
+        process = forked(run_signalled, str(tmp_path), 3, number, *arguments, log=log)
+        process.join(HANG_SECONDS)
+        assert process.exitcode == status, log.read_text()
+    shown = log.read_text()
     done = len(output.read_bytes().splitlines())
-    assert 0 < done < 200
+    assert 6 <= done < 200
     assert f"stopped by SIGINT: {done} rollouts are in out.jsonl. The same command" in shown
     assert shown.splitlines()[-1] == shlex.join(["specrollout", *arguments])
     last = specrollout(*arguments)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
+import signal
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -11,12 +14,16 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 
 from ngram_native import Corpus
 from rollout import SamplingParams
 from rollout.config import MemoryConfig, ModelConfig, SchedulerConfig
-from rollout.offline import DataConfig, OutputConfig, RunConfig
-from tests.e2e.job_process import start_job
+from rollout.engine.worker import worker_factory
+from rollout.offline import DataConfig, OutputConfig, RunConfig, run_job
+from tests.helpers.forked import forked
+from tests.helpers.hang import HANG_SECONDS, wait_until
+from tests.helpers.signalled_job import signal_after
 
 NUM_PROMPTS = 60
 PARAMS = SamplingParams(temperature=0.9, max_new_tokens=24, n=4, seed=11)
@@ -48,15 +55,21 @@ def in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (row["prompt_index"], row["sample_index"]))
 
 
+def run(config: RunConfig, spec: str, killed_after: int = 0) -> None:
+    signal_after(killed_after, signal.SIGKILL)
+    with Path(os.devnull).open("w") as sink, contextlib.redirect_stdout(sink):
+        options = {"corpus_bytes": 1 << 20} if spec == "ngram" else {}  # saved in a blink
+        run_job(config, worker_factory(spec, **options), Console(file=sink))
+
+
 def finish(config: RunConfig, spec: str) -> None:
-    process = start_job(config, spec)
-    process.join()
+    process = forked(run, config, spec)
+    process.join(HANG_SECONDS)
     assert process.exitcode == 0
 
 
 def wait_until_larger(path: Path, size: int, process: BaseProcess) -> None:
-    while process.exitcode is None and not (path.exists() and path.stat().st_size > size):
-        process.join(0.005)
+    wait_until(lambda: not process.is_alive() or (path.exists() and path.stat().st_size > size))
 
 
 @pytest.mark.parametrize(("suffix", "spec"), [(".jsonl", "ngram"), (".parquet", "none")])
@@ -69,21 +82,25 @@ def test_killed_at_random_moments(config: RunConfig, suffix: str, spec: str) -> 
     journal = output if suffix == ".jsonl" else output.with_name(output.name + ".partial.jsonl")
     config = replace(config, output=OutputConfig(path=str(output), corpus_seconds=0.05))
     rng = random.Random(17)
-    size = kills_mid_way = 0
-    for kill in range(7):
-        process = start_job(config, spec)
-        if kill % 4:  # while it generates, else anywhere, loading included
+    size = 0
+    for _ in range(3):
+        process = forked(run, config, spec, rng.randrange(1, 20))
+        process.join(HANG_SECONDS)
+        assert process.exitcode == -signal.SIGKILL
+        assert journal.stat().st_size > size, "something written was lost"
+        size = journal.stat().st_size
+    for generates in (False, True, True):  # else anywhere, loading included
+        process = forked(run, config, spec)
+        if generates:
             wait_until_larger(journal, size, process)
-        if kill == 6 and spec == "ngram":  # by then a save has ended, however slow the disk is
-            wait_until_larger(output.with_name(f"{output.name}.corpus"), 0, process)
-        process.join(rng.uniform(0, 0.12))
+            if spec == "ngram":  # by then a save has ended, however slow the disk is
+                wait_until_larger(output.with_name(f"{output.name}.corpus"), 0, process)
+        process.join(rng.uniform(0, 0.12 if generates else 1.0))
         process.kill()
         process.join()
         if journal.exists():
-            kills_mid_way += journal.stat().st_size > size
             assert journal.stat().st_size >= size, "something written was lost"
             size = journal.stat().st_size
-    assert kills_mid_way >= 3, "hardly ever hit while it was writing"
     if spec == "ngram":  # killed while it was saved, it is the one before
         Corpus(max_bytes=1 << 20, vocabulary="97 tokens").load(f"{output}.corpus")
     finish(config, spec)

@@ -414,11 +414,11 @@ def test_status_is_a_copy_of_what_the_engine_does(tiny_model_path):
     assert before.total.finished == 0
 
 
-def test_an_engine_goes_with_the_last_reference_to_it(tiny_model_path, monkeypatch):
+def test_an_engine_goes_with_the_last_reference_to_it(tiny_model_path, made_engines):
     """An engine's corpus, groups and senders' memory do not wait for the garbage collector."""
-    monkeypatch.undo()  # of the fixture that holds on to every engine
     engine = RolloutEngine.from_pretrained(tiny_model_path, spec="none", num_threads=1)
     engine.generate(PROMPTS, PARAMS)
     held = weakref.ref(engine)
+    made_engines.clear()  # else it would hold on to it
     del engine
     assert held() is None

@@ -18,6 +18,7 @@ from rollout import FinishReason, RolloutEngine, SamplingParams
 from rollout.engine.engine_loop import EngineLoop
 from rollout.errors import EngineStateError, InvalidInputError, ParallelError, WeightUpdateError
 from tests.helpers.hang import HANG_SECONDS, wait_until
+from tests.helpers.held_engine import held
 
 PROMPT = [5, 6, 7]
 LONG = SamplingParams(temperature=0.9, max_new_tokens=400, ignore_eos=True)
@@ -117,14 +118,15 @@ def test_abort_of_a_request_that_is_asked_for_waiting_running_and_ended(loop, en
     running = [loop.submit([10 + i, *PROMPT], LONG) for i in range(4)]
     waiting = loop.submit(PROMPT, LONG)
     assert loop.num_unfinished == 6
-    gate.open()
-    cut = asked.future.result(HANG_SECONDS)
-    assert (cut.finish_reason, cut.token_ids) == (FinishReason.ABORT, [])
-    step_until(loop, lambda e: e.scheduler.num_running == 4 and e.metrics().steps > 3)
-    waiting.abort()
-    assert waiting.future.result(HANG_SECONDS).token_ids == []
-    running[0].abort()
-    cut = running[0].future.result(HANG_SECONDS)
+    with held(loop):
+        gate.open()
+        cut = asked.future.result(HANG_SECONDS)
+        assert (cut.finish_reason, cut.token_ids) == (FinishReason.ABORT, [])
+        step_until(loop, lambda e: e.scheduler.num_running == 4 and e.metrics().steps > 3)
+        waiting.abort()
+        assert waiting.future.result(HANG_SECONDS).token_ids == []
+        running[0].abort()
+        cut = running[0].future.result(HANG_SECONDS)
     assert cut.finish_reason is FinishReason.ABORT
     assert 0 < len(cut.token_ids) == len(cut.logprobs) < 400
     done = [ticket.future.result(HANG_SECONDS) for ticket in running[1:]]
@@ -134,8 +136,9 @@ def test_abort_of_a_request_that_is_asked_for_waiting_running_and_ended(loop, en
 
 
 def test_abort_all_settles_every_future_before_its_own(loop):
-    tickets = [loop.submit([10 + i], LONG) for i in range(9)]
-    assert loop.abort_all().result(HANG_SECONDS) == 9
+    with held(loop):
+        tickets = [loop.submit([10 + i], LONG) for i in range(9)]
+        assert loop.abort_all().result(HANG_SECONDS) == 9
     assert all(ticket.future.done() for ticket in tickets)
     assert {ticket.future.result().finish_reason for ticket in tickets} == {FinishReason.ABORT}
     assert loop.abort_all().result(HANG_SECONDS) == 0
@@ -222,7 +225,8 @@ def test_a_cancelled_waiter_aborts_its_request_and_frees_its_slots(loop):
         with pytest.raises(asyncio.CancelledError):
             await waiters[1]
 
-    asyncio.run(give_up())
+    with held(loop):
+        asyncio.run(give_up())
     assert loop.call(lambda e: e.has_unfinished).result(HANG_SECONDS) is False
     assert loop.num_unfinished == 0
     assert loop.call(lambda e: e.worker.memory.usage.used).result(HANG_SECONDS) == 0
@@ -307,8 +311,9 @@ def test_requests_wait_while_the_weights_are_torn(loop, engine):
 
 def test_a_pause_keeps_requests_waiting_and_what_it_aborts_comes_at_once(loop):
     expected = loop.submit(PROMPT, SHORT).future.result(HANG_SECONDS).token_ids
-    running = loop.submit(PROMPT, LONG)
-    loop.call(lambda e: e.pause_generation("abort")).result(HANG_SECONDS)
+    with held(loop):
+        running = loop.submit(PROMPT, LONG)
+        loop.call(lambda e: e.pause_generation("abort")).result(HANG_SECONDS)
     assert running.future.result(HANG_SECONDS).finish_reason is FinishReason.ABORT
     tickets = [loop.submit(PROMPT, SHORT) for _ in range(2)]
     steps = loop.call(lambda e: e.metrics().steps).result(HANG_SECONDS)
@@ -326,9 +331,10 @@ def test_a_pause_keeps_requests_waiting_and_what_it_aborts_comes_at_once(loop):
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_a_pause_and_its_end_cannot_be_seen_in_the_tokens(loop, mode):
     expected = loop.submit(PROMPT, LONG).future.result(HANG_SECONDS).token_ids
-    ticket = loop.submit(PROMPT, LONG)
-    step_until(loop, lambda e: e.scheduler.num_running == 1)
-    loop.call(lambda e: e.pause_generation(mode)).result(HANG_SECONDS)
+    with held(loop):
+        ticket = loop.submit(PROMPT, LONG)
+        step_until(loop, lambda e: e.scheduler.num_running == 1)
+        loop.call(lambda e: e.pause_generation(mode)).result(HANG_SECONDS)
     assert not ticket.future.done()
     loop.call(lambda e: e.continue_generation()).result(HANG_SECONDS)
     assert ticket.future.result(HANG_SECONDS).token_ids == expected
@@ -421,10 +427,13 @@ def test_a_listener_is_told_of_every_token_once_and_in_order(loop):
 
         return on_tokens
 
-    tickets = [loop.submit(PROMPT, SHORT, sample_index=i, on_tokens=listener(i)) for i in range(5)]
-    tickets.append(loop.submit(PROMPT, LONG, on_tokens=listener(5)))
-    step_until(loop, lambda _: len(told[5]) > 3)
-    tickets[5].abort()
+    with held(loop):
+        tickets = [
+            loop.submit(PROMPT, SHORT, sample_index=i, on_tokens=listener(i)) for i in range(5)
+        ]
+        tickets.append(loop.submit(PROMPT, LONG, on_tokens=listener(5)))
+        step_until(loop, lambda _: len(told[5]) > 3)
+        tickets[5].abort()
     for index, ticket in enumerate(tickets):
         rollout = ticket.future.result(HANG_SECONDS)
         assert (told[index], logprobs[index]) == (rollout.token_ids, rollout.logprobs)

@@ -109,7 +109,9 @@ def test_appearing_and_vanishing_half_way_cannot_be_seen(model: str) -> None:
     for _ in range(3):
         step()
     engine.add_external_corpus("answers", token_chunks=chunks)
-    engine.wait_for_external_corpora(30)  # between two steps: how many it would take is chance
+    engine.wait_for_external_corpora(
+        HANG_SECONDS
+    )  # between two steps: how many it would take is chance
     assert states(engine) == {"answers": "published"}
     assert not ended
     accepted = engine.metrics().accepted
@@ -141,7 +143,7 @@ def test_corpora_that_come_and_go_at_random_cannot_be_seen(model: str) -> None:
                 names.append(engine.add_external_corpus(token_chunks=some))
             rollouts |= {(r.prompt_index, r.sample_index): r for r in engine.step()}
         assert outcome(rollouts[key] for key in sorted(rollouts)) == outcome(plain)
-    assert {each.name for each in engine.wait_for_external_corpora(30)} == set(names)
+    assert {each.name for each in engine.wait_for_external_corpora(HANG_SECONDS)} == set(names)
     engine.worker.corpus.check_integrity()
 
 
@@ -178,7 +180,7 @@ def test_on_request_it_is_drafted_from_when_it_is_asked_for(model: str) -> None:
     with pytest.raises(InvalidInputError, match="name='answers': is loading"):
         engine.publish_external_corpus("answers")
     gated.gate.opened.set()
-    engine.wait_for_external_corpora(30)
+    engine.wait_for_external_corpora(HANG_SECONDS)
     engine.add_external_corpus("others", token_chunks=[[1]], publish="on_request", wait=True)
     assert outcome(engine.generate(PROMPTS, PARAMS)) == outcome(plain)
     cold = engine.metrics().accepted
@@ -193,7 +195,7 @@ def test_on_request_it_is_drafted_from_when_it_is_asked_for(model: str) -> None:
     with pytest.raises(InvalidInputError, match="publish='soon': must be one of when_ready"):
         engine.add_external_corpus("more", token_chunks=[[1]], publish="soon")
     engine.add_external_corpus("bad", token_chunks=[[-1]], publish="on_request")
-    engine.wait_for_external_corpora(30)
+    engine.wait_for_external_corpora(HANG_SECONDS)
     with pytest.raises(InvalidInputError, match=r"name='bad': has failed: .*token_chunks"):
         engine.publish_external_corpus("bad")
 

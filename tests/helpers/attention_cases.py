@@ -52,11 +52,17 @@ class Case:
     v_pool: torch.Tensor
     op: Callable[..., torch.Tensor] = paged_attention
 
-    def run(self, requests: list[Request] | None = None, **kwargs) -> list[torch.Tensor]:
+    def run(
+        self,
+        requests: list[Request] | None = None,
+        *,
+        op: Callable[..., torch.Tensor] | None = None,
+        **kwargs,
+    ) -> list[torch.Tensor]:
         """Output rows by request."""
         requests = self.requests if requests is None else requests
         q, plan = batch(requests, **kwargs)
-        out = self.op(q, self.k_pool, self.v_pool, plan, q.shape[-1] ** -0.5)
+        out = (op or self.op)(q, self.k_pool, self.v_pool, plan, q.shape[-1] ** -0.5)
         return list(out[: plan.q_offsets_B1[-1]].split([r.entry.num_rows for r in requests]))
 
 

@@ -52,9 +52,9 @@ class Tab:
     def text(self, selector: str) -> str:
         return self.evaluate(f"document.querySelector({json.dumps(selector)})?.textContent ?? ''")
 
-    def wait_for(self, condition: str, seconds: float = 60.0) -> Any:
+    def wait_for(self, condition: str) -> Any:
         """Until the expression is true. Its value."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + HANG_SECONDS
         while not (value := self.evaluate(condition)):
             assert time.monotonic() < deadline, (condition, self.text("main"), self.complaints[:3])
             time.sleep(0.05)

@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenStates
+from rollout.ops.paged_attention import PLAIN, AttentionVariant
 from rollout.ops.rotary_store_kv import rotary_store_kv_
 from tests.helpers.dense_states import DenseStates
 
@@ -31,6 +32,34 @@ def rotated(
     return keys_TKD, values_TKD
 
 
+def attended(
+    q_THD: torch.Tensor,
+    k_LKD: torch.Tensor,
+    v_LKD: torch.Tensor,
+    scale: float | None,
+    variant: AttentionVariant,
+) -> torch.Tensor:
+    """Causal attention of the last T of L rows."""
+    rows, keys, group = len(q_THD), len(k_LKD), q_THD.shape[1] // k_LKD.shape[1]
+    mask_TL = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
+    if variant.window is not None:
+        mask_TL = mask_TL.triu(keys - rows - variant.window + 1)
+    q_HTD, k_KLD, v_KLD = (x.transpose(0, 1) for x in (q_THD, k_LKD, v_LKD))
+    if variant.soft_cap is None and variant.sinks_H is None:
+        return scaled_dot_product_attention(
+            q_HTD, k_KLD, v_KLD, attn_mask=mask_TL, enable_gqa=True, scale=scale
+        ).transpose(0, 1)
+    k_HLD, v_HLD = (x.repeat_interleave(group, dim=0) for x in (k_KLD, v_KLD))
+    scores_HTL = q_HTD @ k_HLD.mT * (q_THD.shape[2] ** -0.5 if scale is None else scale)
+    if variant.soft_cap is not None:
+        scores_HTL = variant.soft_cap * torch.tanh(scores_HTL / variant.soft_cap)
+    scores_HTL = scores_HTL.masked_fill(~mask_TL, -torch.inf)
+    if variant.sinks_H is not None:
+        sinks_HT1 = variant.sinks_H[:, None, None].expand(-1, rows, 1)
+        scores_HTL = torch.cat((scores_HTL, sinks_HT1), dim=-1)
+    return (scores_HTL.softmax(-1)[..., :keys] @ v_HLD).transpose(0, 1)
+
+
 class DenseAttention:
     """Causal attention within each of several sequences laid end to end."""
 
@@ -39,16 +68,15 @@ class DenseAttention:
         self.lengths = list(lengths)
         self.scale = scale
 
-    def run(self, layer, q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, rows_R=None) -> torch.Tensor:
+    def run(
+        self, layer, q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, rows_R=None, variant=PLAIN
+    ) -> torch.Tensor:
         assert rows_R is None
         k_TKD, v_TKD = rotated(q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD)
         out = [
-            scaled_dot_product_attention(
-                q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1),
-                is_causal=True, enable_gqa=True, scale=self.scale,
-            ).transpose(0, 1)
+            attended(q, k, v, self.scale, variant)
             for q, k, v in zip(*(x.split(self.lengths) for x in (q_THD, k_TKD, v_TKD)), strict=True)
-        ]  # fmt: skip
+        ]
         return torch.cat(out).contiguous()
 
     @property
@@ -59,22 +87,20 @@ class DenseAttention:
 class GrowingAttention:
     """Causal attention within one sequence that comes a few rows at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: float | None = None) -> None:
+        self.scale = scale
         self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def run(self, layer, q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, rows_R=None) -> torch.Tensor:
+    def run(
+        self, layer, q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, rows_R=None, variant=PLAIN
+    ) -> torch.Tensor:
         assert rows_R is None
         k_TKD, v_TKD = rotated(q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD)
         if layer in self.kept:
             old_k, old_v = self.kept[layer]
             k_TKD, v_TKD = torch.cat([old_k, k_TKD]), torch.cat([old_v, v_TKD])
         self.kept[layer] = (k_TKD, v_TKD)
-        rows, keys = len(q_THD), len(k_TKD)
-        mask = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
-        return scaled_dot_product_attention(
-            q_THD.transpose(0, 1), k_TKD.transpose(0, 1), v_TKD.transpose(0, 1),
-            attn_mask=mask, enable_gqa=True,
-        ).transpose(0, 1).contiguous()  # fmt: skip
+        return attended(q_THD, k_TKD, v_TKD, self.scale, variant).contiguous()
 
 
 @torch.inference_mode()

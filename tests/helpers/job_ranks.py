@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -20,8 +19,9 @@ from torch.distributed.rendezvous import rendezvous
 from rollout.config import MemoryConfig, ModelConfig, ParallelConfig, ParallelMode
 from rollout.engine.worker import worker_factory
 from rollout.offline import DataConfig, OutputConfig, RunConfig, run_job
-from rollout.offline.output import RolloutOutput
 from rollout.types import SamplingParams
+from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.signalled_job import signal_after
 
 
 def config_of(model: str, data: str, output: str, size: int) -> RunConfig:
@@ -32,20 +32,8 @@ def config_of(model: str, data: str, output: str, size: int) -> RunConfig:
         sampling=SamplingParams(max_new_tokens=16, n=2, logit_bias={5: -1.0}, stop_token_ids=[9]),
         output=OutputConfig(path=output),
         memory=MemoryConfig(kv_bytes=1 << 20),
-        parallel=ParallelConfig(mode=mode, size=size, timeout=30.0, check=size > 1),
+        parallel=ParallelConfig(mode=mode, size=size, timeout=HANG_SECONDS, check=size > 1),
     )
-
-
-def stop_after(rollouts: int) -> None:
-    """Have this process get SIGTERM once it has written so many rollouts."""
-    append = RolloutOutput.append
-
-    def counted(output: RolloutOutput, *row: Any) -> None:
-        append(output, *row)
-        if output.num_done == rollouts:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    RolloutOutput.append = counted
 
 
 def main(written: Path) -> None:
@@ -54,7 +42,7 @@ def main(written: Path) -> None:
     model, data, output = json.loads(os.environ["JOB_RANKS"])
     config = config_of(model, data, output, int(os.environ["WORLD_SIZE"]))
     if os.environ["RANK"] == "0":
-        stop_after(3)
+        signal_after(3, signal.SIGTERM)
     statuses = []
     with Path(os.devnull).open("w") as sink:
         for _ in range(3):

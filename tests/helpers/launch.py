@@ -28,11 +28,11 @@ def extensions_never_compiled(folder: Path) -> Path:
     return folder / "extensions"
 
 
-def launch(module: str, folder: Path, *, ranks: int, timeout: float = HANG_SECONDS) -> list[Any]:
+def launch(module: str, folder: Path, *, ranks: int) -> list[Any]:
     """Run ``python -m module out.json`` on ``ranks`` processes of one gloo group.
 
-    Returns what each wrote to its file, as JSON. A rank that fails, or all of them taking longer
-    than ``timeout`` seconds, is an AssertionError with what they printed; none is left running.
+    Returns what each wrote to its file, as JSON. A rank that fails or hangs is an AssertionError
+    with what they printed; none is left running.
     """
     port = free_port()
     extensions = extensions_never_compiled(folder)
@@ -57,7 +57,7 @@ def launch(module: str, folder: Path, *, ranks: int, timeout: float = HANG_SECON
         for rank, (output, log) in enumerate(zip(outputs, logs, strict=True))
     ]
     try:
-        _wait(processes, timeout)
+        _wait(processes)
     finally:
         for process in processes:
             with suppress(ProcessLookupError):  # it has ended, and so has what it started
@@ -69,9 +69,9 @@ def launch(module: str, folder: Path, *, ranks: int, timeout: float = HANG_SECON
     return [json.loads(output.read_text()) for output in outputs]
 
 
-def _wait(processes: list[ForkServerProcess], timeout: float) -> None:
+def _wait(processes: list[ForkServerProcess]) -> None:
     """Return when all processes have ended, one has failed, or time is up."""
-    end = time.monotonic() + timeout
+    end = time.monotonic() + HANG_SECONDS
     running = {process.sentinel: process for process in processes}
     while running and (ended := connection.wait(list(running), end - time.monotonic())):
         if any(running.pop(sentinel).exitcode for sentinel in ended):

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from rollout import RolloutEngine, SamplingParams
+from tests.helpers.hang import HANG_SECONDS
 
 ENTRANCES = ("target.forward", "target.logits", "draft.fuse", "draft.forward", "draft.logits")
 
@@ -110,7 +111,7 @@ def run(case: dict, requests: list[tuple[list[int], int]]) -> dict:
 
 def main(output: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=HANG_SECONDS))
     cases = json.loads(os.environ["LOCKSTEP_CASES"])
     results = [run(case, case["requests"][dist.get_rank()]) for case in cases]
     output.write_text(json.dumps(results))

@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.errors import InvalidInputError, OutOfMemoryError
+from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.tensor_cases import changed, stored
 
 SIZE = int(os.environ.get("WORLD_SIZE", "1"))
@@ -28,6 +29,7 @@ MAX_TOKENS = 96
 
 
 def engine_of(case: dict, size: int) -> RolloutEngine:
+    lockstep = {"mode": "lockstep", "size": size, "tensor_size": TENSOR, "timeout": HANG_SECONDS}
     return RolloutEngine.from_pretrained(
         case["target"],
         case["spec"],
@@ -36,9 +38,7 @@ def engine_of(case: dict, size: int) -> RolloutEngine:
         chunk_len=8,
         max_running=3,
         dtype=case["dtype"],
-        parallel={"mode": "lockstep", "size": size, "tensor_size": TENSOR, "timeout": 60.0}
-        if size > 1
-        else {},
+        parallel=lockstep if size > 1 else {},
     )
 
 

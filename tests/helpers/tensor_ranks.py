@@ -32,7 +32,7 @@ from tests.helpers.ports import free_port
 from tests.helpers.tensor_cases import PARAMS, PROMPTS, changed, numbers, stored
 
 RANK = int(os.environ["RANK"])
-PARALLEL = {"mode": "tensor", "size": 2, "timeout": 20.0, "check": True}
+PARALLEL = {"mode": "tensor", "size": 2, "timeout": HANG_SECONDS, "check": True}
 
 
 def engine_of(folder: str, spec: str = "none", **options) -> RolloutEngine:
@@ -91,14 +91,14 @@ def sent(engine: RolloutEngine, folder: str) -> None:
     def send() -> None:
         group = WeightGroup(
             master_address="127.0.0.1", master_port=port, rank=0, world_size=3,
-            group_name="weights", timeout=30.0,
+            group_name="weights", timeout=HANG_SECONDS,
         )  # fmt: skip
         DistributedSender(group, 8192).send(source)
 
     sender = threading.Thread(target=send, daemon=True)
     if RANK == 0:
         sender.start()
-    engine.init_weights_update_group("127.0.0.1", port, 1, 3, "weights", timeout=30.0)
+    engine.init_weights_update_group("127.0.0.1", port, 1, 3, "weights", timeout=HANG_SECONDS)
     specs = source.manifest()
     engine.update_weights_from_distributed(
         list(specs),
@@ -219,9 +219,7 @@ def failed_step(folder: str) -> dict:
 
     if RANK:
         engine.worker.observe = fail
-    started = time.monotonic()
-    found = {"first": error_of(engine.step), "second": error_of(engine.step)}
-    return found | {"seconds": time.monotonic() - started}
+    return {"first": error_of(engine.step), "second": error_of(engine.step)}
 
 
 def started_differently(folder: str, other: str) -> dict[str, str]:
@@ -240,21 +238,20 @@ def started_differently(folder: str, other: str) -> dict[str, str]:
     }
 
 
-def no_memory(folder: str) -> dict:
+def no_memory(folder: str) -> str:
     """Start with more KV than rank 1 can have."""
     gc.collect()  # what it frees later would be memory to have
     limits = resource.getrlimit(resource.RLIMIT_AS)
     if RANK:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**27, limits[1]))
-    started = time.monotonic()
     try:
         engine_of(folder, kv_bytes=1 << 33, max_kv_tokens=1 << 21)
     except (RolloutError, RuntimeError, MemoryError) as error:
-        return {"error": str(error), "seconds": time.monotonic() - started}
+        return str(error)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
-    return {"error": "", "seconds": time.monotonic() - started}
+    return ""
 
 
 def lost(folder: str, end: Callable[[], None]) -> dict:
@@ -268,11 +265,9 @@ def lost(folder: str, end: Callable[[], None]) -> dict:
                 end()
             yield pair
 
-    started = time.monotonic()
     found = {"update": error_of(engine.update_weights_from_tensor, stream())}
     found["serves"] = engine.can_run
     found["lost"] = error_of(engine.generate, PROMPTS, PARAMS)
-    found["seconds"] = time.monotonic() - started
     return found
 
 
@@ -284,7 +279,8 @@ def main(output: Path) -> None:
     llama, results, own = folders["llama"], {}, {}
     results["float32"] = long_chain(llama, folders["eagle"])
     results["bfloat16"] = chain(llama, "bfloat16")
-    for name in ("tied", "one kv head", "hybrid", "interleaved", "experts"):
+    families = ("olmo", "gemma", "gpt-oss", "phi")
+    for name in ("tied", "one kv head", "hybrid", "interleaved", "experts", *families):
         results[name] = chain(folders[name])
     results["updates"], own["updates"] = updates(llama, folders["other"])
     results["corpora"] = corpora(llama)

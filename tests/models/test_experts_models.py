@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollout.config import DType
-from rollout.errors import CheckpointError, InvalidInputError, UnsupportedModelError
+from rollout.errors import CheckpointError, InvalidInputError
 from rollout.models.experts_config import ExpertsSpec
 from rollout.models.layers.experts import Experts
 from rollout.models.loader import load_model
@@ -168,7 +168,6 @@ def test_hybrids_have_a_shared_expert(tmp_path):
         ({"num_experts_per_tok": 9}, CheckpointError, "num_experts_per_tok=9"),
         ({"moe_intermediate_size": "absent"}, CheckpointError, "moe_intermediate_size is missing"),
         ({"num_local_experts": -1}, CheckpointError, "num_local_experts=-1"),
-        ({"use_sliding_window": True, "sliding_window": 8}, UnsupportedModelError, "=8"),
     ],
 )
 def test_what_is_refused(changes, error, names, tmp_path):

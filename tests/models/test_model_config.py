@@ -77,9 +77,11 @@ def test_families_as_transformers_saves_them(config_class, biases, qk_norm, head
 def test_every_readable_architecture_has_a_class(tmp_path):
     for name in MODEL_CLASSES:
         changes = {"layer_types": ["linear_attention", "full_attention"]} if name in HYBRIDS else {}
-        changes |= {"architectures": [name], "sliding_window": None, "num_experts": 0}
+        changes |= {"sliding_window": None, "num_experts": 0, "num_experts_per_tok": 1}
+        changes |= GRANITE_4 if name in GRANITE_4["architectures"] else {"num_local_experts": 3}
+        changes |= {"architectures": [name]}
         if name in FAMILY:
-            changes |= {"first_k_dense_replace": 2}
+            changes |= {"first_k_dense_replace": 2, "num_local_experts": None}
         if name in LATENT:
             changes |= OF_LATENT
         if name == "Glm4MoeLiteForCausalLM":
@@ -104,6 +106,12 @@ def test_rope_layouts_agree(tmp_path):
     assert read(tmp_path, rope_scaling=None, rope_theta=5e5).rope.rope_type is RopeType.DEFAULT
 
 
+GRANITE_4 = {
+    "architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": ["attention"] * 2,
+    "shared_intermediate_size": 80, "num_local_experts": 0, "position_embedding_type": "rope",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
@@ -115,7 +123,28 @@ def test_rope_layouts_agree(tmp_path):
         ({"rope_interleaved": True}, ("rope_interleaved", "True")),
         ({"dual_chunk_attention_config": {"chunk_size": 8}}, ("dual_chunk", "chunk_size")),
         ({"torch_dtype": "float8_e4m3fn"}, ("dtype", "float8")),
-        ({"rope_scaling": {"type": "longrope", "factor": 2}}, ("rope_type", "longrope")),
+        ({"rope_scaling": {"type": "ntk", "factor": 2}}, ("rope_type", "ntk")),
+        ({"embedding_multiplier": 12.0}, ("embedding_multiplier", "12.0")),
+        ({"attention_multiplier": 0.2}, ("attention_multiplier", "0.2")),
+        ({"logits_scaling": 8.0}, ("logits_scaling", "8.0")),
+        ({"no_rope_layers": [1, 0]}, ("no_rope_layers", "[1, 0]")),
+        ({"attn_logit_softcapping": 50.0}, ("attn_logit_softcapping", "50.0")),
+        (GRANITE_4 | {"layer_types": ["mamba", "attention"]}, ("layer_types", "mamba")),
+        (GRANITE_4 | {"num_local_experts": 8}, ("num_local_experts", "8")),
+        (GRANITE_4 | {"position_embedding_type": None}, ("position_embedding_type", "None")),
+        ({"swiglu_limit": 7.0}, ("swiglu_limit", "7.0")),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 50.0},
+            ("attn_logit_softcapping", "50.0"),
+        ),
+        (
+            {"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "gelu"},
+            ("hidden_activation", "gelu", "gelu_pytorch_tanh"),
+        ),
+        (
+            {"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True},
+            ("use_bidirectional_attention", "True"),
+        ),
         ({"rope_scaling": {"type": "default", "mrope_section": [1]}}, ("mrope_section", "[1]")),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ("full_attention",)),
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, ("partial_rotary_factor", "0.25")),
@@ -134,18 +163,26 @@ MISTRAL = {"architectures": ["MistralForCausalLM"]}
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 128}
 
 
+NONE, BOTH = ((), None), ((0, 1), 128)
+
+
 @pytest.mark.parametrize(
-    ("changes", "max_context_len", "served"),
+    ("changes", "max_context_len", "wanted"),
     [
-        (MISTRAL | {"sliding_window": None}, None, True),
-        (MISTRAL | {"sliding_window": 128}, None, False),
-        (MISTRAL | {"sliding_window": 128}, 128, True),
-        (MISTRAL | {"sliding_window": 128}, 129, False),
-        (MISTRAL | {"max_position_embeddings": 8192}, None, False),  # 4096 where not said
-        (QWEN, None, True),
-        (QWEN | {"use_sliding_window": False}, None, True),
-        (QWEN | {"use_sliding_window": True, "max_window_layers": 2}, None, True),
-        (QWEN | {"use_sliding_window": True, "max_window_layers": 1}, None, False),
+        (MISTRAL | {"sliding_window": None}, None, NONE),
+        (MISTRAL | {"sliding_window": 128}, None, BOTH),
+        (MISTRAL | {"sliding_window": 128}, 128, ((0, 1), None)),
+        (MISTRAL | {"sliding_window": 128}, 129, BOTH),
+        (MISTRAL | {"max_position_embeddings": 8192}, None, ((0, 1), 4096)),
+        (QWEN, None, NONE),
+        (QWEN | {"use_sliding_window": False}, None, NONE),
+        (QWEN | {"use_sliding_window": True, "max_window_layers": 2}, None, NONE),
+        (QWEN | {"use_sliding_window": True, "max_window_layers": 1}, None, ((1,), 128)),
+        (
+            QWEN | {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2},
+            None,
+            BOTH,
+        ),
         (
             QWEN
             | {
@@ -154,18 +191,58 @@ QWEN = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 128}
                 "layer_types": ["full_attention"] * 2,
             },
             None,
-            True,
+            NONE,
+        ),
+        ({"sliding_window": 512}, None, ((0, 1), None)),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 7, "sliding_window": 9,
+             "query_pre_attn_scalar": 8, "num_key_value_heads": 3},
+            None,
+            ((0, 1, 2, 3, 4, 6), 9),
         ),
     ],
-)
-def test_a_sliding_window_is_refused_only_where_it_hides_something(
-    changes, max_context_len, served, tmp_path
-):
-    if served:
-        read(tmp_path, max_context_len, **changes)
-    else:
-        with pytest.raises(UnsupportedModelError, match="sliding_window"):
-            read(tmp_path, max_context_len, **changes)
+)  # fmt: skip
+def test_layers_with_a_window(changes, max_context_len, wanted, tmp_path):
+    spec = read(tmp_path, max_context_len, **changes)
+    assert (spec.local_layers, spec.window) == wanted
+    assert [spec.window_of(layer) for layer in wanted[0]] == [wanted[1]] * len(wanted[0])
+
+
+def test_gpt_oss_as_published(tmp_path):
+    config = {
+        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "experts_per_token": 4,
+        "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+        "intermediate_size": 2880, "max_position_embeddings": 131072, "num_attention_heads": 64,
+        "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
+        "num_local_experts": 32, "output_router_logits": False, "rms_norm_eps": 1e-5,
+        "layer_types": ["sliding_attention", "full_attention"] * 12, "rope_theta": 150000,
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+        "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "truncate": False,
+                         "original_max_position_embeddings": 4096, "rope_type": "yarn"},
+        "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+        "tie_word_embeddings": False, "vocab_size": 201088,
+    }  # fmt: skip
+    spec = read(tmp_path, **config)
+    assert (spec.window, spec.local_layers) == (128, tuple(range(0, 24, 2)))
+    assert (spec.qkv_bias, spec.o_bias, spec.max_context_len) == (True, True, 131072)
+    assert (spec.experts.num_experts, spec.experts.experts_per_token) == (32, 4)
+    assert (spec.experts.ffn_size, spec.experts.normalizes) == (2880, True)
+    assert (spec.activation.alpha, spec.activation.limit) == (1.702, 7.0)
+    other = {"quantization_config": {"quant_method": "fp8"}}
+    with pytest.raises(UnsupportedModelError, match=r"quantization_config=.*fp8"):
+        read(tmp_path, **config | other)
+
+
+def test_gemma_3_before_transformers_5(tmp_path):
+    """Its ropes are three fields, its pattern a number."""
+    ropes = {"rope_theta": 1e6, "rope_local_base_freq": 500.0,
+             "rope_scaling": {"rope_type": "linear", "factor": 8.0}}  # fmt: skip
+    changes = {"architectures": ["Gemma3ForCausalLM"], "sliding_window_pattern": 2}
+    spec = read(tmp_path, **changes, **ropes)
+    assert (spec.local_layers, spec.window) == ((0,), None)
+    assert spec.rope_of(0).rope_theta == 500.0
+    assert (spec.rope_of(1).rope_theta, spec.rope_of(1).factor) == (1e6, 8.0)
+    assert (spec.head_dim, spec.tied_embeddings, spec.attention_scale) == (256, True, 1 / 16)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +257,7 @@ def test_a_sliding_window_is_refused_only_where_it_hides_something(
         {"rope_scaling": {"type": "linear"}},
         {"rope_scaling": {"type": "linear", "factor": "2"}},
         {"rope_scaling": {"type": "dynamic", "factor": 0}},
+        {"layer_types": ["full_attention"]},
     ],
     ids=str,
 )

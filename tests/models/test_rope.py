@@ -33,6 +33,7 @@ ROPES = {
         "original_max_position_embeddings": 64,
         "attention_factor": 0.9,
     },
+    "longrope": {"factor": 4.0, "original_max_position_embeddings": 64},
 }
 
 
@@ -40,6 +41,9 @@ ROPES = {
 @pytest.mark.parametrize("name", ROPES)
 def test_table_is_that_of_transformers(name, head_dim):
     params = {"rope_type": name.split()[0], "rope_theta": 10_000.0, **ROPES[name]}
+    half = head_dim // 2
+    if name == "longrope":
+        params |= {"short_factor": [1.0] * half, "long_factor": [1.5 + a for a in range(half)]}
     config = LlamaConfig(
         hidden_size=4 * head_dim,
         num_attention_heads=4,
@@ -47,7 +51,6 @@ def test_table_is_that_of_transformers(name, head_dim):
         rope_parameters=params,
     )
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(POSITIONS)[None])
-    half = head_dim // 2
     theirs = torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=-1)
     rope = rope_spec({"rope_parameters": params}, POSITIONS)
     ours = cos_sin_table(rope, head_dim, POSITIONS, CPU)
@@ -110,6 +113,12 @@ def test_every_type_is_covered_above():
             "original_max_position_embeddings": 64,
         },
         {"rope_type": "yarn", "original_max_position_embeddings": 64, "beta_slow": 2.0},
+        {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": 64,
+            "short_factor": [1.0, 2.0],
+            "long_factor": [3.0, 4.0],
+        },
     ],
 )
 def test_a_spec_written_as_config_reads_as_itself(scaling):

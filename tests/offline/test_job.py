@@ -532,8 +532,11 @@ def test_a_signal_that_is_ignored_stays_so(
     """nohup ignores SIGHUP, and so does the job it runs."""
     path = Path(config.output.path or "")
     monkeypatch.setattr(RolloutEngine, "step", signalled_step(path, signal.SIGHUP))
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    assert run(config).status is JobStatus.COMPLETED
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert run(config).status is JobStatus.COMPLETED
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def signalled_step(path: Path, number: signal.Signals, times: int = 1):

@@ -13,6 +13,7 @@ OPS = (
     "categorical",
     "experts",
     "gates",
+    "glu",
     "latent_attention",
     "paged_attention",
     "recurrent_layers",

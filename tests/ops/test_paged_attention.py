@@ -8,13 +8,20 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
 from rollout.errors import InvalidInputError
 from rollout.ops import gpu
-from rollout.ops.paged_attention import AttentionPlan, native, paged_attention, reference
+from rollout.ops.paged_attention import (
+    AttentionPlan,
+    AttentionVariant,
+    native,
+    paged_attention,
+    reference,
+)
 from tests.helpers.attention_cases import (
     Case,
     Entry,
@@ -70,6 +77,89 @@ def test_paged_attention_is_the_reference(
     pools = (case.requests[0].q.to(device), case.k_pool.to(device))
     assert native.supports(*pools) or gpu.supports(*pools)
     assert_is_reference(case)
+
+
+VARIANTS = {
+    "one key": {"window": 1},
+    "window": {"window": 9},
+    "wide window": {"window": 70},
+    "cap": {"soft_cap": 0.7},
+    "sinks": {"sinks": True},
+    "all": {"window": 21, "soft_cap": 1.5, "sinks": True},
+}
+
+
+def variant_of(name: str, heads: int, device: torch.device) -> AttentionVariant:
+    options = dict(VARIANTS[name])
+    if options.pop("sinks", False):
+        sinks_H = torch.linspace(-3, 2, heads)
+        sinks_H[-1] = 60.0
+        options["sinks_H"] = sinks_H.to(device)
+    return AttentionVariant(**options)
+
+
+def without_what_no_window_sees(case: Case, window: int | None) -> Case:
+    """NaN in the slots before the first row's window."""
+    for request in case.requests if window is not None else ():
+        hidden = request.slots[: max(request.entry.start + 1 - window, 0)]
+        case.k_pool[hidden] = case.v_pool[hidden] = torch.nan
+    return case
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("shape", [(6, 2, 16), (4, 1, 24)])
+def test_variants_are_the_reference(dtype, device, is_gpu, name, shape) -> None:
+    if INTERPRETED and (shape[0] == 4) != (name == "all"):
+        pytest.skip("the interpreter is slow")
+    variant = variant_of(name, shape[0], device)
+    case = case_on(
+        device, entries_of(3, 6), *shape, dtype, op=partial(paged_attention, variant=variant)
+    )
+    without_what_no_window_sees(case, variant.window)
+    q, plan = batch(case.requests)
+    out = case.op(q, case.k_pool, case.v_pool, plan, 0.3)
+    on_cpu = variant_of(name, shape[0], torch.device("cpu"))
+    expected = reference.paged_attention(q, case.k_pool, case.v_pool, plan, 0.3, on_cpu)
+    assert expected.isfinite().all()
+    eps = 0 if dtype is torch.float32 else torch.finfo(dtype).eps
+    tolerance = max(5e-6, (4 if is_gpu else 1) * eps)
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["one key", "wide window", "all"])
+def test_variants_are_exact(compared_dtype, device, name) -> None:
+    """Rows alone, in company, in chunks, and as nodes of a tree."""
+    entries = [Entry(61, 9), Entry(120, 4, random_tree(random.Random(1), 20)), Entry(505, 12)]
+    for head_dim in (16,) if INTERPRETED else (16, 24):
+        op = partial(paged_attention, variant=variant_of(name, 3, device))
+        case = case_on(device, entries, 3, 1, head_dim, compared_dtype, op=op)
+        together = case.run(padding=3)
+        for request, out in zip(case.requests, together, strict=True):
+            assert_bitwise(case.run([request])[0], out)
+            start, run_len = request.entry.start, request.entry.run_len
+            runs = decode_one_by_one(case, request.q[:run_len], request.slots, start)
+            assert_bitwise(runs, out[:run_len])
+        request, entry = case.requests[1], entries[1]
+        path = [node for node in range(1, 21) if entry.mask(20) >> node & 1]
+        rows = [entry.run_len - 1, *(entry.run_len - 1 + node for node in path)]
+        slots = request.slots + [request.node_slots[node - 1] for node in path]
+        q, root = request.q[rows], entry.start + entry.run_len - 1
+        assert_bitwise(decode_one_by_one(case, q, slots, root), together[1][rows])
+        chain = Request(Entry(root, len(rows)), q, slots, [])
+        assert_bitwise(case.run([chain])[0], together[1][rows])
+
+
+@pytest.mark.parametrize("name", ["window", "all"])
+def test_a_value_outside_a_rows_window_is_not_read(name) -> None:
+    """Rows of one tile, of which some see a token that is not finite."""
+    variant = variant_of(name, 3, torch.device("cpu"))
+    case = make_case([Entry(80, 15)], 3, 1, 16)
+    clean = case.run(op=partial(native.paged_attention, variant=variant))[0]
+    case.v_pool[case.requests[0].slots[82]] = torch.nan
+    found = case.run(op=partial(native.paged_attention, variant=variant))[0]
+    sees = torch.arange(15).sub(2).abs().lt(variant.window) & (torch.arange(15) >= 2)
+    assert torch.equal(found.isnan().flatten(1).any(1), sees)
+    assert_bitwise(found[~sees], clean[~sees])
 
 
 def test_a_long_context_is_cut_into_smaller_tiles(device, assert_is_reference) -> None:

@@ -49,8 +49,8 @@ def compiled_product(
         if name == "pairs_ptr":
             return "*i64"
         if name.endswith("_ptr"):
-            return "*fp32" if name in ("sums_ptr", "weights_ptr") else "*i32"
-        return "fp32" if name == "scale" else "i32"
+            return "*fp32" if name in ("sums_ptr", "weights_ptr", "sinks_ptr") else "*i32"
+        return "fp32" if name in ("scale", "cap") else "i32"
 
     aligned = ("outputs", "features", "share", "head_dim")
     return compile_for_hopper(
@@ -109,21 +109,25 @@ def test_grouped_products_use_the_same_kind() -> None:
         assert_fits(tile, compiled)
 
 
-@pytest.mark.parametrize("has_nodes", [False, True])
-def test_attention_uses_the_same_kind(has_nodes: bool) -> None:
+@pytest.mark.parametrize(
+    ("has_nodes", "is_varied", "group", "dim"),
+    [(False, False, 4, 128), (True, False, 4, 128), (True, True, 4, 128), (True, True, 8, 64)],
+)
+def test_attention_uses_the_same_kind(has_nodes, is_varied, group, dim) -> None:
     """Two programs fit a multiprocessor, as lists of work take for granted."""
     constants = {
-        "HAS_NODES": has_nodes, "ROWS": tile_rows(torch.bfloat16, 4), "GROUP": 4, "DIM": 128,
-        "SPLIT": 8, "BLOCK": 64,
+        "HAS_NODES": has_nodes, "HAS_WINDOW": is_varied, "HAS_CAP": is_varied,
+        "HAS_SINKS": is_varied, "ROWS": tile_rows(torch.bfloat16, group), "GROUP": group,
+        "DIM": dim, "SPLIT": 8, "BLOCK": 64,
     }  # fmt: skip
     compiled = compiled_product(_attention_kernel, constants, num_warps=4, num_stages=3)
-    assert products(compiled) == {"m64n64k16", "m64n128k16"}
+    assert products(compiled) == {"m64n64k16", f"m64n{dim}k16"}
     assert RESIDENT * 4 * 32 * compiled.registers <= MAX_REGISTERS
     assert RESIDENT * (compiled.shared + 1024) <= MAX_SHARED
 
 
 def test_parts_are_on_their_way_while_others_are_folded() -> None:
-    constants = {"ROWS": 64, "GROUP": 4, "DIM": 128}
+    constants = {"HAS_SINKS": True, "ROWS": 64, "GROUP": 4, "DIM": 128}
     compiled = compiled_product(_fold_kernel, constants, num_warps=8, num_stages=3)
     assert compiled.stack == 0
     assert compiled.shared >= 3 * 64 * 128 * 4

@@ -9,7 +9,6 @@ import pytest
 from rollout import RolloutEngine
 from rollout.engine.engine_loop import EngineLoop
 from rollout.errors import InvalidInputError
-from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.launch import launch
 from tests.helpers.tiny_draft import save_tiny_eagle1, save_tiny_eagle3
 from tests.helpers.tiny_model import save_tiny_llama
@@ -50,7 +49,7 @@ def test_ranks_with_and_without_requests(target_path, tmp_path, monkeypatch):
         for each in requests
     ]
     monkeypatch.setenv("LOCKSTEP_CASES", json.dumps(cases))
-    ranks = launch("tests.helpers.lockstep_ranks", tmp_path, ranks=2, timeout=HANG_SECONDS)
+    ranks = launch("tests.helpers.lockstep_ranks", tmp_path, ranks=2)
     for case, first, second in zip(cases, *ranks, strict=True):
         entered = GROWN + TARGET + EXTENDED["mtp" if case["spec"] == "mtp" else "eagle"]
         assert first["same_tokens"]

@@ -38,7 +38,7 @@ def test_every_number_is_that_of_one_rank_alone(size, tensor_size, tmp_path, mon
     ]
     monkeypatch.setenv("ROW_RANKS", json.dumps(cases))
     monkeypatch.setenv("ROW_RANKS_TENSOR", str(tensor_size))
-    ranks = launch("tests.helpers.row_ranks", tmp_path, ranks=size, timeout=240.0)
+    ranks = launch("tests.helpers.row_ranks", tmp_path, ranks=size)
     for index, case in enumerate(cases):
         results = [rank[index] for rank in ranks]
         for rank, result in enumerate(results):

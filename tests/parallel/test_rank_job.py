@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from io import StringIO
 from pathlib import Path
 
@@ -34,7 +33,7 @@ def test_a_job_that_was_stopped_goes_on(tiny_model_path, tmp_path, monkeypatch):
     prompts = [{"prompt": [5, 6, 7, index % 97]} for index in range(40)]
     data.write_text("\n".join(map(json.dumps, prompts)))
     monkeypatch.setenv("JOB_RANKS", json.dumps([str(tiny_model_path), str(data), str(two)]))
-    first, second = launch("tests.helpers.job_ranks", tmp_path, ranks=2, timeout=240.0)
+    first, second = launch("tests.helpers.job_ranks", tmp_path, ranks=2)
     assert first == ["stopped", "completed", "nothing to do"]
     assert second == ["followed"] * 3
     config = config_of(str(tiny_model_path), str(data), str(one), 1)
@@ -59,9 +58,8 @@ def test_ranks_end_with_their_launcher(tmp_path):
         log=tmp_path / "log",
     )  # fmt: skip
     try:
-        while not up.exists():
-            assert launcher.is_alive(), (tmp_path / "log").read_text()
-            time.sleep(0.05)
+        wait_until(lambda: up.exists() or not launcher.is_alive())
+        assert launcher.is_alive(), (tmp_path / "log").read_text()
         ranks = psutil.Process(launcher.pid).children(recursive=True)
         assert ranks
     finally:

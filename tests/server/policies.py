@@ -49,6 +49,13 @@ def read_policy(folder: Path) -> Policy:
     return Policy(folder, tensors, rollout.token_ids, engine.weights_digest())
 
 
+def ok(answer: httpx.Response) -> dict[str, Any]:
+    """The body of a call on weights, corpora or memory that did what it was asked."""
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["success"] is True
+    return answer.json()
+
+
 def generate(client: httpx.Client, **sampling: Any) -> httpx.Response:
     body = {"input_ids": PROMPT, "sampling_params": SAMPLING | {"seed": SEED} | sampling}
     return client.post("/generate", json=body)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterator
 
 import httpx
@@ -20,9 +19,9 @@ from rollout.errors import InvalidInputError
 from rollout.hydra_config import register_schema
 from rollout.server.command import serve_config_from
 from rollout.server.config import ServeConfig, ServerConfig
-from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.http_raw import open_request, read_status
-from tests.server.server_process import last_event, served, stream_of
+from tests.server.server_process import paused_request, served
 
 
 @pytest.fixture
@@ -103,48 +102,46 @@ def test_errors_are_one_line(failing, text_model_path):
     assert (code, error.count("\n")) == (1, 1)
 
 
-def status_of(url) -> int:
+def status_of(client: httpx.Client) -> int:
     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
-    return httpx.post(f"{url}/generate", json=body, timeout=HANG_SECONDS).status_code
+    return client.post("/generate", json=body).status_code
+
+
+def wait_until_draining(client: httpx.Client) -> None:
+    wait_until(lambda: client.get("/health").status_code != 200)
 
 
 def test_a_signal_lets_what_runs_finish_and_takes_nothing_new(text_model_path):
-    with served(text_model_path, "server.drain_seconds=60") as (process, url):
-        assert status_of(url) == 200
-        with stream_of(url, 500) as stream:
-            lines = stream.iter_lines()
-            next(lines)
-            httpx.post(f"{url}/pause_generation", json={"mode": "in_place"})  # it cannot end yet
+    with served(text_model_path, f"server.drain_seconds={HANG_SECONDS}") as (process, url):
+        with httpx.Client(base_url=url, timeout=HANG_SECONDS) as client:
+            assert status_of(client) == 200
+        with paused_request(url) as (client, last):
             process.send_signal(signal.SIGTERM)
-            while httpx.get(f"{url}/health").status_code == 200:
-                time.sleep(0.01)
-            assert status_of(url) == 503
-            assert httpx.get(f"{url}/health").status_code == 503
-            assert httpx.post(f"{url}/continue_generation", json={}).status_code == 200
-            last = last_event(lines)
-        assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 500}
+            wait_until_draining(client)
+            assert status_of(client) == 503
+            assert client.get("/health").status_code == 503
+            assert client.post("/continue_generation", json={}).status_code == 200
+            reason = last.result(HANG_SECONDS)["meta_info"]["finish_reason"]
+        assert reason == {"type": "length", "length": 500}
         assert process.wait(HANG_SECONDS) == 0
         assert "Traceback" not in process.stdout.read()
 
 
 def test_a_second_signal_ends_with_what_there_is(text_model_path):
     """All who wait are answered, also for a body that never comes, and the log has no traceback."""
-    with served(text_model_path, "server.drain_seconds=600") as (process, url):
-        stream = stream_of(url, 500)
-        lines = stream.__enter__().iter_lines()
-        next(lines)
-        httpx.post(f"{url}/pause_generation", json={"mode": "in_place"})
-        headers = {"Content-Type": "application/octet-stream", "Content-Length": "1000"}
-        with open_request(url, "POST", "/update_weights_from_tensor", headers) as half:
+    headers = {"Content-Type": "application/octet-stream", "Content-Length": "1000"}
+    with served(text_model_path, f"server.drain_seconds={HANG_SECONDS}") as (process, url):
+        with (
+            paused_request(url) as (client, last),
+            open_request(url, "POST", "/update_weights_from_tensor", headers) as half,
+        ):
             half.sendall(b"a" * 500)
-            while "in_flight 3.0" not in httpx.get(f"{url}/metrics").text:  # this one as well
-                time.sleep(0.01)
+            wait_until(lambda: "in_flight 3.0" in client.get("/metrics").text)  # this one as well
             process.send_signal(signal.SIGTERM)
-            while httpx.get(f"{url}/health").status_code == 200:
-                time.sleep(0.01)
+            wait_until_draining(client)
             process.send_signal(signal.SIGTERM)
-            assert last_event(lines)["meta_info"]["finish_reason"]["type"] == "abort"
-            stream.__exit__(None, None, None)
+            reason = last.result(HANG_SECONDS)["meta_info"]["finish_reason"]
+            assert reason["type"] == "abort"
             assert read_status(half) == 503
         assert process.wait(HANG_SECONDS) == 0
         log = process.stdout.read()

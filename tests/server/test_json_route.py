@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -28,19 +26,16 @@ def test_others_go_on_while_a_long_body_is_parsed() -> None:
     async def receive() -> Message:
         return {"type": "http.request", "body": body}
 
-    async def longest_wait() -> tuple[float, Any]:
-        """The longest time without a turn for others, as a share of the whole, and the parsed
-        value."""
+    async def turns_of_others() -> tuple[int, Any]:
         parsing = asyncio.create_task(JsonRequest({"type": "http"}, receive).json())
-        turns = [time.perf_counter()]
+        turns = 0
         while not parsing.done():
             await asyncio.sleep(0.001)
-            turns.append(time.perf_counter())
-        waits = [later - former for former, later in pairwise(turns)]
-        return max(waits) / sum(waits), parsing.result()
+            turns += 1
+        return turns, parsing.result()
 
-    share, value = asyncio.run(longest_wait())
-    assert share < 0.5
+    turns, value = asyncio.run(turns_of_others())
+    assert turns >= 10  # of the two hundred that its chunks allow
     assert type(value["input_ids"]) is Integers
     assert GenerateBody.model_validate(value).input_ids is value["input_ids"]
     assert CompletionBody.model_validate({"prompt": [value["input_ids"]]}).prompts == [LONG * 100]

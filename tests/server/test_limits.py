@@ -162,8 +162,9 @@ def test_a_reader_that_stalls_holds_up_nobody_and_is_let_go(live):
     body = json.dumps({**asked, "return_logprob": True, "top_logprobs_num": 50}).encode()
     headers = {"Content-Type": "application/json", "Content-Length": str(len(body))}
     with open_request(live.url, "POST", "/generate", headers, receive_bytes=4096) as stalled:
-        stalled.sendall(body)
-        wait_until(lambda: live.serving.loop.num_unfinished == 1)
+        with held(live.serving.loop):
+            stalled.sendall(body)
+            wait_until(lambda: live.serving.loop.num_unfinished == 1)
         with live.client() as client:
             short = {"input_ids": [9, 8], "sampling_params": {"max_new_tokens": 5}}
             assert client.post("/generate", json=short).status_code == 200
@@ -212,7 +213,9 @@ def test_an_unexpected_error_shows_its_name_alone(open_server):
     assert "secret" not in failed.text
 
 
-def test_too_many_connections_are_refused_and_those_there_are_go_on(open_server):
+def test_too_many_connections_are_refused_and_those_there_are_go_on(open_server, monkeypatch):
+    monkeypatch.setattr(BoundedHttp, "seconds", HANG_SECONDS)
+    monkeypatch.setattr(bounded_http, "_REFUSED_SECONDS", HANG_SECONDS)
     live = open_server(max_connections=2)
     host, port = live.url.removeprefix("http://").split(":")
     with live.client() as client:
@@ -252,11 +255,12 @@ def test_many_more_are_closed_at_once(open_server, monkeypatch):
 
 
 def test_a_connection_that_is_refused_is_not_waited_for(open_server, monkeypatch):
+    monkeypatch.setattr(BoundedHttp, "seconds", HANG_SECONDS)
     monkeypatch.setattr(bounded_http, "_REFUSED_SECONDS", 0.05)
     live = open_server(max_connections=1)
     host, port = live.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), HANG_SECONDS) as taken:
-        with socket.create_connection((host, int(port)), BoundedHttp.seconds / 2) as refused:
+        with socket.create_connection((host, int(port)), HANG_SECONDS / 2) as refused:
             assert refused.recv(1) == b""
         taken.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         assert read_status(taken) == 200

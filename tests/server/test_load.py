@@ -61,8 +61,9 @@ def logprobs(answer: dict) -> list[float]:
 def test_sixty_clients_some_slow_and_some_gone(live, text_model_path):
     """Every fifth client reads slowly, every sixth leaves at random."""
     randomness = random.Random(3)
-    tokens = [randomness.randint(4, 60) for _ in range(60)]
     leaving = {client: randomness.randint(1, 3) for client in range(1, 60, 6)}
+    # Who leaves asks for so much that hardly anybody is told all before it can.
+    tokens = [400 if each in leaving else randomness.randint(4, 60) for each in range(60)]
 
     def client(number: int):
         is_slow = number % 5 == 0
@@ -81,16 +82,14 @@ def test_sixty_clients_some_slow_and_some_gone(live, text_model_path):
     offline = RolloutEngine.from_pretrained(text_model_path, spec="none")
     for number, stream in enumerate(streams):
         assert stream.error is None
-        if len(stream.sizes) == leaving.get(number):  # else it was told all before it could leave
-            assert stream.rollout is None
+        if stream.rollout is None:
+            assert len(stream.sizes) == leaving.get(number)
             continue
         (expected,) = offline.generate([prompt(number)], params(number, tokens[number]))
         assert stream.rollout["output_ids"] == expected.token_ids, number
         assert logprobs(stream.rollout) == expected.logprobs
         assert stream.sizes == sorted(stream.sizes)
-    assert sum(stream.rollout is None for stream in streams) >= 5
-    # A client whose turn comes late may be sent all of its short answer at once; hardly all are.
-    assert sum(len(stream.sizes) > 1 for stream in streams) > 10
+    assert any(stream.rollout is None for stream in streams)
 
 
 def test_weights_and_corpora_change_under_load(live, policies, text_model_path):
@@ -101,12 +100,16 @@ def test_weights_and_corpora_change_under_load(live, policies, text_model_path):
             asyncio.timeout(HANG_SECONDS),
             httpx.AsyncClient(base_url=live.url, timeout=HANG_SECONDS) as admin,
         ):
-            clients = [
-                asyncio.create_task(stream_generate(port(live), body(number, 100)))
-                for number in range(40)
-            ]
-            for index, each in enumerate(policies):
-                while sum(task.done() for task in clients) < 5 + 8 * index:
+            clients: list[asyncio.Task[Stream]] = []
+
+            def start_ten() -> None:
+                for number in range(len(clients), len(clients) + 10):
+                    generating = stream_generate(port(live), body(number, 100))
+                    clients.append(asyncio.create_task(generating))
+
+            start_ten()
+            for index, each in enumerate(policies):  # some of the last ten have ended by then
+                while sum(task.done() for task in clients) < 5 + 10 * index:
                     await asyncio.sleep(0.01)
                 corpus = {"corpus_id": f"c{index}", "token_chunks": [[5, 6, 7, 8] * 200]}
                 added, updated = await asyncio.gather(
@@ -121,6 +124,7 @@ def test_weights_and_corpora_change_under_load(live, policies, text_model_path):
                     "/remove_external_corpus", json={"corpus_id": f"c{index}"}
                 )
                 assert answer.json()["success"], answer.text
+                start_ten()
             return await asyncio.gather(*clients)
 
     streams = asyncio.run(run())
@@ -143,7 +147,7 @@ def test_weights_and_corpora_change_under_load(live, policies, text_model_path):
             seen.add(version)
         assert answer["output_ids"] == done, (number, spans)
         assert logprobs(answer) == values
-    assert len(seen) >= 3
+    assert seen == {0, 1, 2, 3}
 
 
 def continued(engine: RolloutEngine, number: int, done: list[int], count: int) -> Rollout:

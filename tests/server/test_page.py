@@ -13,6 +13,7 @@ import pytest
 from rollout import RolloutEngine
 from tests.helpers.browser import Tab, browser
 from tests.server.conftest import Live, OpenServer
+from tests.server.fresh_status import fresh_status
 
 SHOWN = "document.querySelector('#running')?.textContent"
 POLLS = "performance.getEntriesByType('resource').filter((e) => e.name.endsWith('/status')).length"
@@ -196,14 +197,16 @@ def test_it_fits_a_phone(live, tab):
 def test_a_hidden_page_asks_nothing(live, tab):
     open_page(tab, live)
     tab.wait_for(SHOWN)
-    tab.evaluate("""Object.defineProperty(document, "hidden", { get: () => window.away ?? true });
-        document.dispatchEvent(new Event("visibilitychange"))""")
-    tab.evaluate("new Promise((resolve) => setTimeout(resolve, 5000))")  # one was under way
-    polls = tab.evaluate(POLLS)
+    polls = tab.evaluate(
+        """Object.defineProperty(document, "hidden", { get: () => window.away ?? true });
+        document.dispatchEvent(new Event("visibilitychange"));"""
+        + POLLS
+    )
+    tab.wait_for(f"{POLLS} > {polls}")  # one was under way
     tab.evaluate("new Promise((resolve) => setTimeout(resolve, 2500))")
-    assert tab.evaluate(POLLS) == polls
+    assert tab.evaluate(POLLS) == polls + 1
     tab.evaluate('window.away = false; document.dispatchEvent(new Event("visibilitychange"))')
-    tab.wait_for(f"{POLLS} > {polls} + 1")
+    tab.wait_for(f"{POLLS} > {polls} + 2")
 
 
 def test_it_asks_for_the_key(open_server, tab):
@@ -269,8 +272,8 @@ def test_a_clock_that_is_set_back_does_not_turn_the_uptime_back(live, monkeypatc
 def test_status_is_json_that_every_reader_takes(live):
     generate(live, 40)
     live.wait_until_idle()
-    time.sleep(0.06)  # a status that the open page asked for meanwhile is taken anew
     with live.client() as client:
+        fresh_status(client)
         answer = client.get("/status")
     body = json.loads(answer.text, parse_constant=pytest.fail)
     engine = body["engine"]

@@ -6,16 +6,15 @@ import os
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import save
 
 from rollout.weights.shared_memory import SharedMemorySender
@@ -24,8 +23,9 @@ from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.ports import free_port
 from tests.helpers.torch_trainer import TorchTrainer
 from tests.server.conftest import Live, run_server
-from tests.server.policies import PROMPT, Policy, announced, output_ids, policy, read_policy
-from tests.server.server_process import SMALL, last_event, served, stream_of
+from tests.server.fresh_status import fresh_metrics, fresh_status
+from tests.server.policies import PROMPT, Policy, announced, ok, output_ids, policy, read_policy
+from tests.server.server_process import SMALL, paused_request, served
 
 RANKS = ("parallel=tensor", "parallel.size=2", "parallel.check=true")
 UPDATE = "/update_weights_from_tensor"
@@ -37,7 +37,7 @@ Server = tuple[subprocess.Popen[str], str]
 
 @pytest.fixture(scope="module")
 def two(text_model_path: Path) -> Iterator[Server]:
-    with served(text_model_path, "server.drain_seconds=600", *RANKS) as server:
+    with served(text_model_path, f"server.drain_seconds={HANG_SECONDS}", *RANKS) as server:
         yield server
 
 
@@ -64,21 +64,8 @@ def second(tmp_path_factory: pytest.TempPathFactory) -> Policy:
     return policy(tmp_path_factory.mktemp("second"), 1)
 
 
-def ok(answer: httpx.Response) -> dict:
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["success"] is True
-    return answer.json()
-
-
 def digest(client: httpx.Client) -> str:
     return ok(client.post("/weights_checker", json={}))["per_engine_checksum"]
-
-
-def generated_tokens(client: httpx.Client) -> float:
-    time.sleep(0.06)  # older statuses are taken anew
-    families = text_string_to_metric_families(client.get("/metrics").text)
-    (family,) = (each for each in families if each.name == "specrollout_generated_tokens")
-    return family.samples[0].value
 
 
 def test_rollouts_are_those_of_one_rank(client, one):
@@ -129,14 +116,13 @@ def test_bad_input_is_refused_and_costs_no_rank(client):
 
 
 def test_what_it_says_of_itself_is_counted_once(client):
-    before = generated_tokens(client)
+    before = fresh_metrics(client)["generated_tokens_total", ()]
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 20, "ignore_eos": True}}
     assert client.post("/generate", json=body).status_code == 200
-    wait_until(lambda: generated_tokens(client) > before)
-    assert generated_tokens(client) == before + 20
+    assert fresh_metrics(client)["generated_tokens_total", ()] == before + 20
     info = client.get("/get_server_info").json()
     assert (info["tp_size"], info["dp_size"]) == (2, 1)
-    wait_until(lambda: client.get("/status").json()["engine"]["running"] == 0)
+    assert fresh_status(client)["engine"]["running"] == 0
     assert client.get("/").status_code == client.get("/health").status_code == 200
 
 
@@ -192,14 +178,12 @@ def test_a_paused_server_waits_and_a_sleeping_one_wakes(client, first):
     with ThreadPoolExecutor(1) as threads:
         ok(client.post("/pause_generation", json={"mode": "retract"}))
         waiting = threads.submit(output_ids, client)
-        while not client.get("/v1/loads").json()["loads"][0]["num_total_reqs"]:
-            time.sleep(0.01)
+        wait_until(lambda: client.get("/v1/loads").json()["loads"][0]["num_total_reqs"])
         ok(client.post("/continue_generation", json={}))
         assert waiting.result(HANG_SECONDS) == first.output_ids
     tags = {"tags": ["kv_cache", "weights"]}
     assert ok(client.post("/release_memory_occupation", json=tags))["freed_bytes"]["weights"] > 0
-    # What /status says may be a moment old.
-    wait_until(lambda: "released" in client.get("/status").json()["engine"]["unavailable_reason"])
+    assert "released" in fresh_status(client)["engine"]["unavailable_reason"]
     ok(client.post("/resume_memory_occupation", json=tags))
     assert output_ids(client) == first.output_ids
     ok(client.post("/flush_cache"))
@@ -260,16 +244,12 @@ def test_one_ctrl_c_lets_what_runs_finish(two):
     process, url = two
     ranks = psutil.Process(process.pid).children()
     assert len(ranks) == 2
-    with stream_of(url, 500) as stream:
-        lines = stream.iter_lines()
-        next(lines)
-        httpx.post(f"{url}/pause_generation", json={"mode": "in_place"})  # it cannot end yet
+    with paused_request(url) as (client, last):
         os.killpg(process.pid, signal.SIGINT)
-        while httpx.get(f"{url}/health").status_code == 200:
-            time.sleep(0.01)
-        assert httpx.post(f"{url}/continue_generation", json={}).status_code == 200
-        last = last_event(lines)
-    assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 500}
+        wait_until(lambda: client.get("/health").status_code != 200)
+        assert client.post("/continue_generation", json={}).status_code == 200
+        reason = last.result(HANG_SECONDS)["meta_info"]["finish_reason"]
+    assert reason == {"type": "length", "length": 500}
     assert process.wait(HANG_SECONDS) == 0
     log = process.stdout.read()
     assert "stopping: 1 requests" in log
@@ -281,16 +261,10 @@ def test_a_killed_rank_ends_all(text_model_path):
     with served(text_model_path, *RANKS) as (process, url):
         ranks = psutil.Process(process.pid).children()
         (follower,) = (each for each in ranks if each.environ()["RANK"] == "1")
-        with stream_of(url, 500) as stream:
-            lines = stream.iter_lines()
-            next(lines)
+        with paused_request(url) as (_, last):
             follower.kill()
-            try:
-                events = list(lines)
-            except httpx.HTTPError:
-                pass
-            else:
-                assert any('"error"' in event for event in events), events[-5:]
+            with suppress(httpx.HTTPError):  # it was ended before it could say so
+                assert "error" in last.result(HANG_SECONDS)
         assert process.wait(HANG_SECONDS) == 128 + signal.SIGKILL
         assert "error: rank 1 of 2 was killed by SIGKILL" in process.stdout.read()
         assert not any(rank.is_running() for rank in ranks)

@@ -25,10 +25,12 @@ from tests.helpers.held_engine import held
 from tests.helpers.ports import free_port
 from tests.helpers.torch_trainer import TorchTrainer
 from tests.server.conftest import Live, run_server
+from tests.server.fresh_status import scrape
 from tests.server.policies import (
     Policy,
     announced,
     generate,
+    ok,
     output_ids,
     policy,
     read_policy,
@@ -70,12 +72,6 @@ def client(shared: Live, first: Policy) -> Iterator[httpx.Client]:
         ok(client.post(QUERY, content=first.safetensors, headers=RAW))
         ok(client.post("/continue_generation", json={}))
         yield client
-
-
-def ok(answer: httpx.Response) -> dict:
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["success"] is True
-    return answer.json()
 
 
 def refused(answer: httpx.Response, status: int = 400) -> str:
@@ -511,10 +507,9 @@ def test_a_slow_sender_blocks_nobody_but_the_engine(client, second):
             update = threads.submit(
                 client.post, "/update_weights_from_distributed", json=body, timeout=HANG_SECONDS
             )
-            wait_until(lambda: status_age(client) > 0.5)
-            started = time.monotonic()
+            # What may not wait for the engine.
+            wait_until(lambda: scrape(client)["status_age_seconds", ()] > 0.5)
             assert client.get("/health").status_code == 200
-            assert time.monotonic() - started < 5
             assert not update.done()
             trainer.send(second.tensors.values())
             ok(update.result(HANG_SECONDS))
@@ -522,15 +517,6 @@ def test_a_slow_sender_blocks_nobody_but_the_engine(client, second):
             trainer.close()
             client.post("/destroy_weights_update_group", json={"group_name": "weights"})
     assert output_ids(client) == second.output_ids
-
-
-def status_age(client: httpx.Client) -> float:
-    """How long the engine has been at what it does, by what may not wait for it."""
-    started = time.monotonic()
-    text = client.get("/metrics").text
-    assert time.monotonic() - started < 10
-    (line,) = (each for each in text.splitlines() if each.startswith("specrollout_status_age"))
-    return float(line.split()[1])
 
 
 # Looks at them

@@ -21,6 +21,7 @@ from rollout.trainers.openrlhf.stand_ins import (
     PyNcclCommunicator,
     StatelessProcessGroup,
 )
+from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.held_engine import HeldEngine
 from tests.helpers.ports import free_port
 
@@ -35,7 +36,9 @@ class TwoCalls:
         return {"tokens": [output.outputs[0].token_ids for output in outputs], "outputs": outputs}
 
 
-def make_actor(model, *, sync_timeout=20.0, seed=3, resumed_from="", size=1) -> RolloutActor:
+def make_actor(
+    model, *, sync_timeout=HANG_SECONDS, seed=3, resumed_from="", size=1
+) -> RolloutActor:
     options = OwnOptions(
         spec_options={"calibration_seconds": 0},
         overrides={"kv_bytes": 2_000_000, "device": "cpu"},
@@ -67,11 +70,11 @@ class Trainer:
         self.actor, self.group = actor, group
 
     @classmethod
-    async def of(cls, actor, monkeypatch, timeout, *, size=1, has_vllm=False):
+    async def of(cls, actor, monkeypatch, *, size=1, has_vllm=False):
         """``size``: ranks of the actor's engine. ``has_vllm``: it receives as where vllm is
         installed."""
         monkeypatch.setenv(BACKEND_VARIABLE, "gloo")
-        monkeypatch.setenv(TIMEOUT_VARIABLE, str(timeout))
+        monkeypatch.setenv(TIMEOUT_VARIABLE, str(HANG_SECONDS))
         address = ("127.0.0.1", free_port())
 
         def communicator(rank):
@@ -176,7 +179,7 @@ def test_images_are_refused(actor):
 @pytest.mark.parametrize("has_vllm", [False, True])
 def test_an_update_is_one_version(actor, monkeypatch, weights, has_vllm):
     async def run():
-        trainer = await Trainer.of(actor, monkeypatch, 20, has_vllm=has_vllm)
+        trainer = await Trainer.of(actor, monkeypatch, has_vllm=has_vllm)
         names = list(weights)
         for name in names[:-1]:
             await trainer.send(name, weights[name])
@@ -199,11 +202,11 @@ def test_a_trainer_that_dies_leaves_an_engine_that_refuses(model, monkeypatch, w
     names = list(weights)
 
     async def run():
-        trainer = await Trainer.of(actor, monkeypatch, 20)
+        trainer = await Trainer.of(actor, monkeypatch)
         await trainer.send(names[0], weights[names[0]])
         waiting = asyncio.ensure_future(responses(actor))
         with pytest.raises(WeightUpdateError, match="came for 3 seconds"):
-            await asyncio.wait_for(waiting, 60)
+            await asyncio.wait_for(waiting, HANG_SECONDS)
         with pytest.raises(WeightUpdateError, match="torn"):
             await responses(actor)
         await trainer.send_all(weights)  # a full update heals
@@ -215,7 +218,7 @@ def test_a_trainer_that_dies_leaves_an_engine_that_refuses(model, monkeypatch, w
 
 def test_a_parameter_without_a_place_fails_the_update(actor, monkeypatch, weights):
     async def run():
-        trainer = await Trainer.of(actor, monkeypatch, 20)
+        trainer = await Trainer.of(actor, monkeypatch)
         with pytest.raises(InvalidInputError, match=r"model\.unknown"):
             await trainer.send("model.unknown", torch.ones(3))
         return await responses(actor)  # nothing had been written: the old weights serve
@@ -229,12 +232,12 @@ def test_a_pause_keeps_requests_and_an_update_splits_them(actor, monkeypatch, we
     held = HeldEngine(3)  # by then 35 of 40 tokens at most
 
     async def run():
-        trainer = await Trainer.of(actor, monkeypatch, 20)
+        trainer = await Trainer.of(actor, monkeypatch)
         await actor._engine.call(held.hold)
         running = asyncio.ensure_future(
             actor.generate_responses("say one", None, long, 64, None, 2)
         )
-        assert await asyncio.to_thread(held.waits.wait, 60)
+        assert await asyncio.to_thread(held.waits.wait, HANG_SECONDS)
         pausing = asyncio.ensure_future(actor.pause_generation())
         await asyncio.sleep(0)  # it is asked for, and comes before the next step
         held.go_on.set()
@@ -256,7 +259,7 @@ def test_two_ranks_are_one_engine(model, monkeypatch, weights):
 
         async def run():
             before = await responses(actor)
-            trainer = await Trainer.of(actor, monkeypatch, 20, size=size)
+            trainer = await Trainer.of(actor, monkeypatch, size=size)
             await actor.sleep()
             await actor.wake_up(["weights"])
             await trainer.send_all(weights)
@@ -274,7 +277,7 @@ def test_two_ranks_are_one_engine(model, monkeypatch, weights):
 
 def test_sleep_and_wake_as_the_trainer_calls_them(actor, monkeypatch, weights):
     async def run():
-        trainer = await Trainer.of(actor, monkeypatch, 20)
+        trainer = await Trainer.of(actor, monkeypatch)
         await actor.sleep()
         await actor.wake_up()
         before = await responses(actor)

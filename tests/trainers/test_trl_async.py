@@ -35,6 +35,7 @@ from rollout.engine.worker import worker_factory
 from rollout.errors import EngineStateError, InvalidInputError
 from rollout.trainers.trl.async_grpo import RolloutWorker, WeightTransfer
 from tests.cluster.thread_pool import ThreadPool
+from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.held_engine import HeldEngine
 from tests.helpers.trl_runs import WordReward, conversations, small_engine, spec_options
 
@@ -197,7 +198,7 @@ def test_environments_are_the_trainers_own(model: Path, loop: EngineLoop, tmp_pa
         loop, config(tmp_path), conversations(), [], tokenizer_of(model), environment_factory=Echo
     )
     worker.start()
-    sample = worker.rollout_buffer.get(timeout=60)
+    sample = worker.rollout_buffer.get(timeout=HANG_SECONDS)
     worker.stop()
     assert sample.prompt[-1]["content"].endswith(" nine")
     assert sample.metrics["rewards/Echo"] == 0.5
@@ -218,14 +219,14 @@ def test_rollouts_in_flight_go_on_under_the_new_weights(
 
     call(held.hold).result()
     tickets = [loop.submit([7, 8], params, sample_index=index) for index in range(4)]
-    assert held.waits.wait(60)
+    assert held.waits.wait(HANG_SECONDS)
     transfer.init_weight_transfer()
     monkeypatch.setattr(loop, "call", call_and_go_on)
     transfer.pause()
     assert loop.call(lambda engine: engine.is_paused).result()
     transfer.send_weights(iter(weights))
     transfer.resume()
-    rollouts = [ticket.future.result(timeout=60) for ticket in tickets]
+    rollouts = [ticket.future.result(timeout=HANG_SECONDS) for ticket in tickets]
     assert {len(rollout.token_ids) for rollout in rollouts} == {100}
     assert any(
         [version for version, *_ in each.weight_version_spans] == [0, 1] for each in rollouts
@@ -251,7 +252,7 @@ def test_a_failed_transfer_is_raised_and_nothing_is_served_from_it(
     assert not loop.call(lambda engine: engine.can_run).result()
     assert not ticket.future.done()
     transfer.send_weights(iter(weights))
-    assert len(ticket.future.result(timeout=60).token_ids) > 0
+    assert len(ticket.future.result(timeout=HANG_SECONDS).token_ids) > 0
 
 
 def test_the_rest_of_a_failed_transfer_is_taken(model: Path, loop: EngineLoop) -> None:
@@ -298,14 +299,14 @@ def test_a_failing_reward_is_told_to_the_trainer(
     def broken(**_: Any) -> list[float]:
         raise ArithmeticError("no reward today")
 
-    args = config(tmp_path, heartbeat_stale_after_s=20.0)
+    args = config(tmp_path, heartbeat_stale_after_s=HANG_SECONDS)
     worker = RolloutWorker(loop, args, conversations(), broken, tokenizer_of(model))
-    worker.check_health(60)
+    worker.check_health(HANG_SECONDS)
     worker.start()
-    assert worker._failed.wait(timeout=60)
+    assert worker._failed.wait(timeout=HANG_SECONDS)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no reward today"):
-            worker.check_health(60)
+            worker.check_health(HANG_SECONDS)
     worker.stop()
     assert loop.num_unfinished == 0
 
@@ -315,7 +316,7 @@ def test_stop_aborts_what_is_in_flight(model: Path, loop: EngineLoop, tmp_path: 
     worker = RolloutWorker(loop, args, conversations(), WordReward(), tokenizer_of(model))
     worker.update_model_version(3)
     worker.start()
-    sample = worker.rollout_buffer.get(timeout=60)
+    sample = worker.rollout_buffer.get(timeout=HANG_SECONDS)
     assert sample.model_version == 3
     assert len(sample.old_log_probs) == len(sample.input_ids)
     worker.stop()
@@ -351,11 +352,10 @@ def test_seeds_are_those_of_row_sample_and_turn(
         with monkeypatch.context() as patch:
             patch.setattr(loop, "submit", watch)
             worker.start()
-            deadline = time.monotonic() + 60
-            while [len(seeds) for seeds in [*drawn.values()][:num_rows]] != [8] * num_rows:
-                worker.check_health(60)
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            wait_until(
+                lambda: [len(seeds) for seeds in [*drawn.values()][:num_rows]] == [8] * num_rows,
+                lambda: (worker.check_health(HANG_SECONDS), time.sleep(0.005)),
+            )
             worker.stop()
         return [*drawn.values()][:num_rows]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import signal
 from multiprocessing import Pipe
@@ -130,24 +131,25 @@ def test_segments_of_the_dead_are_removed_and_no_others(sender, handle):
         foreign.unlink()
 
 
-def share_and_die(pipe):
+def share_and_wait(pipe):
     sender = SharedMemorySender(128)
     pipe.send(next(sender.handles(TENSORS.items())))
     pipe.recv()
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_who_lets_go_removes_the_segments_of_the_dead(sender, handle):
     mine, theirs = Pipe()
-    dying = forked(share_and_die, theirs)
-    dead = mine.recv()
-    receiver = HandleReceiver()
-    assert len(list(receiver.tensors([dead]))) == len(list(receiver.tensors([handle])))
-    receiver.release()
-    assert (SHM / dead["segment"]).exists()
-    assert len(list(receiver.tensors([dead, handle]))) > 0
-    mine.send("die")
-    dying.join()
+    dying = forked(share_and_wait, theirs)
+    try:
+        dead = mine.recv()
+        receiver = HandleReceiver()
+        assert len(list(receiver.tensors([dead]))) == len(list(receiver.tensors([handle])))
+        receiver.release()
+        assert (SHM / dead["segment"]).exists()
+        assert len(list(receiver.tensors([dead, handle]))) > 0
+    finally:
+        dying.kill()
+        dying.join()
     receiver.release()
     assert not (SHM / dead["segment"]).exists()
     assert (SHM / handle["segment"]).exists(), "its owner lives"
@@ -177,7 +179,7 @@ def test_only_our_own_segments_are_opened(handle, name):
 
 
 def test_segments_that_are_not_what_they_should_be(handle):
-    name = "specrollout-" + "0" * 32
+    name = "specrollout-" + secrets.token_hex(16)
     with pytest.raises(InvalidInputError, match="cannot be opened"):
         received(handle | {"segment": name})
     (SHM / name).symlink_to("/etc/passwd")

@@ -19,11 +19,14 @@ from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.group import WeightGroup, listen
 from rollout.weights.group_store import GroupStore
 from rollout.weights.shared_memory import SharedMemorySender
-from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.ports import free_port
 from tests.helpers.weight_peer import peer, receive, send, share
 from tests.helpers.weight_transports import TensorSource, group_of
 from tests.weights.conftest import outputs
+
+CLOSED = r"onnection (closed|reset|refused)|roken pipe|cannot be reached"
+"""What is said of a member whose connections have ended, unlike of one that is late."""
 
 
 class Slow(TensorSource):
@@ -92,12 +95,8 @@ def test_a_group_whose_sender_dies(engine, policies):
     with peer(send, policies[1].folder, port, 2, after=9) as sender:
         engine.init_weights_update_group("127.0.0.1", port, 1, 2, "weights", timeout=HANG_SECONDS)
         call = sender.hear("arguments")
-        started = time.monotonic()
-        with pytest.raises(WeightUpdateError):
+        with pytest.raises(WeightUpdateError, match=CLOSED):
             engine.update_weights_from_distributed(**call, timeout=HANG_SECONDS)
-        assert time.monotonic() - started < HANG_SECONDS, (
-            "found by the connection, not by the timeout"
-        )
     assert_refuses(engine)
     with pytest.raises(WeightUpdateError, match=r"closed|cannot be reached"):
         engine.update_weights_from_distributed(**call, timeout=2.0)
@@ -113,8 +112,7 @@ def test_a_group_whose_sender_dies(engine, policies):
 
 def stopped(process, monkeypatch):
     """Waits until it is; from then on an answer of its store need not be waited for."""
-    while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
-        time.sleep(0.01)
+    wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
     monkeypatch.setattr(time_limit, "ANSWER_SECONDS", 0.5)
 
 
@@ -132,8 +130,9 @@ def test_a_group_whose_sender_is_stopped(engine, policies, after, monkeypatch):
         if after < 0:
             os.kill(sender.process.pid, signal.SIGSTOP)
             seen.result(HANG_SECONDS)
+        seconds = 2.0 if after < 0 else 10.0  # what comes before it stops has time to come
         with pytest.raises(WeightUpdateError, match=r"a broadcast failed|no answer in"):
-            engine.update_weights_from_distributed(**call, timeout=2.0)
+            engine.update_weights_from_distributed(**call, timeout=seconds)
         seen.result(HANG_SECONDS)
         with pytest.raises(WeightUpdateError, match=r"closed|no answer in"):
             engine.update_weights_from_distributed(**call, timeout=2.0)
@@ -146,8 +145,7 @@ def test_a_group_whose_sender_is_stopped(engine, policies, after, monkeypatch):
 def test_a_group_whose_sender_was_stopped_before_it_was_joined(engine, policies, monkeypatch):
     port = free_port()
     with peer(send, policies[1].folder, port, 2) as sender:
-        while not_listening(port):
-            time.sleep(0.01)
+        wait_until(lambda: listens(port))
         os.kill(sender.process.pid, signal.SIGSTOP)
         stopped(sender.process, monkeypatch)
         with pytest.raises(WeightUpdateError, match="rank 0 is missing"):
@@ -155,9 +153,9 @@ def test_a_group_whose_sender_was_stopped_before_it_was_joined(engine, policies,
     assert_serves(engine, policies[0])
 
 
-def not_listening(port):
+def listens(port):
     with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_a_group_of_which_one_receiver_dies(engine, policies):
@@ -173,11 +171,10 @@ def test_a_group_of_which_one_receiver_dies(engine, policies):
         dying.hear("joined")
         dying.tell(call)
         sent = threads.submit(sender.send, source)
-        started = time.monotonic()
-        with pytest.raises(WeightUpdateError):
+        with pytest.raises(WeightUpdateError, match=CLOSED):
             engine.update_weights_from_distributed(**call, timeout=HANG_SECONDS)
-        assert isinstance(sent.exception(HANG_SECONDS), WeightUpdateError)
-        assert time.monotonic() - started < HANG_SECONDS
+        with pytest.raises(WeightUpdateError, match=CLOSED):
+            sent.result(HANG_SECONDS)
     assert_refuses(engine)
     engine.update_weights_from_disk(policies[2].folder)
     assert_serves(engine, policies[2])
@@ -278,11 +275,11 @@ def test_an_open_update_has_its_own_timeout(engine, policies, monkeypatch):
 
     with group_of(engine) as (group, _):
         call = DistributedSender(group, 8192).arguments(TensorSource(policies[1].tensors))
-        engine.begin_weight_update(timeout=0.3)
+        engine.begin_weight_update(timeout=3.0)
         monkeypatch.setattr(GroupStore, "collect", counted)
-        with pytest.raises(WeightUpdateError, match=r"announced nothing in 0\.3 seconds"):
+        with pytest.raises(WeightUpdateError, match="announced nothing in 3 seconds"):
             engine.update_weights_from_distributed(**call)
-        assert waits == [0.3], "waited for once"
+        assert waits == [3.0], "waited for once"
         assert_serves(engine, policies[0])
 
 

@@ -9,6 +9,7 @@ Legend: T query rows, E hidden, F ffn of one expert, N experts, X experts per ro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -26,6 +27,9 @@ from rollout.ops.routing import route
 from rollout.ops.silu_mul import silu_mul
 from rollout.parallel import ONE_RANK, ModelRanks
 from rollout.parallel.partition import even_parts, gather_rows
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+"""From gate and up columns [T, 2 F] to inner features [T, F]."""
 
 
 class RouteRecorder(Protocol):
@@ -55,6 +59,8 @@ class Experts:
         index: int,
         *,
         hidden_size: int,
+        bias: bool = False,
+        activation: Activation = silu_mul,
         dtype: torch.dtype,
         device: torch.device,
         packing: bool = True,
@@ -64,22 +70,25 @@ class Experts:
         """
         Args:
             index: among the sparse layers.
+            bias: whether the router's and the experts' products have biases.
+            activation: of an expert's gate and up columns.
             stacked: as for `GroupedLinear`.
 
         Raises InvalidInputError for more ranks than features.
         """
 
         def linear(inputs: int, outputs: int, dtype: torch.dtype = dtype) -> Linear:
-            return Linear(inputs, outputs, dtype=dtype, device=device, packing=packing)
+            return Linear(inputs, outputs, bias=bias, dtype=dtype, device=device, packing=packing)
 
         def grouped(inputs: int, outputs: int) -> GroupedLinear:
             return GroupedLinear(
                 spec.num_experts, inputs, outputs,
-                dtype=dtype, device=device, packing=packing, stacked=stacked,
+                bias=bias, dtype=dtype, device=device, packing=packing, stacked=stacked,
             )  # fmt: skip
 
         self.index = index
         self.spec = spec
+        self._activation = activation
         has_shared = spec.shared_ffn_size > 0
         self._has_gate = has_shared and spec.shared_gate
         self._group, self._rows = ranks.all, ranks.rows
@@ -90,7 +99,9 @@ class Experts:
         routed_in = torch.float32 if spec.exact_router else dtype
         self.router = linear(hidden_size, spec.num_experts + self._has_gate, routed_in)
         self._bias_N = (
-            torch.empty(spec.num_experts, dtype=torch.float32, device=device) if spec.bias else None
+            torch.empty(spec.num_experts, dtype=torch.float32, device=device)
+            if spec.correction_bias
+            else None
         )
         self.gate_up = grouped(hidden_size, 2 * len(self._features[self._group.rank]))
         self.down = grouped(spec.ffn_size, outputs)
@@ -129,7 +140,7 @@ class Experts:
             routes.record(self.index, experts_TX[own])
         groups = RowGroups.of(experts_TX, spec.num_experts)
         left_out = self.left_out_tiles
-        inner_SF = silu_mul(self.gate_up(hidden_TE, groups, left_out))
+        inner_SF = self._activation(self.gate_up(hidden_TE, groups, left_out))
         inner_SF = self._group.all_gather_columns(inner_SF, self._features)
         outputs_SE = self.down(inner_SF, groups, left_out)
         outputs_TXE = outputs_SE.view(*experts_TX.shape, self.down.out_features)

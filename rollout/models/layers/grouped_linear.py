@@ -30,6 +30,7 @@ class GroupedLinear:
         in_features: int,
         out_features: int,
         *,
+        bias: bool = False,
         dtype: torch.dtype,
         device: torch.device,
         packing: bool = True,
@@ -42,12 +43,22 @@ class GroupedLinear:
         self.dtype = dtype
         self._linears: list[Linear] = []
         self._weights_NOI: torch.Tensor | None = None
+        self._biases_NO: torch.Tensor | None = None
         if device.type != "cpu" if stacked is None else stacked:
             shape = (num_experts, out_features, in_features)
             self._weights_NOI = torch.empty(shape, dtype=dtype, device=device)
+            if bias:
+                self._biases_NO = torch.empty(shape[:2], dtype=dtype, device=device)
         else:
             self._linears = [
-                Linear(in_features, out_features, dtype=dtype, device=device, packing=packing)
+                Linear(
+                    in_features,
+                    out_features,
+                    bias=bias,
+                    dtype=dtype,
+                    device=device,
+                    packing=packing,
+                )
                 for _ in range(num_experts)
             ]
 
@@ -56,7 +67,8 @@ class GroupedLinear:
     ) -> torch.Tensor:
         """[S, O]. ``left_out``: tiles that a GPU must not use."""
         if self._weights_NOI is not None:
-            return grouped_matmul(x_MI, self._weights_NOI, groups, left_out)
+            y_SO = grouped_matmul(x_MI, self._weights_NOI, groups, left_out)
+            return y_SO if self._biases_NO is None else y_SO + self._biases_NO[groups.experts_S]
         y_SO = x_MI.new_empty(len(groups.pairs_S), self.out_features)
         for linear, pairs in zip(self._linears, _pairs_of_experts(groups), strict=True):
             if len(pairs):
@@ -70,7 +82,7 @@ class GroupedLinear:
 
     def plain_weights(self) -> list[torch.Tensor]:
         """Parameters that do not belong to a linear layer."""
-        return [] if self._weights_NOI is None else [self._weights_NOI]
+        return [each for each in (self._weights_NOI, self._biases_NO) if each is not None]
 
     def weight_rows(self, expert: int, start: int, stop: int) -> WeightLoader:
         """A loader of output features [start, stop) of one expert's weight."""
@@ -80,6 +92,13 @@ class GroupedLinear:
         return WeightLoader.of(
             self._weights_NOI[expert, start:stop], (id(self._weights_NOI), first)
         )
+
+    def bias_rows(self, expert: int, start: int, stop: int) -> WeightLoader:
+        """A loader of output features [start, stop) of one expert's bias, which must exist."""
+        if self._biases_NO is None:
+            return self._linears[expert].bias_rows(start, stop)
+        first = expert * self.out_features + start
+        return WeightLoader.of(self._biases_NO[expert, start:stop], (id(self._biases_NO), first))
 
     def all_weights(self, parts: Sequence[str]) -> WeightLoader:
         """A loader of all weights as one tensor [N, O, I]. ``parts``: names of the single

@@ -2,7 +2,8 @@
 
 Legend: P positions, R rotary dims (cos half, then sin half), A angles (R / 2).
 Sources: RoPE (Su et al. 2021); position interpolation (Chen et al. 2023) and NTK-aware scaling
-(kaiokendev, bloc97, emozilla 2023); YaRN (Peng et al. 2023); Llama 3.1 (Meta 2024).
+(kaiokendev, bloc97, emozilla 2023); YaRN (Peng et al. 2023); Llama 3.1 (Meta 2024); LongRoPE
+(Ding et al. 2024).
 All angles are computed in float32, in the order of operations trainers use.
 """
 
@@ -23,6 +24,7 @@ class RopeType(enum.StrEnum):
     DYNAMIC = "dynamic"
     LLAMA3 = "llama3"
     YARN = "yarn"
+    LONGROPE = "longrope"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,15 +34,18 @@ class RopeSpec:
     rope_type: RopeType = RopeType.DEFAULT
     rope_theta: float = 10_000.0
     factor: float = 1.0  # all but default: how far the context is stretched
-    original_max_position_embeddings: int = 0  # dynamic, llama3, yarn: the context trained first
+    original_max_position_embeddings: int = 0  # dynamic and below: the context trained first
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    attention_factor: float | None = None  # yarn: scales cos and sin; None derives it from factor
+    # yarn, longrope: scales cos and sin; None derives it from factor
+    attention_factor: float | None = None
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
+    short_factor: tuple[float, ...] = ()  # longrope: of each wavelength, up to the original context
+    long_factor: tuple[float, ...] = ()  # longrope: of each wavelength, beyond it
 
 
 def cos_sin_table(
@@ -50,7 +55,8 @@ def cos_sin_table(
 
     A row depends on its position alone. In transformers the dynamic NTK base follows the longest
     sequence so far; cached keys would then disagree with later queries. Here the base is that of
-    ``max_context_len`` for the whole life of the engine. Up to the original context both agree.
+    ``max_context_len`` for the whole life of the engine. Up to the original context both agree. So
+    do LongRoPE's factors, which transformers also changes when a sequence gets longer.
     """
     frequencies_A = _inverse_frequencies(rope, head_dim, max_context_len)
     positions_P = torch.arange(max_context_len, dtype=torch.float32)
@@ -75,6 +81,10 @@ def _inverse_frequencies(rope: RopeSpec, head_dim: int, max_context_len: int) ->
             return _llama3(rope, 1.0 / wavelengths_A)
         case RopeType.YARN:
             return _yarn(rope, wavelengths_A, head_dim)
+        case RopeType.LONGROPE:
+            is_long = max_context_len > rope.original_max_position_embeddings
+            factors_A = torch.tensor(rope.long_factor if is_long else rope.short_factor)
+            return 1.0 / (factors_A * wavelengths_A)
 
 
 def _llama3(rope: RopeSpec, frequencies_A: torch.Tensor) -> torch.Tensor:
@@ -107,10 +117,13 @@ def _yarn(rope: RopeSpec, wavelengths_A: torch.Tensor, head_dim: int) -> torch.T
 
 
 def _attention_factor(rope: RopeSpec) -> float:
-    if rope.rope_type is not RopeType.YARN:
+    if rope.rope_type not in (RopeType.YARN, RopeType.LONGROPE):
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
+    if rope.rope_type is RopeType.LONGROPE:
+        stretch = math.log(max(rope.factor, 1.0)) / math.log(rope.original_max_position_embeddings)
+        return math.sqrt(1 + stretch)
     if rope.mscale and rope.mscale_all_dim:
         divisor = yarn_magnitude(rope.factor, rope.mscale_all_dim)
         return yarn_magnitude(rope.factor, rope.mscale) / divisor

@@ -150,6 +150,28 @@ def with_alias(
     return {name: named(name, None), alias: named(alias, name)}
 
 
+def fused_rows(parts: Mapping[str, WeightLoader]) -> WeightLoader:
+    """A loader of a tensor that holds the rows of others, one after another.
+
+    ``parts``: loaders by name, of tensors that differ in their number of rows alone.
+    """
+    loaders = list(parts.values())
+    counts = [loader.shape[0] for loader in loaders]
+
+    def write(values: torch.Tensor) -> None:
+        for loader, own in zip(loaders, values.split(counts), strict=True):
+            loader.write(own)
+
+    return replace(
+        loaders[0],
+        shape=(sum(counts), *loaders[0].shape[1:]),
+        write=write,
+        read=lambda: torch.cat([loader.read() for loader in loaders]),
+        parts=tuple(parts),
+        shard=None,  # made of several shards
+    )
+
+
 def mismatches(
     weight_loaders: Mapping[str, WeightLoader],
     offered: Mapping[str, Sequence[int]],

@@ -27,14 +27,22 @@ class TileAttention {
         tail_scores_(scores_ + row_heads_ * score_stride_),
         inverse_sums_(tail_scores_ + row_heads_ * kMaxTailKeys) {
     static_assert(kMaxTailKeys % kKeyBlock == 0 && kValueBlock <= kMaxTailKeys);
+    begin_ = joint_ = shared_start(0);
+    for (int64_t row = 1; row < tile_.rows; ++row) {
+      const int64_t start = shared_start(row);
+      if (start < begin_) begin_ = start;
+      if (start > joint_) joint_ = start;
+    }
+    first_block_ = begin_ / kKeyBlock * kKeyBlock;
   }
 
   void run() {
     load_queries();
-    score(tile_.shared_slots, tile_.shared_len, scores_, score_stride_);
-    score(tile_.tail_slots, tile_.tail_len, tail_scores_, kMaxTailKeys);
+    score(tile_.shared_slots, first_block_, tile_.shared_len, scores_, score_stride_);
+    score(tile_.tail_slots, 0, tile_.tail_len, tail_scores_, kMaxTailKeys);
     exponentiate_scores();
     clear(out_, row_heads_);
+    if (begin_ < joint_) sum_values_of_some_rows();
     sum_shared_values();
     if (tile_.tail_len > 0) sum_tail_values();
     store_out();
@@ -42,6 +50,19 @@ class TileAttention {
 
  private:
   static constexpr int64_t kValueBlock = 32;
+
+  // The first position that a row sees.
+  int64_t start_of(int64_t row) const {
+    const int64_t start =
+        tile_.shared_len + __builtin_popcountll(tile_.tail_masks[row]) - args_.window;
+    return start > 0 ? start : 0;
+  }
+
+  // The first of the shared keys that a row sees; shared_len if it sees none.
+  int64_t shared_start(int64_t row) const {
+    const int64_t start = start_of(row);
+    return start < tile_.shared_len ? start : tile_.shared_len;
+  }
 
   void clear(float* rows, int64_t count) const {
     std::memset(rows, 0, static_cast<size_t>(count * dim_stride_) * sizeof(float));
@@ -68,9 +89,9 @@ class TileAttention {
     }
   }
 
-  void score(const int32_t* slots, int64_t count, float* to, int64_t stride) {
+  void score(const int32_t* slots, int64_t begin, int64_t count, float* to, int64_t stride) {
     const PoolRows<T> rows = key_rows(slots, count);
-    for (int64_t first = 0; first < count; first += kKeyBlock) {
+    for (int64_t first = begin; first < count; first += kKeyBlock) {
       load_keys(rows, first, block_);
       score_rows(q_, dim_stride_, row_heads_, block_, count - first, args_.head_dim, args_.scale,
                  to + first, stride);
@@ -85,7 +106,26 @@ class TileAttention {
       for (uint64_t mask = tile_.tail_masks[m / group_]; mask != 0; mask &= mask - 1) {
         row[len++] = tail[__builtin_ctzll(mask)];
       }
-      inverse_sums_[m] = exponentiate(row, len);
+      // Whole blocks are left out, so that a position's lane stays the same.
+      if (args_.soft_cap > 0) cap_scores(row + first_block_, len - first_block_, args_.soft_cap);
+      const int64_t start = start_of(m / group_);
+      for (int64_t i = first_block_; i < start; ++i) row[i] = -__builtin_inff();
+      const float sink =
+          args_.sinks == nullptr ? -__builtin_inff() : args_.sinks[kv_head_ * group_ + m % group_];
+      inverse_sums_[m] = exponentiate(row + first_block_, len - first_block_, sink);
+    }
+  }
+
+  // Windows begin at different positions: before `joint_`, each row has keys of its own.
+  void sum_values_of_some_rows() {
+    clear(block_, kMaxTailKeys);
+    load_values(value_rows_of(tile_.shared_slots, tile_.shared_len), begin_, joint_ - begin_,
+                block_, dim_stride_);
+    for (int64_t row = 0; row < tile_.rows; ++row) {
+      const int64_t start = shared_start(row);
+      const auto value = [&](int64_t key) { return block_ + (start - begin_ + key) * dim_stride_; };
+      value_rows(scores_ + row * group_ * score_stride_ + start, score_stride_, group_, value,
+                 joint_ - start, out_ + row * group_ * dim_stride_, dim_stride_);
     }
   }
 
@@ -94,15 +134,16 @@ class TileAttention {
     if (row_heads_ <= kBlockRows && dim_stride_ == args_.head_dim) {
       // One register block uses each value once, so it is widened on the way.
       const auto value = [&](int64_t key) {
-        rows.prefetch(key + kPrefetchRows);
-        return rows.row(key);
+        rows.prefetch(joint_ + key + kPrefetchRows);
+        return rows.row(joint_ + key);
       };
-      value_rows(scores_, score_stride_, row_heads_, value, rows.count, out_, dim_stride_);
+      value_rows(scores_ + joint_, score_stride_, row_heads_, value, rows.count - joint_, out_,
+                 dim_stride_);
       return;
     }
     clear(block_, kMaxTailKeys);
     const auto value = [&](int64_t key) { return block_ + key * dim_stride_; };
-    for (int64_t first = 0; first < rows.count; first += kValueBlock) {
+    for (int64_t first = joint_; first < rows.count; first += kValueBlock) {
       const int64_t left = rows.count - first;
       const int64_t count = left < kValueBlock ? left : kValueBlock;
       load_values(rows, first, count, block_, dim_stride_);
@@ -116,7 +157,9 @@ class TileAttention {
                 dim_stride_);
     for (int64_t row = 0; row < tile_.rows; ++row) {
       const float* probs = scores_ + row * group_ * score_stride_ + tile_.shared_len;
+      int64_t position = tile_.shared_len;
       for (uint64_t mask = tile_.tail_masks[row]; mask != 0; mask &= mask - 1, ++probs) {
+        if (position++ < start_of(row)) continue;
         const float* values_of_key = block_ + __builtin_ctzll(mask) * dim_stride_;
         const auto value = [&](int64_t) { return values_of_key; };
         value_rows(probs, score_stride_, group_, value, 1, out_ + row * group_ * dim_stride_,
@@ -150,6 +193,9 @@ class TileAttention {
   float* const scores_;  // by position; then their exponentials
   float* const tail_scores_;
   float* const inverse_sums_;
+  int64_t begin_;        // the first shared key that any row sees
+  int64_t joint_;        // the first one that all rows see
+  int64_t first_block_;  // the block of `begin_`
 };
 
 }  // namespace

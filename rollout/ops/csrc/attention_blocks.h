@@ -216,9 +216,15 @@ inline void value_rows(const float* probs, int64_t prob_stride, int64_t row_head
   });
 }
 
-// Replaces scores by exp(score - max) and returns the reciprocal of their sum. Clobbers the scores
-// from `len` to the next multiple of kKeyBlock.
-inline float exponentiate(float* scores, int64_t len) {
+// score = cap * tanh(score / cap), up to the next multiple of kLanes after `len`.
+inline void cap_scores(float* scores, int64_t len, float cap) {
+  for (int64_t i = 0; i < len; i += kLanes) store(scores + i, cap * tanh(load(scores + i) / cap));
+}
+
+// Replaces scores by exp(score - max) and returns the reciprocal of their sum, to both of which
+// `sink` adds a score, or none if it is -inf. Clobbers the scores from `len` to the next multiple
+// of kKeyBlock.
+inline float exponentiate(float* scores, int64_t len, float sink) {
   const int64_t padded = round_up(len, kKeyBlock);
   for (int64_t i = len; i < padded; ++i) scores[i] = -__builtin_inff();
   Vec largest[kBlockVecs], sums[kBlockVecs] = {};
@@ -230,7 +236,7 @@ inline float exponentiate(float* scores, int64_t len) {
     }
   }
   for (int j = 1; j < kBlockVecs; ++j) largest[0] = max(largest[0], largest[j]);
-  const Vec maximum = broadcast(reduce_max(largest[0]));
+  const Vec maximum = max(broadcast(reduce_max(largest[0])), broadcast(sink));
   for (int64_t i = 0; i < padded; i += kKeyBlock) {
 #pragma GCC unroll 4
     for (int j = 0; j < kBlockVecs; ++j) {
@@ -240,7 +246,8 @@ inline float exponentiate(float* scores, int64_t len) {
     }
   }
   for (int j = 1; j < kBlockVecs; ++j) sums[0] += sums[j];
-  return 1.0f / reduce_add(sums[0]);
+  const Vec of_sink = exp(broadcast(sink) - maximum);
+  return 1.0f / (reduce_add(sums[0]) + of_sink[0]);
 }
 
 }  // namespace

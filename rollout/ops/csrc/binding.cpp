@@ -120,14 +120,28 @@ void store_kv(int dtype, Dims3 shape, Address k, Dims3 k_strides, Address v, Dim
                     threads);
 }
 
-void silu_mul(int dtype, Address gate_up, Dims2 shape, Dims2 strides, Address out, int threads) {
+void gated_mul(int dtype, int gate, float alpha, float limit, Address gate_up, Dims2 shape,
+               Dims2 strides, Address out, int threads) {
   require(shape[1] % 2 == 0, "gate_up_T2F: its last dimension must be even");
-  rollout::silu_mul({.dtype = DType{dtype},
-                     .gate_up = at(gate_up),
+  rollout::gated_mul({.dtype = DType{dtype},
+                      .gate = rollout::Gate{gate},
+                      .alpha = alpha,
+                      .limit = limit,
+                      .gate_up = at(gate_up),
+                      .row_stride = strides[0],
+                      .out = at(out),
+                      .rows = shape[0],
+                      .width = shape[1] / 2},
+                     threads);
+}
+
+void soft_cap(int dtype, Address x, Dims2 shape, Dims2 strides, float cap, int threads) {
+  rollout::soft_cap({.dtype = DType{dtype},
+                     .x = at(x),
                      .row_stride = strides[0],
-                     .out = at(out),
                      .rows = shape[0],
-                     .width = shape[1] / 2},
+                     .width = shape[1],
+                     .cap = cap},
                     threads);
 }
 
@@ -162,10 +176,13 @@ bool fits(const rollout::AttentionSchedule& schedule, Dims3 q_shape, Dims3 pool_
 void paged_attention(const rollout::AttentionSchedule& schedule, int dtype, Address q,
                      Dims3 q_shape, Dims3 q_strides, Dims3 pool_shape, Address k_pool,
                      Dims3 k_strides, Address v_pool, Dims3 v_shape, Dims3 v_strides, float scale,
-                     Address out, int threads) {
+                     int64_t window, float soft_cap, Address sinks, int64_t sinks_len, Address out,
+                     int threads) {
   require(fits(schedule, q_shape, pool_shape), "the schedule was made for other sizes");
   require(v_shape == pool_shape, "v_pool_SKD: must have k_pool's shape");
   require(pool_shape[2] == q_shape[2], "k_pool_SKD: must have q's head_dim");
+  require(window >= 1, "AttentionVariant.window: must be >= 1");
+  require(sinks == 0 || sinks_len == q_shape[1], "AttentionVariant.sinks_H: must have q's heads");
   rollout::paged_attention({.dtype = DType{dtype},
                             .q = at(q),
                             .q_row_stride = q_strides[0],
@@ -180,7 +197,10 @@ void paged_attention(const rollout::AttentionSchedule& schedule, int dtype, Addr
                             .kv_heads = pool_shape[1],
                             .group = q_shape[1] / pool_shape[1],
                             .head_dim = q_shape[2],
-                            .scale = scale},
+                            .scale = scale,
+                            .window = window,
+                            .soft_cap = soft_cap,
+                            .sinks = at<const float>(sinks)},
                            schedule, threads);
 }
 
@@ -288,7 +308,9 @@ NB_MODULE(_cpu, m) {
   m.def("store_kv", &store_kv, "dtype"_a, "shape"_a, "k"_a, "k_strides"_a, "v"_a, "v_shape"_a,
         "v_strides"_a, "pool_shape"_a, "k_pool"_a, "k_pool_strides"_a, "v_pool"_a, "v_pool_shape"_a,
         "v_pool_strides"_a, "slots"_a, "slots_len"_a, "wide_slots"_a, "threads"_a, Unlocked());
-  m.def("silu_mul", &silu_mul, "dtype"_a, "gate_up"_a, "shape"_a, "strides"_a, "out"_a, "threads"_a,
+  m.def("gated_mul", &gated_mul, "dtype"_a, "gate"_a, "alpha"_a, "limit"_a, "gate_up"_a, "shape"_a,
+        "strides"_a, "out"_a, "threads"_a, Unlocked());
+  m.def("soft_cap", &soft_cap, "dtype"_a, "x"_a, "shape"_a, "strides"_a, "cap"_a, "threads"_a,
         Unlocked());
 
   nb::class_<rollout::AttentionSchedule>(
@@ -299,7 +321,8 @@ NB_MODULE(_cpu, m) {
       .def("fits", &fits, "q_shape"_a, "pool_shape"_a);
   m.def("paged_attention", &paged_attention, "schedule"_a, "dtype"_a, "q"_a, "q_shape"_a,
         "q_strides"_a, "pool_shape"_a, "k_pool"_a, "k_strides"_a, "v_pool"_a, "v_shape"_a,
-        "v_strides"_a, "scale"_a, "out"_a, "threads"_a, Unlocked());
+        "v_strides"_a, "scale"_a, "window"_a, "soft_cap"_a, "sinks"_a, "sinks_len"_a, "out"_a,
+        "threads"_a, Unlocked());
 
   m.def("categorical", &categorical, "dtype"_a, "logits"_a, "shape"_a, "strides"_a, "temperature"_a,
         "temperatures"_a, "uniform"_a, "uniforms"_a, "threshold"_a, "thresholds"_a, "tokens"_a,

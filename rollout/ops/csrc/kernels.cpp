@@ -5,11 +5,11 @@
 #include "categorical.h"
 #include "causal_conv.h"
 #include "delta_rule.h"
+#include "gated_mul.h"
 #include "gates.h"
 #include "panels.h"
 #include "rms_norm.h"
 #include "rotary.h"
-#include "silu_mul.h"
 
 namespace rollout::ROLLOUT_ISA {
 namespace {
@@ -35,8 +35,12 @@ void rotary(const RotaryArgs& args, int64_t begin, int64_t end) {
   with_type(args.dtype, [&](auto type) { rotary_rows<decltype(type)>(args, begin, end); });
 }
 
-void silu_mul(const SiluMulArgs& args, int64_t begin, int64_t end) {
-  with_type(args.dtype, [&](auto type) { silu_mul_rows<decltype(type)>(args, begin, end); });
+void gated_mul(const GatedMulArgs& args, int64_t begin, int64_t end) {
+  with_type(args.dtype, [&](auto type) { gated_mul_rows<decltype(type)>(args, begin, end); });
+}
+
+void soft_cap(const SoftCapArgs& args, int64_t begin, int64_t end) {
+  with_type(args.dtype, [&](auto type) { soft_cap_rows<decltype(type)>(args, begin, end); });
 }
 
 void sigmoid_gate(const SigmoidGateArgs& args, int64_t begin, int64_t end) {
@@ -95,7 +99,8 @@ extern const Kernels kKernels;
 const Kernels kKernels = {ROLLOUT_STRING(ROLLOUT_ISA),
                           rms_norm,
                           rotary,
-                          silu_mul,
+                          gated_mul,
+                          soft_cap,
                           sigmoid_gate,
                           delta_gates,
                           causal_conv,

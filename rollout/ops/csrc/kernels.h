@@ -48,12 +48,28 @@ struct RotaryArgs {
   int64_t max_positions, half;
 };
 
-struct SiluMulArgs {
+// How a gated MLP's inner features come from its gate and up columns.
+enum class Gate : int32_t {
+  kSilu,         // silu(gate) * up
+  kGeluTanh,     // gelu(gate) * up, with the tanh approximation
+  kClampedSilu,  // gate * sigmoid(alpha * gate) * (up + 1), both clamped before
+};
+
+struct GatedMulArgs {
   DType dtype;
+  Gate gate;
+  float alpha, limit;  // of kClampedSilu
   const void* gate_up;
   int64_t row_stride;
   void* out;  // contiguous [rows, width]
   int64_t rows, width;
+};
+
+struct SoftCapArgs {
+  DType dtype;
+  void* x;  // [rows, width], becomes cap * tanh(x / cap)
+  int64_t row_stride, rows, width;
+  float cap;
 };
 
 struct SigmoidGateArgs {
@@ -143,6 +159,9 @@ struct AttentionArgs {
   void* out;  // contiguous [rows, kv_heads * group, head_dim]
   int64_t kv_heads, group, head_dim;
   float scale;
+  int64_t window;      // keys that a row sees at most, its own included
+  float soft_cap;      // or 0: scores become soft_cap * tanh(score / soft_cap)
+  const float* sinks;  // or null: [kv_heads * group], weights by these scores add no value
 };
 
 constexpr int kMaxTailKeys = 64;
@@ -200,7 +219,8 @@ struct Kernels {
   const char* name;
   void (*rms_norm)(const RmsNormArgs& args, int64_t begin, int64_t end);
   void (*rotary)(const RotaryArgs& args, int64_t begin, int64_t end);
-  void (*silu_mul)(const SiluMulArgs& args, int64_t begin, int64_t end);
+  void (*gated_mul)(const GatedMulArgs& args, int64_t begin, int64_t end);
+  void (*soft_cap)(const SoftCapArgs& args, int64_t begin, int64_t end);
   void (*sigmoid_gate)(const SigmoidGateArgs& args, int64_t begin, int64_t end);
   void (*delta_gates)(const DeltaGatesArgs& args, int64_t begin, int64_t end);
   void (*causal_conv)(const CausalConvArgs& args, int64_t first_channel, void* scratch);

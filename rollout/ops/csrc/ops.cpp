@@ -144,9 +144,14 @@ void store_kv(const StoreKvArgs& args, int threads) {
   });
 }
 
-void silu_mul(const SiluMulArgs& args, int threads) {
+void gated_mul(const GatedMulArgs& args, int threads) {
   parallel_rows(args.rows, args.rows * args.width, threads,
-                [&](int64_t begin, int64_t end) { kernels().silu_mul(args, begin, end); });
+                [&](int64_t begin, int64_t end) { kernels().gated_mul(args, begin, end); });
+}
+
+void soft_cap(const SoftCapArgs& args, int threads) {
+  parallel_rows(args.rows, args.rows * args.width, threads,
+                [&](int64_t begin, int64_t end) { kernels().soft_cap(args, begin, end); });
 }
 
 void sigmoid_gate(const SigmoidGateArgs& args, int threads) {

@@ -24,7 +24,8 @@ struct StoreKvArgs {
 void rms_norm(const RmsNormArgs& args, int threads);
 void rotary(const RotaryArgs& args, int threads);
 void store_kv(const StoreKvArgs& args, int threads);
-void silu_mul(const SiluMulArgs& args, int threads);
+void gated_mul(const GatedMulArgs& args, int threads);
+void soft_cap(const SoftCapArgs& args, int threads);
 void sigmoid_gate(const SigmoidGateArgs& args, int threads);
 void delta_gates(const DeltaGatesArgs& args, int threads);
 void paged_attention(const AttentionArgs& args, const AttentionSchedule& schedule, int threads);

@@ -265,6 +265,25 @@ inline Vec sigmoid(Vec x) { return 1.0f / (exp(-x) + 1.0f); }
 
 inline Vec silu(Vec x) { return x / (exp(-x) + 1.0f); }
 
+// tanh(x), relative error below 2e-7: near zero an odd polynomial (Cephes), elsewhere by exp.
+inline Vec tanh(Vec x) {
+  const Vec magnitude = x < 0.0f ? -x : x, square = x * x;
+  Vec p = broadcast(-5.70498872745e-3f);
+  p = fma(p, square, broadcast(2.06390887954e-2f));
+  p = fma(p, square, broadcast(-5.37397155531e-2f));
+  p = fma(p, square, broadcast(1.33314422036e-1f));
+  p = fma(p, square, broadcast(-3.33332819422e-1f));
+  const Vec small = fma(p * square, x, x);
+  const Vec large = 1.0f - 2.0f / (exp(magnitude + magnitude) + 1.0f);
+  return magnitude < 0.625f ? small : (x < 0.0f ? -large : large);
+}
+
+// x / 2 (1 + tanh(y)) is x sigmoid(2 y), which does not cancel.
+inline Vec gelu_tanh(Vec x) {
+  const Vec cubic = fma(x * x * x, broadcast(0.044715f), x);
+  return x * sigmoid(1.59576912f * cubic);
+}
+
 // log(1 + exp(x)) = max(x, 0) + log1p(u) with u = exp(-|x|), and log1p(u) = 2 artanh(u / (2 + u)),
 // an argument of at most 1/3: its series, cut where the next term is below 2e-8 of the sum.
 inline Vec softplus(Vec x) {

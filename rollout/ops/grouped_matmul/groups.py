@@ -20,6 +20,14 @@ class RowGroups:
     pairs_S: torch.Tensor  # int64
     offsets_N1: torch.Tensor  # int32
 
+    @property
+    def experts_S(self) -> torch.Tensor:
+        """The expert of each pair, int64 [S]."""
+        places_S = torch.empty_like(self.pairs_S, dtype=torch.int32)
+        order_S = torch.arange(len(places_S), dtype=torch.int32, device=places_S.device)
+        places_S[self.pairs_S] = order_S
+        return torch.searchsorted(self.offsets_N1, places_S, right=True) - 1
+
     @staticmethod
     def of(experts_TX: torch.Tensor, num_experts: int) -> RowGroups:
         """Sort the pairs of ``experts_TX``, integers in [0, N). Does not wait for the device."""

@@ -10,8 +10,9 @@ import torch
 from rollout.ops import gpu
 from rollout.ops.paged_attention import native, reference
 from rollout.ops.paged_attention.plan import AttentionPlan
+from rollout.ops.paged_attention.variant import PLAIN, AttentionVariant
 
-__all__ = ["AttentionPlan", "paged_attention"]
+__all__ = ["PLAIN", "AttentionPlan", "AttentionVariant", "paged_attention"]
 
 
 def paged_attention(
@@ -20,9 +21,11 @@ def paged_attention(
     v_pool_SKD: torch.Tensor,
     plan: AttentionPlan,
     scale: float,
+    variant: AttentionVariant = PLAIN,
 ) -> torch.Tensor:
     """``softmax(q k^T * scale) v`` for every query row over its keys by the plan.
 
+    The variant may leave out keys before a window, cap scores and add sinks.
     The step's own keys and values must be in the pools already. Query head h reads kv head
     h // (H / K). All tensors have one dtype; computed in float32, rounded once. Padding rows give
     zeros. Returns a new contiguous [T, H, D]. Raises ValueError if the plan contradicts itself or
@@ -32,7 +35,7 @@ def paged_attention(
     if gpu.supports(q_THD, k_pool_SKD, v_pool_SKD) and group <= 64:
         from rollout.ops.paged_attention import triton
 
-        return triton.paged_attention(q_THD, k_pool_SKD, v_pool_SKD, plan, scale)
+        return triton.paged_attention(q_THD, k_pool_SKD, v_pool_SKD, plan, scale, variant)
     if native.supports(q_THD, k_pool_SKD, v_pool_SKD):
-        return native.paged_attention(q_THD, k_pool_SKD, v_pool_SKD, plan, scale)
-    return reference.paged_attention(q_THD, k_pool_SKD, v_pool_SKD, plan, scale)
+        return native.paged_attention(q_THD, k_pool_SKD, v_pool_SKD, plan, scale, variant)
+    return reference.paged_attention(q_THD, k_pool_SKD, v_pool_SKD, plan, scale, variant)

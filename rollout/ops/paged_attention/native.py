@@ -10,8 +10,11 @@ import torch
 
 from rollout.ops.extension import DTYPE_CODES, cpu, supports
 from rollout.ops.paged_attention.plan import AttentionPlan
+from rollout.ops.paged_attention.variant import PLAIN, AttentionVariant
 
 __all__ = ["paged_attention", "supports"]
+
+_NO_WINDOW = 1 << 62
 
 
 def paged_attention(
@@ -20,6 +23,7 @@ def paged_attention(
     v_pool_SKD: torch.Tensor,
     plan: AttentionPlan,
     scale: float,
+    variant: AttentionVariant = PLAIN,
 ) -> torch.Tensor:
     q_shape, pool_shape = q_THD.shape, k_pool_SKD.shape
     if plan.schedule is None or not plan.schedule.fits(q_shape, pool_shape):
@@ -53,6 +57,10 @@ def paged_attention(
         v_pool_SKD.shape,
         v_pool_SKD.stride(),
         scale,
+        _NO_WINDOW if variant.window is None else variant.window,
+        variant.soft_cap or 0.0,
+        0 if variant.sinks_H is None else variant.sinks_H.data_ptr(),
+        0 if variant.sinks_H is None else variant.sinks_H.numel(),
         out_THD.data_ptr(),
         torch.get_num_threads(),
     )

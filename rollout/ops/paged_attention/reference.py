@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from rollout.ops.paged_attention.plan import AttentionPlan
+from rollout.ops.paged_attention.variant import PLAIN, AttentionVariant
 
 
 def paged_attention(
@@ -13,14 +14,23 @@ def paged_attention(
     v_pool_SKD: torch.Tensor,
     plan: AttentionPlan,
     scale: float,
+    variant: AttentionVariant = PLAIN,
 ) -> torch.Tensor:
     out_THD = q_THD.new_zeros(q_THD.shape)
     for row, slots_L in _slots_by_query_row(plan):
+        if variant.window is not None:
+            slots_L = slots_L[-variant.window :]
         groups = (k_pool_SKD.shape[1], -1, q_THD.shape[2])
         q_KGD = q_THD[row].double().view(groups)
         k_KLD = k_pool_SKD[slots_L].double().transpose(0, 1)
         v_KLD = v_pool_SKD[slots_L].double().transpose(0, 1)
-        probs_KGL = torch.softmax(q_KGD @ k_KLD.transpose(1, 2) * scale, dim=-1)
+        scores_KGL = q_KGD @ k_KLD.transpose(1, 2) * scale
+        if variant.soft_cap is not None:
+            scores_KGL = variant.soft_cap * torch.tanh(scores_KGL / variant.soft_cap)
+        if variant.sinks_H is not None:
+            sinks_KG1 = variant.sinks_H.double().view(*scores_KGL.shape[:2], 1)
+            scores_KGL = torch.cat((scores_KGL, sinks_KG1), dim=-1)
+        probs_KGL = torch.softmax(scores_KGL, dim=-1)[..., : len(slots_L)]
         out_THD[row] = (probs_KGL @ v_KLD).reshape(q_THD.shape[1:]).to(q_THD.dtype)
     return out_THD
 

@@ -14,8 +14,12 @@ position order, so that a path's sums are those of plain decoding. These blocks 
 node after another and change only its rows. All products have 64 rows on four warps, so their
 instructions are the same: see rollout.ops.matmul.triton.
 
+A window leaves out blocks in which no row of the tile sees a key; splits stay where they are, and
+those without a block fold in nothing. A sink's weight comes last.
+
 Probabilities are rounded to the values' dtype before the second product. A token with values that
-are not finite may make earlier rows of its run in the same tile NaN too; a draft node does not.
+are not finite may make earlier rows of its run in the same tile NaN too, and later ones whose
+windows begin after it; a draft node does not.
 
 Legend: as in the op; G query heads per kv head, W columns of a node's own blocks.
 """
@@ -31,6 +35,7 @@ import triton.language as tl
 from rollout.ops.gpu import multiprocessors
 from rollout.ops.paged_attention.node_keys import node_keys
 from rollout.ops.paged_attention.plan import BLOCK, AttentionPlan
+from rollout.ops.paged_attention.variant import PLAIN, AttentionVariant
 from rollout.ops.paged_attention.work_list import (
     SPLIT_BLOCKS,
     Limits,
@@ -38,8 +43,10 @@ from rollout.ops.paged_attention.work_list import (
     list_sizes,
     work_list,
 )
+from rollout.ops.tanh import tanh
 
 RESIDENT = 2  # programs of a multiprocessor that run at once
+_LOG2_E = math.log2(math.e)
 _MAX_PART_BYTES = 128 << 20  # of sums between the two kernels
 
 
@@ -49,6 +56,7 @@ def paged_attention(
     v_pool_SKD: torch.Tensor,
     plan: AttentionPlan,
     scale: float,
+    variant: AttentionVariant = PLAIN,
 ) -> torch.Tensor:
     rows, heads, head_dim = q_THD.shape
     if not q_THD.numel():
@@ -62,7 +70,7 @@ def paged_attention(
     )
     if plan.work is None or (plan.work.rows, plan.work.limits) != (rows, limits):
         plan.work = work_list(plan, rows, limits, list_sizes(plan, rows, limits))
-    return listed_attention(q_THD, k_pool_SKD, v_pool_SKD, plan, scale, plan.work)
+    return listed_attention(q_THD, k_pool_SKD, v_pool_SKD, plan, scale, plan.work, variant)
 
 
 def tile_rows(dtype: torch.dtype, group: int) -> int:
@@ -77,6 +85,7 @@ def listed_attention(
     plan: AttentionPlan,
     scale: float,
     work: WorkList,
+    variant: AttentionVariant = PLAIN,
 ) -> torch.Tensor:
     """Attention by a given work list, whose tiles must have at most `tile_rows` rows.
 
@@ -96,28 +105,37 @@ def listed_attention(
         "ROWS": tile_rows(q_THD.dtype, group),
         "GROUP": group,
         "DIM": max(16, triton.next_power_of_2(head_dim)),
+        "HAS_SINKS": variant.sinks_H is not None,
     }
+    sinks = weights if variant.sinks_H is None else variant.sinks_H
+    cap = variant.soft_cap
+    # Scores are in units of log 2, or of the cap until they have gone through tanh.
+    scale = scale * _LOG2_E if cap is None else scale / cap
     _attention_kernel[(sizes.items * kv_heads,)](
-        q_THD, k_pool_SKD, v_pool_SKD, out_THD, sums, weights, work.items_I6,
+        q_THD, k_pool_SKD, v_pool_SKD, out_THD, sums, weights, sinks, work.items_I6,
         plan.req_to_token, keys.slots_NW, plan.rows_B, plan.q_offsets_B1, plan.starts_B,
         plan.run_lens_B, plan.node_offsets_B1, keys.lens_N, plan.rows_B.numel(),
         *q_THD.stride()[:2], *k_pool_SKD.stride()[:2], *v_pool_SKD.stride()[:2],
-        plan.req_to_token.stride(0), heads, kv_heads, head_dim, scale * math.log2(math.e),
-        HAS_NODES=len(keys.lens_N) > 0, **shape, SPLIT=SPLIT_BLOCKS, BLOCK=BLOCK,
+        plan.req_to_token.stride(0), heads, kv_heads, head_dim, scale,
+        0.0 if cap is None else cap * _LOG2_E, variant.window or 0, HAS_NODES=len(keys.lens_N) > 0,
+        HAS_WINDOW=variant.window is not None, HAS_CAP=cap is not None, **shape,
+        SPLIT=SPLIT_BLOCKS, BLOCK=BLOCK,
         num_warps=4, num_stages=2 if q_THD.dtype is torch.float32 else 3, enable_fp_fusion=False,
     )  # fmt: skip
     if sizes.folds:
         _fold_kernel[(sizes.folds * kv_heads,)](
-            sums, weights, out_THD, work.folds_F4, heads, kv_heads, head_dim,
+            sums, weights, sinks, out_THD, work.folds_F4, heads, kv_heads, head_dim,
             **shape, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
     return out_THD
 
 
 @triton.jit
-def _attend(q, k, v, visible, top, total, sums, scale):
+def _attend(q, k, v, visible, top, total, sums, scale, cap, HAS_CAP: tl.constexpr):
     """Add one block of keys to the largest score, the sum of weights and the weighted values."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if HAS_CAP:
+        scores = cap * tanh(scores)
     scores = tl.where(visible, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, axis=1))
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -139,14 +157,27 @@ def _fold(top, total, sums, split_top, split_total, split_sums):
     return new_top, total, sums
 
 
-@triton.jit(do_not_specialize=["num_entries"])
+@triton.jit
+def _mean(top, total, sums, sinks_ptr, head, is_row, HAS_SINKS: tl.constexpr):
+    """The weighted mean of values, to whose weights a sink adds its own."""
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0) * 1.4426950408889634
+        new_top = tl.maximum(top, sink)
+        rescale = tl.exp2(top - new_top)
+        total = total * rescale + tl.exp2(sink - new_top)
+        sums = sums * rescale[:, None]
+    return sums / total[:, None]
+
+
+@triton.jit(do_not_specialize=["num_entries", "window"])
 def _attention_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, sums_ptr, weights_ptr, items_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, sums_ptr, weights_ptr, sinks_ptr, items_ptr,
     table_ptr, node_slots_ptr, rows_ptr, q_offsets_ptr, starts_ptr, run_lens_ptr, node_offsets_ptr,
     node_lens_ptr, num_entries,
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, table_stride,
-    heads, kv_heads, head_dim, scale,
-    HAS_NODES: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    heads, kv_heads, head_dim, scale, cap, window,
+    HAS_NODES: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # Items are in the order of programs, so that programs without an item come last.
@@ -182,6 +213,14 @@ def _attention_kernel(
         is_node = (index >= run_len) & (index < run_len + nodes) & (query < tile_len)
         node_lens = tl.load(node_lens_ptr + node_start + index - run_len, mask=is_node, other=0)
         last_block = tl.maximum(last_block, own_block + tl.cdiv(tl.max(node_lens), BLOCK))
+    first_block, tile_first = 0, 0
+    if HAS_WINDOW:
+        length = start + index + 1
+        if HAS_NODES:
+            length = tl.where(is_node, own_block * BLOCK + node_lens, length)
+        first_seen = tl.maximum(length - window, 0)
+        tile_first = tl.min(tl.where(is_row, first_seen, tile_seen))
+        first_block = tile_first // BLOCK
 
     dim = tl.arange(0, DIM)[None, :]
     column = tl.arange(0, BLOCK)
@@ -205,14 +244,20 @@ def _attention_kernel(
         top = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         sums = tl.zeros((ROWS, DIM), tl.float32)
-        for block in range(split * SPLIT, tl.minimum(split * SPLIT + SPLIT, end_block)):
+        split_end_block = tl.minimum(split * SPLIT + SPLIT, end_block)
+        for block in range(tl.maximum(split * SPLIT, first_block), split_end_block):
             position = block * BLOCK + column
-            slot = tl.load(table_ptr + position, mask=position < tile_seen, other=0).to(tl.int64)
-            there = (position < tile_seen)[:, None] & (dim < head_dim)
+            in_context = position < tile_seen
+            if HAS_WINDOW:
+                in_context &= position >= tile_first
+            slot = tl.load(table_ptr + position, mask=in_context, other=0).to(tl.int64)
+            there = in_context[:, None] & (dim < head_dim)
             k = tl.load(k_ptr + slot[:, None] * k_stride, mask=there, other=0.0)
             v = tl.load(v_ptr + slot[:, None] * v_stride, mask=there, other=0.0)
             visible = position[None, :] < seen[:, None]
-            top, total, sums = _attend(q, k, v, visible, top, total, sums, scale)
+            if HAS_WINDOW:
+                visible &= position[None, :] >= first_seen[:, None]
+            top, total, sums = _attend(q, k, v, visible, top, total, sums, scale, cap, HAS_CAP)
         if HAS_NODES:
             first_own = tl.maximum(own_block, split * SPLIT)
             end_own = tl.minimum(last_block, split * SPLIT + SPLIT)
@@ -222,14 +267,17 @@ def _attention_kernel(
                     own = (block - own_block) * BLOCK + column
                     own_len = tl.load(node_lens_ptr + node)
                     slot_ptrs = node_slots_ptr + node.to(tl.int64) * (2 * BLOCK) + own
-                    slot = tl.load(slot_ptrs, mask=own < own_len, other=0).to(tl.int64)
-                    there = (own < own_len)[:, None] & (dim < head_dim)
+                    is_own = own < own_len
+                    if HAS_WINDOW:
+                        is_own &= own >= own_len - window
+                    slot = tl.load(slot_ptrs, mask=is_own, other=0).to(tl.int64)
+                    there = is_own[:, None] & (dim < head_dim)
                     k = tl.load(k_ptr + slot[:, None] * k_stride, mask=there, other=0.0)
                     v = tl.load(v_ptr + slot[:, None] * v_stride, mask=there, other=0.0)
-                    visible = (own < own_len)[None, :] & (query == i)[:, None]
+                    visible = is_own[None, :] & (query == i)[:, None]
                     # Weights of zero are not enough: zero times infinity is NaN.
                     new_top, new_total, new_sums = _attend(
-                        q, k, v, visible, top, total, sums, scale
+                        q, k, v, visible, top, total, sums, scale, cap, HAS_CAP
                     )
                     top = tl.where(query == i, new_top, top)
                     total = tl.where(query == i, new_total, total)
@@ -249,7 +297,9 @@ def _attention_kernel(
             tl.store(weights_ptr + local * 2, all_top, mask=is_row)
             tl.store(weights_ptr + local * 2 + 1, all_total, mask=is_row)
         else:
-            mean = tl.where(is_entry, all_sums / all_total[:, None], 0.0)
+            of_all = kv_head * group + head
+            mean = _mean(all_top, all_total, all_sums, sinks_ptr, of_all, is_row, HAS_SINKS)
+            mean = tl.where(is_entry, mean, 0.0)
             out_ptr += (tile_start.to(tl.int64) * heads + kv_head * group) * head_dim
             out_ptrs = out_ptr + (local[:, None] * head_dim + dim)
             tl.store(out_ptrs, mean.to(out_ptr.dtype.element_ty), mask=inside)
@@ -257,8 +307,8 @@ def _attention_kernel(
 
 @triton.jit
 def _fold_kernel(
-    sums_ptr, weights_ptr, out_ptr, folds_ptr, heads, kv_heads, head_dim,
-    ROWS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    sums_ptr, weights_ptr, sinks_ptr, out_ptr, folds_ptr, heads, kv_heads, head_dim,
+    HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     fold_ptr, kv_head = folds_ptr + tl.program_id(0) // kv_heads * 4, tl.program_id(0) % kv_heads
     tile_len = tl.load(fold_ptr + 1)
@@ -282,6 +332,6 @@ def _fold_kernel(
         part_total = tl.load(weights_ptr + part * 2 + 1, mask=is_row, other=0.0)
         top, total, sums = _fold(top, total, sums, part_top, part_total, part_sums)
         part += tile_len.to(tl.int64) * heads
-    mean = sums / total[:, None]
+    mean = _mean(top, total, sums, sinks_ptr, head, is_row, HAS_SINKS)
     out = ((tile_start + query).to(tl.int64) * heads + head)[:, None] * head_dim + dim
     tl.store(out_ptr + out, mean.to(out_ptr.dtype.element_ty), mask=inside)

@@ -17,7 +17,7 @@ from rollout.trainers.openrlhf.options import ActorSettings
 from rollout.trainers.openrlhf.sample import Executor, Sample, SampleSeeds
 from rollout.trainers.openrlhf.sampling import RequestOutput, engine_params, request_output
 from rollout.trainers.openrlhf.stand_ins import is_installed
-from rollout.trainers.openrlhf.weight_sync import WeightSync
+from rollout.trainers.openrlhf.weight_sync import ParameterReceiver
 from rollout.trainers.served_engine import ServedEngine
 from rollout.types import FinishReason, Rollout
 
@@ -43,7 +43,7 @@ class RolloutActor:
         self._engine = ServedEngine(engine)
         self._seeds = SampleSeeds(settings.seed, settings.resumed_from)
         options = settings.options
-        self._weights = WeightSync(
+        self._weights = ParameterReceiver(
             self._engine, timeout=options.sync_timeout, keep_kv=options.keep_kv
         )
 

@@ -25,7 +25,7 @@ _SHARED_GPU = 0.2
 """The share of a GPU that OpenRLHF reserves for each actor where several share it."""
 
 
-class RolloutWorker(RolloutActor):
+class RolloutActorProcess(RolloutActor):
     """A `RolloutActor` in a process of Ray's, whose ranks have the GPUs that Ray gave them."""
 
     def __init__(
@@ -77,7 +77,7 @@ def create_engines(
         bundle = {"CPU": num_cpus, "GPU": num_gpus} if on_gpu else {"CPU": num_cpus}
         shared_pg = placement_group([dict(bundle) for _ in range(num_engines)], strategy="PACK")
         ray.get(shared_pg.ready())
-    actor = ray.remote(RolloutWorker)
+    actor = ray.remote(RolloutActorProcess)
     engines = []
     for index in range(num_engines):
         first, gpus = index, tuple[str, ...]()

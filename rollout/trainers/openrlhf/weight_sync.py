@@ -24,7 +24,7 @@ class Communicator(Protocol):
         ...
 
 
-class WeightSync:
+class ParameterReceiver:
     """Begins an update with its first parameter and commits it with its last.
 
     The engine serves nothing in between. An update that fails, or of which nothing comes for

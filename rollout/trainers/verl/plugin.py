@@ -20,9 +20,9 @@ def _register() -> None:
 
 
 def _replica_class() -> type:
-    from rollout.trainers.verl.replica import Replica
+    from rollout.trainers.verl.replica import SpecrolloutReplica
 
-    return Replica
+    return SpecrolloutReplica
 
 
 try:

@@ -18,7 +18,7 @@ from rollout.trainers.verl.sampling import RequestSeeds
 from rollout.trainers.verl.server import Server
 
 
-class Replica(RolloutReplica):  # type: ignore[misc]  # verl is untyped here
+class SpecrolloutReplica(RolloutReplica):  # type: ignore[misc]  # verl is untyped here
     """Raises InvalidInputError when made, for whatever could not be honoured later."""
 
     def __init__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine's own objects are looked at
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 MODEL = Path(__file__).parents[3] / "models" / "SmolLM2-135M-Instruct"
 PROPOSER = {
     "method": "custom_class", "model": "specrollout.NgramProposer", "num_speculative_tokens": 6
@@ -23,12 +25,15 @@ PROPOSER = {
 
 def start(**options: Any) -> Any:
     """vLLM with few blocks, so that requests are preempted, and prompts computed in chunks."""
+    import vllm_temperatures
     from vllm import LLM
 
-    return LLM(
+    llm = LLM(
         str(MODEL), dtype="bfloat16", enforce_eager=True, max_model_len=512, max_num_seqs=16,
         max_num_batched_tokens=64, num_gpu_blocks_override=14, disable_log_stats=False, **options,
     )  # fmt: skip
+    vllm_temperatures.mend()
+    return llm
 
 
 @pytest.fixture(scope="session")

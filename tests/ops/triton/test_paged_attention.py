@@ -11,7 +11,7 @@ import random
 import pytest
 import torch
 
-from rollout.ops.paged_attention import reference
+from rollout.ops.paged_attention import PLAIN, AttentionVariant, reference
 from rollout.ops.paged_attention.triton import listed_attention, tile_rows
 from rollout.ops.paged_attention.work_list import Limits, list_sizes, work_list
 from tests.helpers.attention_cases import (
@@ -30,26 +30,34 @@ CUT = {"programs": 4096, "part_rows": 1 << 20}  # per split; tiles of nodes have
 SOME = {"programs": 1, "part_rows": 1 << 20}  # items of several splits
 
 
-def listed(**limits):
+def listed(variant=PLAIN, **limits):
     """Attention by a list of work within these limits."""
 
     def op(q, k_pool, v_pool, plan, scale):
         own = Limits(**limits)
         work = work_list(plan, len(q), own, list_sizes(plan, len(q), own))
-        return listed_attention(q, k_pool, v_pool, plan, scale, work)
+        return listed_attention(q, k_pool, v_pool, plan, scale, work, variant)
 
     return op
 
 
+@pytest.mark.parametrize("varied", [False, True], ids=["plain", "window, cap and sinks"])
 @pytest.mark.parametrize("limits", [WHOLE, CUT, SOME], ids=["whole", "cut", "some"])
-def test_contexts_of_several_splits(compared_dtype, device, limits) -> None:
-    """One ends at a split's last key, one tree crosses into the next split."""
+def test_contexts_of_several_splits(compared_dtype, device, limits, varied) -> None:
+    """One ends at a split's last key, one tree crosses into the next split; a window leaves out the
+    first splits, or most of one."""
+    variant, on_cpu = (
+        AttentionVariant(window=70, soft_cap=1.5, sinks_H=torch.linspace(-2, 3, 4).to(place))
+        if varied
+        else PLAIN
+        for place in (device, "cpu")
+    )
     entries = [Entry(1100, 2), Entry(511, 1), Entry(1020, 1, [0, 1, 2, 3, 4, 0])]
-    op = listed(tile_queries=4, **limits)
+    op = listed(variant, tile_queries=4, **limits)
     case = case_on(device, entries, 4, 2, 16, compared_dtype, op=op)
     q, plan = batch(case.requests)
     out = case.op(q, case.k_pool, case.v_pool, plan, 0.25)
-    expected = reference.paged_attention(q, case.k_pool, case.v_pool, plan, 0.25)
+    expected = reference.paged_attention(q, case.k_pool, case.v_pool, plan, 0.25, on_cpu)
     tolerance = 5e-6 if q.dtype is torch.float32 else 4 * torch.finfo(q.dtype).eps
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
 

@@ -1,0 +1,80 @@
+"""Gemma 2 (2024) and 3 (2025): norms before and after the halves of a layer, scaled embeddings, and
+capped logits.
+
+What else differs from Llama (windows, GELU, norms by 1 + weight, ropes) is in the ModelSpec.
+
+Legend: T query rows, R sampled rows, E hidden, V vocabulary, D rotary dims, P positions.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rollout.models.causal_lm import LayerAttention, LayerStates, RouteRecorder
+from rollout.models.llama import Llama, LlamaLayer
+from rollout.models.spec import ModelSpec
+from rollout.ops.rms_norm import rms_norm
+from rollout.ops.soft_cap import soft_cap_
+from rollout.parallel import ONE_RANK, ModelRanks
+
+
+class GemmaLayer(LlamaLayer):
+    """A decoder layer with norms before and after its halves: a `ModelLayer`."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        index: int = 0,
+        layer: int = 0,
+        dtype: torch.dtype,
+        device: torch.device,
+        packing: bool,
+        ranks: ModelRanks = ONE_RANK,
+    ) -> None:
+        super().__init__(
+            spec, index=index, layer=layer, dtype=dtype, device=device, packing=packing, ranks=ranks
+        )
+        self.mixed_norm_E = torch.empty(spec.hidden_size, dtype=dtype, device=device)
+        self.fed_norm_E = torch.empty(spec.hidden_size, dtype=dtype, device=device)
+
+    def mix(
+        self,
+        hidden_TE: torch.Tensor,
+        positions_T: torch.Tensor,
+        cos_sin_PD: torch.Tensor,
+        attention: LayerAttention,
+        states: LayerStates | None = None,
+    ) -> torch.Tensor:
+        mixed_TE = super().mix(hidden_TE, positions_T, cos_sin_PD, attention, states)
+        return rms_norm(mixed_TE, self.mixed_norm_E, self.spec.rms_norm_eps, unit_offset=True)
+
+    def feed_forward(
+        self, hidden_TE: torch.Tensor, routes: RouteRecorder | None = None
+    ) -> torch.Tensor:
+        fed_TE = super().feed_forward(hidden_TE, routes)
+        return rms_norm(fed_TE, self.fed_norm_E, self.spec.rms_norm_eps, unit_offset=True)
+
+    def _norms(self) -> dict[str, torch.Tensor]:
+        return {
+            "input_layernorm": self.input_norm_E,
+            "post_attention_layernorm": self.mixed_norm_E,
+            "pre_feedforward_layernorm": self.mlp_norm_E,
+            "post_feedforward_layernorm": self.fed_norm_E,
+        }
+
+
+class Gemma(Llama):
+    """A `CausalLM`. Weights are uninitialised until written through ``weight_loaders``."""
+
+    layer_class = GemmaLayer
+
+    def embed(self, input_ids_T: torch.Tensor) -> torch.Tensor:
+        scale = torch.tensor(self.spec.embedding_scale).to(self.dtype).item()  # rounded, as trained
+        return super().embed(input_ids_T) * scale
+
+    def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
+        logits_RV = super().logits(hidden_RE)
+        if self.spec.logit_soft_cap is not None:
+            soft_cap_(logits_RV, self.spec.logit_soft_cap)
+        return logits_RV
