@@ -72,8 +72,9 @@ def latent_attention(
     )  # fmt: skip
     if sizes.folds:
         _fold_kernel[(sizes.folds * blocks,)](
-            sums, weights, None, out_THL, work.folds_F4, heads, blocks, latent_dim,
-            HAS_SINKS=False, ROWS=ROWS, GROUP=group, DIM=latent_block, num_warps=8, enable_fp_fusion=False,
+            sums, weights, weights, out_THL, work.folds_F4, heads, blocks, latent_dim,
+            HAS_SINKS=False, ROWS=ROWS, GROUP=group, DIM=latent_block,
+            num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
     return out_THL
 
