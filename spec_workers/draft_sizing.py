@@ -45,6 +45,7 @@ def draft_bytes(
         num_layers=draft.num_layers,
         num_kv_heads=draft.num_kv_heads,
         head_dim=draft.head_dim,
+        has_values=draft.decoder.latent is None,
         dtype=resolve_dtype(config.model.dtype, stored, device),
     )
     limits = StepLimits.of(

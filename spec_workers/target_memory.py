@@ -95,6 +95,7 @@ def target_memory(
         num_slots=num_slots,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
+        has_values=spec.latent is None,
         dtype=dtype,
         device=device,
     )

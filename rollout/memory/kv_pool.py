@@ -1,4 +1,4 @@
-"""Key and value tensors: one pair per attention layer, a row per slot."""
+"""Key and value tensors: one pair per attention layer, a row per slot; latents instead of both."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from rollout.models.layers.storage import allocate_storage, free_storage, prefer
 
 class KvPool:
     """Keys and values of shape [num_slots + 1, kv_heads, head_dim], per layer.
+
+    Latent attention has no values beside its keys.
 
     Slot 0 is the null slot: padding rows write there and nothing ever reads it.
 
@@ -24,13 +26,15 @@ class KvPool:
         num_slots: int,
         num_kv_heads: int,
         head_dim: int,
+        has_values: bool = True,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         shape = (num_slots + 1, num_kv_heads, head_dim)
         self.num_slots = num_slots
         self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        num_values = num_layers if has_values else 0
+        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_values)]
         self.writes_S = np.zeros(num_slots + 1, dtype=np.int64)
         self._forwards = 0
         self.allocate()
@@ -42,10 +46,15 @@ class KvPool:
 
     @staticmethod
     def bytes_per_slot(
-        *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        has_values: bool = True,
+        dtype: torch.dtype,
     ) -> int:
         """Bytes of one slot's keys and values in all layers."""
-        return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+        return (1 + has_values) * num_layers * num_kv_heads * head_dim * dtype.itemsize
 
     def release(self) -> int:
         """Free the memory; nothing may run until ``allocate``. Returns the bytes freed."""

@@ -64,6 +64,7 @@ def num_kv_slots(
             num_layers=len(spec.attention_layers),
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
+            has_values=spec.latent is None,
             dtype=dtype,
         )
     )

@@ -30,7 +30,7 @@ class LayerAttention(Protocol):
         layer: int,
         q_THD: torch.Tensor,
         k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
+        v_TKD: torch.Tensor | None,
         positions_T: torch.Tensor,
         cos_sin_PD: torch.Tensor,
         rows_R: torch.Tensor | None = None,
@@ -40,7 +40,8 @@ class LayerAttention(Protocol):
 
         q, k and v may be strided views. q is rotated in place. k is undefined afterwards and must
         not be read (see `rotary_store_kv_`). ``layer``: index among the attention layers.
-        ``rows_R``: attend from these alone, [R, H, D]; all rows have keys and values.
+        ``v_TKD``: None for latent attention, whose values are the keys without their rotated
+        dims. ``rows_R``: attend from these alone, [R, H, D]; all rows have keys and values.
         ``variant``: the layer's own, the same at each call.
         """
         ...

@@ -13,6 +13,7 @@ import torch
 
 from rollout.models.attention import Attention
 from rollout.models.causal_lm import LayerAttention, RouteRecorder
+from rollout.models.latent_attention import LatentAttention
 from rollout.models.layers.experts import Experts
 from rollout.models.layers.linear import Linear
 from rollout.models.layers.weight_loader import WeightLoader
@@ -112,7 +113,8 @@ class DecoderLayer(Layer):
         attention_inputs: int | None = None,
     ) -> None:
         """``layer``: index in the model. ``attention_inputs``: I; default: the hidden size."""
-        self._attention = self.attention_class(
+        kind = self.attention_class if spec.latent is None else LatentAttention
+        self._attention: Attention | LatentAttention = kind(
             spec,
             layer=layer,
             dtype=dtype,

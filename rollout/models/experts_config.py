@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.errors import CheckpointError
+from rollout.ops.routing import PLAIN, Groups
 
 
 def size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
@@ -50,8 +51,12 @@ class ExpertsSpec:
     num_experts: int
     experts_per_token: int
     ffn_size: int  # of one expert
-    shared_ffn_size: int = 0  # of a gated expert that runs for every token; 0: none
+    shared_ffn_size: int = 0  # of an expert that runs for every token; 0: none
+    shared_gate: bool = True  # whether the shared expert's output has a gate
     normalizes: bool = True  # whether the chosen experts' probabilities are scaled to add up to 1
+    groups: Groups = PLAIN  # limits on the choice
+    exact_router: bool = False  # the router's product is in float32, whatever the model's dtype
+    correction_bias: bool = False  # a correction bias has a part in the choice
 
 
 _NORMALIZES = {
@@ -67,7 +72,7 @@ _NORMALIZES = {
 def experts_spec(config: Mapping[str, Any], architecture: object) -> ExpertsSpec | None:
     """The spec of experts, or None if every MLP is dense.
 
-    Raises CheckpointError for missing or malformed fields.
+    Raises CheckpointError for missing or malformed fields. `deepseek_config` reads DeepSeek's.
     """
     if architecture not in _NORMALIZES:
         return None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rollout.errors import CheckpointError, UnsupportedModelError
+from rollout.models.deepseek_config import FAMILY, LATENT
 from rollout.models.experts_config import size
 from rollout.models.hybrid_config import HYBRIDS
 from rollout.models.layers.rope import RopeSpec
@@ -41,7 +42,9 @@ def biases(architecture: object, config: Mapping[str, Any]) -> tuple[bool, bool,
             return True, False, False
         case "Qwen3ForCausalLM" | "Qwen3MoeForCausalLM":
             return attention, attention, False
-    if architecture in HYBRIDS:
+        case "Glm4MoeForCausalLM":
+            return attention, False, False
+    if architecture in HYBRIDS | LATENT:
         return attention, attention, False
     if architecture == "LlamaForCausalLM" or architecture in _FAMILIES:
         return attention, attention, bool(config.get("mlp_bias", False))
@@ -50,7 +53,7 @@ def biases(architecture: object, config: Mapping[str, Any]) -> tuple[bool, bool,
         "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, "
         "Qwen3MoeForCausalLM, MiMoForCausalLM, Qwen3NextForCausalLM, Qwen3_5ForCausalLM, "
         "Qwen3_5MoeForCausalLM, Qwen3_5ForConditionalGeneration, "
-        f"Qwen3_5MoeForConditionalGeneration, {', '.join(map(str, _FAMILIES))} are"
+        f"Qwen3_5MoeForConditionalGeneration, {', '.join(map(str, (*_FAMILIES, *FAMILY)))} are"
     )
 
 

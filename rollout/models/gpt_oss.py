@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from rollout.models.attention import Attention
+from rollout.models.experts_config import ExpertsSpec
 from rollout.models.head_parts import HeadParts
 from rollout.models.layers.experts import Experts
 from rollout.models.layers.grouped_linear import GroupedLinear
@@ -58,16 +59,16 @@ class GptOssExperts(Experts):
     """A sparse MLP with biases. Checkpoints store all experts of a product in one tensor, inputs
     before outputs, whose gate and up features alternate."""
 
-    def __init__(self, index: int, **options: Any) -> None:
-        super().__init__(index, bias=True, **options)
+    def __init__(self, spec: ExpertsSpec, index: int, **options: Any) -> None:
+        super().__init__(spec, index, bias=True, **options)
 
     def weight_loaders(self, at: str) -> dict[str, WeightLoader]:
         features = len(self._features[self._group.rank])
         gate_up = self._loaders(self.gate_up, [(0, features), (features, 2 * features)])
         down = self._loaders(self.down, [(0, self.down.out_features)])
         return {
-            f"{at}.router.weight": self.router.weight_rows(0, self.num_experts),
-            f"{at}.router.bias": self.router.bias_rows(0, self.num_experts),
+            f"{at}.router.weight": self.router.weight_rows(0, self.spec.num_experts),
+            f"{at}.router.bias": self.router.bias_rows(0, self.spec.num_experts),
             f"{at}.experts.gate_up_proj": _alternating([weights for weights, _ in gate_up]),
             f"{at}.experts.gate_up_proj_bias": _alternating([biases for _, biases in gate_up]),
             f"{at}.experts.down_proj": _alternating([weights for weights, _ in down]),
@@ -88,7 +89,7 @@ class GptOssExperts(Experts):
                 [shard(product.weight_rows(expert, *each)) for each in rows],
                 [shard(product.bias_rows(expert, *each)) for each in rows],
             )
-            for expert in range(self.num_experts)
+            for expert in range(self.spec.num_experts)
         ]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from rollout.errors import CheckpointError, UnsupportedModelError
 from rollout.models.experts_config import LinearAttentionSpec, size
+from rollout.models.rope_config import without_partial_rotary
 
 HYBRIDS = frozenset(
     {
@@ -21,7 +22,7 @@ VISION = ("model.visual.", "visual.")
 """Prefixes of tensors that a text model skips."""
 
 _PARTIAL_ROTARY = 0.25  # the default
-_NOT_OF_TEXT = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
+_NOT_OF_TEXT = frozenset({"mrope_section", "mrope_interleaved"})
 _INTERVAL = 4  # the default: every fourth layer is full attention
 _IMPLEMENTED: Mapping[str, tuple[object, ...]] = {
     "attn_output_gate": (True,),
@@ -59,14 +60,11 @@ def plain_rope(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], float]:
 
     Sections for time, height and width are removed: the three positions of text are equal.
     """
-    factor = config.get("partial_rotary_factor", _PARTIAL_ROTARY)
-    plain = {name: value for name, value in config.items() if name != "partial_rotary_factor"}
+    whole, factor = without_partial_rotary(config, _PARTIAL_ROTARY)
+    plain = dict(whole)
     for field in ("rope_scaling", "rope_parameters"):
-        if isinstance(given := config.get(field), Mapping):
-            factor = given.get("partial_rotary_factor", factor)
+        if isinstance(given := plain.get(field), Mapping):
             plain[field] = {name: given[name] for name in given if name not in _NOT_OF_TEXT}
-    if not isinstance(factor, int | float) or not 0 < factor <= 1:
-        raise CheckpointError(f"config.json: partial_rotary_factor={factor!r} must be in (0, 1]")
     return plain, factor
 
 

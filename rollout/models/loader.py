@@ -14,6 +14,7 @@ from rollout.config import DType, LoadFormat
 from rollout.errors import CheckpointError, InvalidInputError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import Checkpoint, listed
+from rollout.models.deepseek_config import FAMILY
 from rollout.models.gemma import Gemma
 from rollout.models.gpt_oss import GptOss
 from rollout.models.granite import Granite, SharedGranite
@@ -59,6 +60,7 @@ MODEL_CLASSES: Mapping[str, ModelClass] = MappingProxyType(
         "Gemma3ForCausalLM": Gemma,
         "GraniteForCausalLM": Granite,
         "GraniteMoeHybridForCausalLM": SharedGranite,
+        **dict.fromkeys(FAMILY, Llama),
         **dict.fromkeys(HYBRIDS, Hybrid),
     }
 )

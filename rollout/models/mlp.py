@@ -60,13 +60,9 @@ def feed_forward(
     if experts is None or layer not in experts.layers:
         return Mlp(spec, dtype=dtype, device=device, packing=packing, ranks=ranks)
     return experts_class(
+        experts,
         experts.layers.index(layer),
         hidden_size=spec.hidden_size,
-        num_experts=experts.num_experts,
-        experts_per_token=experts.experts_per_token,
-        ffn_size=experts.ffn_size,
-        shared_ffn_size=experts.shared_ffn_size,
-        normalizes=experts.normalizes,
         activation=spec.activation,
         dtype=dtype,
         device=device,

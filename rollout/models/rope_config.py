@@ -26,6 +26,24 @@ _COMMON = frozenset(
 )
 
 
+def without_partial_rotary(
+    config: Mapping[str, Any], default: float
+) -> tuple[Mapping[str, Any], float]:
+    """The config as if a head were rotated whole, and the part of it that is.
+
+    ``default``: of ``partial_rotary_factor``. Raises CheckpointError for a malformed one.
+    """
+    factor = config.get("partial_rotary_factor", default)
+    plain = {name: value for name, value in config.items() if name != "partial_rotary_factor"}
+    for field in ("rope_scaling", "rope_parameters"):
+        if isinstance(given := config.get(field), Mapping):
+            factor = given.get("partial_rotary_factor", factor)
+            plain[field] = {name: given[name] for name in given if name != "partial_rotary_factor"}
+    if not isinstance(factor, int | float) or not 0 < factor <= 1:
+        raise CheckpointError(f"config.json: partial_rotary_factor={factor!r} must be in (0, 1]")
+    return plain, factor
+
+
 def rope_spec(config: Mapping[str, Any], max_position_embeddings: int) -> RopeSpec:
     """The rotary embedding of a config.
 

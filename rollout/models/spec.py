@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from rollout.errors import CheckpointError, InvalidInputError, UnsupportedModelError
+from rollout.models.config_fields import dtype_field, token_ids
+from rollout.models.deepseek_config import FAMILY, LatentSpec, deepseek_fields
 from rollout.models.experts_config import ExpertsSpec, LinearAttentionSpec, experts_spec, size
 from rollout.models.family_config import biases, family_fields
 from rollout.models.hybrid_config import (
@@ -26,12 +28,6 @@ from rollout.models.layers.rope import RopeSpec
 from rollout.models.rope_config import check_factors, context_limit, rope_spec
 from rollout.models.window_config import sliding_window
 from rollout.ops.silu_mul import silu_mul
-
-_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
 
 # Fields that change the arithmetic, with the values that leave it as implemented.
 _IMPLEMENTED: Mapping[str, tuple[object, ...]] = {
@@ -85,6 +81,7 @@ class ModelSpec:
     linear_attention: LinearAttentionSpec | None = None  # None: every layer is full attention
     experts: ExpertsSpec | None = None  # None: every MLP is dense
     rotary_dim: int  # first dimensions of a head, which are rotated
+    latent: LatentSpec | None = None  # None: a token's heads have keys and values of their own
     gated_attention: bool = False  # attention's output is scaled by a gate of its input
     norm_unit_offset: bool = False  # norms multiply by 1 + weight, except those after a gate
     decoder_names: tuple[str, ...] = ("model",)  # prefixes of tensor names, its own first
@@ -107,12 +104,6 @@ class ModelSpec:
         """The spec of the model that all ranks run together."""
         return self if self.whole is None else self.whole
 
-    @property
-    def attention_scale(self) -> float:
-        """The factor of products of queries and keys."""
-        given = self.attention_multiplier
-        return self.head_dim**-0.5 if given is None else given
-
     def rope_of(self, layer: int) -> RopeSpec | None:
         """The rotary embedding of a layer. None: it has none."""
         if layer in self.unrotated_layers:
@@ -130,10 +121,18 @@ class ModelSpec:
         linear = () if self.linear_attention is None else self.linear_attention.layers
         return tuple(layer for layer in range(self.num_layers) if layer not in linear)
 
+    @property
+    def attention_scale(self) -> float:
+        """The factor of products of queries and keys."""
+        given = self.attention_multiplier
+        return self.head_dim**-0.5 if given is None else given
+
     def passes_over(self, name: str) -> bool:
-        """Whether to skip a tensor of a checkpoint or trainer: an MTP head or a vision tower."""
+        """Whether to skip a tensor of a checkpoint or trainer: an MTP head, a vision tower, or the
+        rotary frequencies that some checkpoints hold although their config says them."""
         is_vision = self.architecture in HYBRIDS and name.startswith(VISION)
-        return is_vision or is_mtp_tensor(name, self.num_layers, self.num_mtp_layers)
+        is_skipped = is_vision or name.endswith(".rotary_emb.inv_freq")
+        return is_skipped or is_mtp_tensor(name, self.num_layers, self.num_mtp_layers)
 
     @staticmethod
     def read(folder: Path, max_context_len: int | None = None) -> ModelSpec:
@@ -175,7 +174,10 @@ def _spec(config: Mapping[str, Any], extra_eos: object, requested_context: int |
     is_hybrid, rotated_part = architecture in HYBRIDS, 1.0
     if is_hybrid:
         config, rotated_part = plain_rope(text_config(config))
-    config, own_fields = family_fields(architecture, config)
+    if architecture in FAMILY:
+        config, own_fields = deepseek_fields(str(architecture), config)
+    else:
+        config, own_fields = family_fields(architecture, config)
     rotated_part = own_fields.pop("rotated_part", rotated_part)
     qkv_bias, o_bias, mlp_bias = biases(architecture, config)
     for name, values in _IMPLEMENTED.items():
@@ -191,7 +193,7 @@ def _spec(config: Mapping[str, Any], extra_eos: object, requested_context: int |
     # Some families have a default head_dim; elsewhere the heads share the hidden size.
     default_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_heads
     head_dim = size(config, "head_dim", 256 if is_hybrid else default_head_dim)
-    rotary_dim = int(head_dim * rotated_part)
+    rotary_dim = own_fields.pop("rotary_dim", int(head_dim * rotated_part))
     if num_heads % num_kv_heads:
         raise CheckpointError(
             f"config.json: num_attention_heads={num_heads} is not a multiple of "
@@ -213,7 +215,7 @@ def _spec(config: Mapping[str, Any], extra_eos: object, requested_context: int |
             "model.max_context_len", max_context_len, f"the checkpoint's positions end at {limit}"
         )
     num_layers = size(config, "num_hidden_layers")
-    experts = experts_spec(config, architecture)
+    experts = own_fields.pop("experts", None) or experts_spec(config, architecture)
     is_all_sparse = experts is not None and len(experts.layers) == num_layers
     linear_attention = local_layers = window = None
     if is_hybrid:
@@ -238,8 +240,8 @@ def _spec(config: Mapping[str, Any], extra_eos: object, requested_context: int |
         o_bias=o_bias,
         mlp_bias=mlp_bias,
         qk_norm=own_fields.pop("qk_norm", is_hybrid or "Qwen3" in str(architecture)),
-        eos_token_ids=_token_ids(config.get("eos_token_id"), extra_eos),
-        dtype=_dtype(config.get("dtype", config.get("torch_dtype"))),
+        eos_token_ids=token_ids(config.get("eos_token_id"), extra_eos),
+        dtype=dtype_field(config.get("dtype", config.get("torch_dtype"))),
         num_mtp_layers=size(config, _MTP_LAYERS) if config.get(_MTP_LAYERS) else 0,
         linear_attention=linear_attention,
         experts=experts,
@@ -251,32 +253,6 @@ def _spec(config: Mapping[str, Any], extra_eos: object, requested_context: int |
         decoder_names=decoder_names(str(architecture)),
         **own_fields,
     )
-
-
-def _token_ids(*fields: object) -> tuple[int, ...]:
-    """The union of fields that are null, a token or a list of tokens, in order of first mention."""
-    ids: dict[int, None] = {}
-    for field in fields:
-        values: Iterable[object] = field if isinstance(field, list) else [field]
-        for value in values:
-            if isinstance(value, int):
-                ids[value] = None
-            elif value is not None:
-                raise CheckpointError(
-                    f"eos_token_id={field!r} must be a token id or a list of them"
-                )
-    return tuple(ids)
-
-
-def _dtype(name: object) -> torch.dtype | None:
-    if name is None:
-        return None
-    dtype = _DTYPES.get(str(name).removeprefix("torch."))
-    if dtype is None:
-        raise UnsupportedModelError(
-            f"config.json: dtype={name!r} is not implemented; only {', '.join(_DTYPES)}"
-        )
-    return dtype
 
 
 _MTP = re.compile(r"mtp\.|model\.mtp\.|model\.mtp_layers\.")

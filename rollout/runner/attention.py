@@ -18,6 +18,7 @@ from rollout.memory.transfers import A
 from rollout.ops.causal_conv import causal_conv
 from rollout.ops.gated_delta_rule import gated_delta_rule
 from rollout.ops.gated_delta_rule.chunked import ChunkedPlan
+from rollout.ops.latent_attention import latent_attention
 from rollout.ops.paged_attention import PLAIN, AttentionPlan, AttentionVariant, paged_attention
 from rollout.ops.rotary_store_kv import rotary_store_kv_
 from rollout.ops.state_plan import NO_STATE, StatePlan
@@ -50,7 +51,7 @@ class PagedAttention:
         layer: int,
         q_THD: torch.Tensor,
         k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
+        v_TKD: torch.Tensor | None,
         positions_T: torch.Tensor,
         cos_sin_PD: torch.Tensor,
         rows_R: torch.Tensor | None = None,
@@ -58,12 +59,15 @@ class PagedAttention:
     ) -> torch.Tensor:
         """Store keys and values of all rows, then attend from all rows. Returns [T, H, D].
 
+        ``v_TKD``: None for latent attention; the result is then [T, H, D without rotated dims].
         ``rows_R``: attend from these alone, which are the query rows of the plan.
         """
-        keys, values = self._keys[layer], self._values[layer]
+        keys, values = self._keys[layer], None if v_TKD is None else self._values[layer]
         rotary_store_kv_(q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, keys, values, self._slots_T)
         if rows_R is not None:
             q_THD = q_THD[rows_R]
+        if values is None:
+            return latent_attention(q_THD, keys, self._plan, self._scale, cos_sin_PD.shape[1])
         return paged_attention(q_THD, keys, values, self._plan, self._scale, variant)
 
 

@@ -41,6 +41,7 @@ class DummyRun:
             num_slots=1,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
+            has_values=spec.latent is None,
             dtype=model.dtype,
             device=self._device,
         )

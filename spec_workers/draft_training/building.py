@@ -53,6 +53,10 @@ class DraftShape:
 
     def check_for(self, target: ModelSpec) -> None:
         """Raise InvalidInputError unless the shape fits the target."""
+        if target.latent is not None:
+            raise InvalidInputError(
+                "model", target.architecture, "has latent attention, for which no draft can be made"
+            )
         kv_heads = self.num_kv_heads or target.num_heads
         if target.num_heads % kv_heads:
             raise InvalidInputError(

@@ -13,6 +13,7 @@ import torch
 from rollout.memory.state_pool import StatePool
 from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenStates
 from rollout.models.causal_lm import CausalLM
+from rollout.ops.latent_attention import latent_attention
 from rollout.ops.paged_attention import (
     PLAIN,
     AttentionPlan,
@@ -117,18 +118,21 @@ class _CausalAttention:
         layer: int,
         q_THD: torch.Tensor,
         k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
+        v_TKD: torch.Tensor | None,
         positions_T: torch.Tensor,
         cos_sin_PD: torch.Tensor,
         rows_R: torch.Tensor | None = None,
         variant: AttentionVariant = PLAIN,
     ) -> torch.Tensor:
         assert rows_R is None
-        keys_TKD, values_TKD = torch.empty_like(k_TKD), torch.empty_like(v_TKD)
+        keys_TKD = torch.empty_like(k_TKD)
+        values_TKD = None if v_TKD is None else torch.empty_like(v_TKD)
         slots_T = torch.arange(len(k_TKD), device=k_TKD.device)
         rotary_store_kv_(
             q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, keys_TKD, values_TKD, slots_T
         )
+        if values_TKD is None:
+            return latent_attention(q_THD, keys_TKD, self._plan, self._scale, cos_sin_PD.shape[1])
         return paged_attention(q_THD, keys_TKD, values_TKD, self._plan, self._scale, variant)
 
 

@@ -65,6 +65,7 @@ class DraftKv:
             num_slots=self.first_scratch - 1 + num_scratch,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
+            has_values=spec.decoder.latent is None,
             dtype=dtype,
             device=device,
         )

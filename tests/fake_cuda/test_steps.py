@@ -26,7 +26,7 @@ SHAPED = SamplingParams(
 WAITS = 2  # for what is read, and for the end of the forward, which came before it
 CASES = [
     ("demo", True), ("8b", True), ("8b", False), ("odd", True), ("sparse", True),
-    ("recurrent", False),
+    ("recurrent", False), ("latent", True),
 ]  # fmt: skip
 COMPILED = [("8b", True), ("recurrent", False)]  # between them every kernel
 EXHAUSTIVE = bool(os.environ.get("SPECROLLOUT_EXHAUSTIVE"))
@@ -38,7 +38,7 @@ PROMPTS = [[5, 6, 7], list(range(3, 400)), [8] * 65]
 @pytest.mark.parametrize(("model", "exact"), CASES)
 def test_a_step_waits_once(gpu: FakeGpu, tmp_path, model, exact) -> None:
     """Prefill in chunks, decoding with and without trees, with all that sampling can be asked."""
-    routes = "num_experts" in MODELS[model]
+    routes = "num_experts_per_tok" in MODELS[model]
     options = {"exact": exact, "nodes": 7, "max_running": 6, "record_routes": routes}
     if model == "recurrent":  # a warm-up of 8192 rows is many chunks, and a prompt here none of it
         options["max_step_tokens"] = 1024

@@ -16,16 +16,19 @@ from tests.helpers.dense_states import DenseStates
 def rotated(
     q_THD: torch.Tensor,
     k_TKD: torch.Tensor,
-    v_TKD: torch.Tensor,
+    v_TKD: torch.Tensor | None,
     positions_T: torch.Tensor,
     cos_sin_PD: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values in tensors of their own; queries are rotated in place. The keys handed in are
-    NaN afterwards, so that whoever reads them shows."""
-    keys_TKD, values_TKD = torch.empty_like(k_TKD), torch.empty_like(v_TKD)
+    NaN afterwards, so that whoever reads them shows. Latent attention's values are in its keys."""
+    keys_TKD = torch.empty_like(k_TKD)
+    values_TKD = None if v_TKD is None else torch.empty_like(v_TKD)
     slots_T = torch.arange(len(k_TKD))
     rotary_store_kv_(q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, keys_TKD, values_TKD, slots_T)
     k_TKD.fill_(torch.nan)
+    if values_TKD is None:
+        values_TKD = keys_TKD[..., cos_sin_PD.shape[1] :]
     return keys_TKD, values_TKD
 
 
@@ -61,6 +64,7 @@ class DenseAttention:
     """Causal attention within each of several sequences laid end to end."""
 
     def __init__(self, lengths: Sequence[int], scale: float | None = None) -> None:
+        """``scale``: of scores; default: that of heads with keys of their own."""
         self.lengths = list(lengths)
         self.scale = scale
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from rollout import Rollout, RolloutEngine, SamplingParams
+from tests.helpers.tiny_deepseek import save_tiny_deepseek
 from tests.helpers.tiny_draft import save_copying_eagle1, save_tiny_eagle1, save_tiny_eagle3
 from tests.helpers.tiny_hybrid import save_tiny_chain
 from tests.helpers.tiny_model import save_tiny_llama
@@ -34,7 +35,7 @@ PARAMS = {
 FIXED = {"budget": "fixed", "min_probability": 0.0}
 LEARNED = {"budget": "learned", "calibration_seconds": 0}
 RECURRENT = ("recurrent", "recurrent experts")
-SPARSE = ("experts", "recurrent experts")
+SPARSE = ("experts", "recurrent experts", "latent")
 
 
 def prompts() -> list[list[int]]:
@@ -62,6 +63,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "recurrent": lambda folder: _recurrent(folder, "qwen3_5", experts=False),
     "experts": save_tiny_moe,
     "recurrent experts": lambda folder: _recurrent(folder, "qwen3_next", experts=True),
+    "latent": lambda folder: save_tiny_deepseek(folder, "deepseek_v3"),
 }
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rollout.errors import InvalidInputError
+from rollout.models.experts_config import ExpertsSpec
 from rollout.models.layers import grouped_linear
 from rollout.models.layers.experts import Experts
 from rollout.models.layers.linear import Linear
@@ -53,9 +54,12 @@ def block(
     weights, *, dtype=torch.float32, normalizes=True, packing=True, stacked=False, ranks=ONE_RANK
 ) -> Experts:
     experts = Experts(
-        2, hidden_size=HIDDEN, num_experts=COUNT, experts_per_token=CHOSEN, ffn_size=FFN,
-        shared_ffn_size=SHARED if "mlp.shared_expert_gate.weight" in weights else 0,
-        normalizes=normalizes, dtype=dtype, device=CPU, packing=packing, stacked=stacked,
+        ExpertsSpec(
+            layers=(2,), num_experts=COUNT, experts_per_token=CHOSEN, ffn_size=FFN,
+            shared_ffn_size=SHARED if "mlp.shared_expert_gate.weight" in weights else 0,
+            normalizes=normalizes,
+        ),
+        2, hidden_size=HIDDEN, dtype=dtype, device=CPU, packing=packing, stacked=stacked,
         ranks=ranks,
     )  # fmt: skip
     write(experts, weights)

@@ -5,6 +5,7 @@ import torch
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from rollout.errors import CheckpointError, InvalidInputError, UnsupportedModelError
+from rollout.models.deepseek_config import FAMILY, LATENT
 from rollout.models.hybrid_config import HYBRIDS
 from rollout.models.layers.rope import RopeType
 from rollout.models.loader import MODEL_CLASSES
@@ -22,6 +23,12 @@ LLAMA = {
     "rms_norm_eps": 1e-5,
     "hidden_act": "silu",
 }
+
+
+OF_LATENT = {
+    "num_key_value_heads": 6, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}  # fmt: skip
 
 
 def read(folder, max_context_len=None, generation=None, **changes) -> ModelSpec:
@@ -73,6 +80,12 @@ def test_every_readable_architecture_has_a_class(tmp_path):
         changes |= {"sliding_window": None, "num_experts": 0, "num_experts_per_tok": 1}
         changes |= GRANITE_4 if name in GRANITE_4["architectures"] else {"num_local_experts": 3}
         changes |= {"architectures": [name]}
+        if name in FAMILY:
+            changes |= {"first_k_dense_replace": 2, "num_local_experts": None}
+        if name in LATENT:
+            changes |= OF_LATENT
+        if name == "Glm4MoeLiteForCausalLM":
+            changes |= {"mlp_layer_types": ["dense", "dense"]}
         assert read(tmp_path, **changes).architecture == name
 
 

@@ -14,6 +14,7 @@ from rollout.parallel.partition import even_parts
 from tests.helpers.biased_llama import save_biased_llama
 from tests.helpers.dense_attention import logits_of
 from tests.helpers.thread_ranks import on_ranks
+from tests.helpers.tiny_deepseek import tiny_deepseek
 from tests.helpers.tiny_hybrid import save_tiny_hybrid
 from tests.helpers.tiny_moe import save_tiny_moe
 
@@ -24,12 +25,14 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [53, 58, 9], [7]]
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
+    tiny_deepseek("deepseek_v3").save_pretrained(root / "latent")
     return {
         "biased": save_biased_llama(root / "biased"),
         "tied": save_biased_llama(root / "tied", tied=True),
         "hybrid": save_tiny_hybrid(root / "hybrid", "qwen3_5"),
         "interleaved": save_tiny_hybrid(root / "interleaved", "qwen3_next"),
         "experts": save_tiny_moe(root / "experts"),
+        "latent": root / "latent",
     }
 
 
@@ -46,6 +49,8 @@ def load(folder, packing=True, **options):
         ("hybrid", 2, True),
         ("interleaved", 2, True),
         ("experts", 2, False),
+        ("latent", 2, True),
+        ("latent", 3, False),
     ],
 )
 def test_tensor_parallel_ranks(name, size, packing, folders):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollout.ops.combine_experts import combine_experts
-from rollout.ops.routing import route
+from rollout.ops.routing import Groups, route
 
 
 @pytest.mark.parametrize("normalizes", [False, True])
@@ -62,6 +62,67 @@ def test_broken_rows_get_experts_that_exist(device) -> None:
         assert experts.tolist() == [[0, 1, 2]] * 2
 
 
+GROUPED = [  # experts, chosen, groups of them, bias
+    (12, 4, Groups(sigmoid=True, count=3, chosen=2, factor=2.5), True),
+    (35, 6, Groups(sigmoid=True, count=7, chosen=3), True),
+    (9, 3, Groups(sigmoid=True, factor=1.8), True),
+    (6, 6, Groups(sigmoid=True, count=2, chosen=2), False),
+    (20, 3, Groups(count=5, chosen=2, factor=16.0), False),
+]
+
+
+def grouped_in_float64(logits, chosen: int, normalizes: bool, groups: Groups, bias):
+    """Row by row, in Python: sets of experts with their weights."""
+    rows = []
+    for row in logits.double():
+        scores = row.sigmoid() if groups.sigmoid else row.softmax(0)
+        order_by = (scores if bias is None else scores + bias.double()).view(groups.count, -1)
+        best = order_by.sort(descending=True).values[:, : 2 if groups.sigmoid else 1].sum(1)
+        kept = best.topk(groups.chosen).indices
+        order_by = torch.full_like(order_by, -1e9).index_copy(0, kept, order_by[kept]).flatten()
+        experts = order_by.topk(chosen).indices
+        weights = scores[experts] / (scores[experts].sum() if normalizes else 1)
+        rows.append((experts, weights * groups.factor))
+    return [torch.stack(each) for each in zip(*rows, strict=True)]
+
+
+@pytest.mark.parametrize("normalizes", [False, True])
+@pytest.mark.parametrize(("num_experts", "chosen", "groups", "has_bias"), GROUPED)
+def test_groups_limit_the_choice(device, num_experts, chosen, groups, has_bias, normalizes) -> None:
+    torch.manual_seed(num_experts)
+    wide = torch.full((19, num_experts + 3), torch.nan)
+    wide[:, :num_experts] = logits = torch.randn(19, num_experts) * 2
+    bias = torch.randn(num_experts) if has_bias else None
+    experts, weights = route(
+        wide.to(device)[:, :num_experts], chosen, normalizes, groups,
+        None if bias is None else bias.to(device),
+    )  # fmt: skip
+    expected, expected_weights = grouped_in_float64(logits, chosen, normalizes, groups, bias)
+    assert torch.equal(experts.cpu().long(), expected)
+    torch.testing.assert_close(weights.cpu(), expected_weights.float(), rtol=1e-5, atol=1e-7)
+    some, some_weights = route(
+        wide[[7, 3]].to(device)[:, :num_experts], chosen, normalizes, groups,
+        None if bias is None else bias.to(device),
+    )  # fmt: skip
+    assert torch.equal(some, experts[[7, 3]])
+    assert torch.equal(some_weights, weights[[7, 3]])
+
+
+def test_ties_of_groups_go_to_the_lower_one(device) -> None:
+    groups = Groups(sigmoid=True, count=3, chosen=2)
+    logits = torch.tensor([[1.0, 2, 2, 1, 0, 2, 1, 2], [0.0] * 8]).repeat_interleave(3, dim=1)
+    experts, _ = route(logits.to(device), 4, True, groups, torch.zeros(24, device=device))
+    assert experts.tolist() == [[3, 4, 5, 6], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf, torch.inf])
+def test_broken_rows_of_groups_get_experts_that_exist(device, value) -> None:
+    groups = Groups(sigmoid=True, count=3, chosen=2)
+    logits, bias = torch.full((2, 9), value, device=device), torch.zeros(9, device=device)
+    experts, _ = route(logits, 5, True, groups, bias)
+    assert [sorted(row) for row in experts.tolist()] == [[0, 1, 2, 3, 4]] * 2
+
+
 def operands(dtype, device, rows, ranks, hidden):
     generator = torch.Generator().manual_seed(hidden)
 
@@ -83,6 +144,9 @@ def test_the_sum_of_all_experts(dtype, device, rows, ranks, hidden) -> None:
     with_shared = combine_experts(outputs, weights, shared, gate)
     torch.testing.assert_close(with_shared.double(), exact, rtol=rtol, atol=1e-6)
     assert with_shared.dtype is dtype
+    exact += shared.double() * (1 - gate.double().sigmoid()[:, None])
+    ungated = combine_experts(outputs, weights, shared)
+    torch.testing.assert_close(ungated.double(), exact, rtol=rtol, atol=1e-6)
     assert with_shared.is_contiguous()
 
 

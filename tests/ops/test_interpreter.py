@@ -14,6 +14,7 @@ OPS = (
     "experts",
     "gates",
     "glu",
+    "latent_attention",
     "paged_attention",
     "recurrent_layers",
     "rms_norm",

@@ -63,6 +63,20 @@ def test_it_is_the_reference(
     assert torch.equal(v.cpu(), heads_of[2]), "values are left alone"
 
 
+def test_keys_alone_are_stored_alike(dtype, device) -> None:
+    """As latent attention has them: one key of many dims, none a power of two."""
+    q, k, v = fused_heads(7, 5, 1, 44, dtype, device)
+    positions, cos_sin = torch.randint(50, (7,)).to(device), table(50, 12).to(device)
+    slots = torch.randperm(14)[:7].to(device)
+    pools = interleaved_pools(14, 1, 44, dtype, device)
+    alone_q, alone = q.clone(), interleaved_pools(14, 1, 44, dtype, device)
+    rotary_store_kv_(alone_q, k.clone(), None, positions, cos_sin, alone[0], None, slots)
+    rotary_store_kv_(q, k, v, positions, cos_sin, *pools, slots)
+    assert torch.equal(alone_q, q)
+    torch.testing.assert_close(alone[0], pools[0], rtol=0, atol=0, equal_nan=True)
+    assert alone[1].isnan().all()
+
+
 def test_rows_do_not_depend_on_each_other(dtype, device, rounds, set_threads) -> None:
     torch.manual_seed(0)
     rows = rounds(200)

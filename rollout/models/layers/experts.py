@@ -1,7 +1,8 @@
 """The sparse MLP half of a decoder layer, whose router picks a few experts for each row.
 
 Sources: Shazeer et al. 2017 (Outrageously Large Neural Networks), Qwen2-MoE (Yang et al. 2024; the
-shared expert and its gate), Qwen3-MoE (Yang et al. 2025).
+shared expert and its gate), Qwen3-MoE (Yang et al. 2025), DeepSeek-V3 (DeepSeek-AI 2024; groups and
+the correction bias).
 
 Legend: T query rows, E hidden, F ffn of one expert, N experts, X experts per row, S = T * X pairs.
 """
@@ -14,12 +15,14 @@ from typing import Protocol
 import torch
 
 from rollout.errors import InvalidInputError
+from rollout.models.experts_config import ExpertsSpec
 from rollout.models.layers.grouped_linear import GroupedLinear
 from rollout.models.layers.linear import Linear, linear_weight_loaders
 from rollout.models.layers.shard import shard_of, shards_of
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.ops.combine_experts import combine_experts
 from rollout.ops.grouped_matmul import RowGroups
+from rollout.ops.matmul.tiles import Tile
 from rollout.ops.routing import route
 from rollout.ops.silu_mul import silu_mul
 from rollout.parallel import ONE_RANK, ModelRanks
@@ -39,7 +42,8 @@ class RouteRecorder(Protocol):
 
 class Experts:
     """A sparse MLP, a `FeedForward`. Gate and up are one fused product; so are router and shared
-    gate.
+    gate. A router in float32 chooses what a trainer's does, where a product's rounding to 16 bits
+    would change the order of experts.
 
     A row's result depends on that row alone: its experts, their products, and the sum of these in
     the order of choice.
@@ -51,14 +55,10 @@ class Experts:
 
     def __init__(
         self,
+        spec: ExpertsSpec,
         index: int,
         *,
         hidden_size: int,
-        num_experts: int,
-        experts_per_token: int,
-        ffn_size: int,
-        shared_ffn_size: int = 0,
-        normalizes: bool = True,
         bias: bool = False,
         activation: Activation = silu_mul,
         dtype: torch.dtype,
@@ -70,8 +70,6 @@ class Experts:
         """
         Args:
             index: among the sparse layers.
-            shared_ffn_size: of a gated expert that runs for every row; 0: none.
-            normalizes: whether the chosen experts' probabilities are scaled to add up to 1.
             bias: whether the router's and the experts' products have biases.
             activation: of an expert's gate and up columns.
             stacked: as for `GroupedLinear`.
@@ -79,33 +77,40 @@ class Experts:
         Raises InvalidInputError for more ranks than features.
         """
 
-        def linear(inputs: int, outputs: int) -> Linear:
+        def linear(inputs: int, outputs: int, dtype: torch.dtype = dtype) -> Linear:
             return Linear(inputs, outputs, bias=bias, dtype=dtype, device=device, packing=packing)
 
         def grouped(inputs: int, outputs: int) -> GroupedLinear:
             return GroupedLinear(
-                num_experts, inputs, outputs,
+                spec.num_experts, inputs, outputs,
                 bias=bias, dtype=dtype, device=device, packing=packing, stacked=stacked,
             )  # fmt: skip
 
         self.index = index
-        self.num_experts = num_experts
-        self.experts_per_token = experts_per_token
-        self.normalizes = normalizes
+        self.spec = spec
         self._activation = activation
-        self.has_shared = shared_ffn_size > 0
+        has_shared = spec.shared_ffn_size > 0
+        self._has_gate = has_shared and spec.shared_gate
         self._group, self._rows = ranks.all, ranks.rows
-        self._features = self._parts(ffn_size)
-        self._shared_features = self._parts(shared_ffn_size) if self.has_shared else ()
+        self._features = self._parts(spec.ffn_size)
+        self._shared_features = self._parts(spec.shared_ffn_size) if has_shared else ()
         self._outputs = self._parts(hidden_size)
         outputs = len(self._outputs[self._group.rank])
-        self.router = linear(hidden_size, num_experts + self.has_shared)
+        routed_in = torch.float32 if spec.exact_router else dtype
+        self.router = linear(hidden_size, spec.num_experts + self._has_gate, routed_in)
+        self._bias_N = (
+            torch.empty(spec.num_experts, dtype=torch.float32, device=device)
+            if spec.correction_bias
+            else None
+        )
         self.gate_up = grouped(hidden_size, 2 * len(self._features[self._group.rank]))
-        self.down = grouped(ffn_size, outputs)
+        self.down = grouped(spec.ffn_size, outputs)
         self._shared: list[Linear] = []
-        if self.has_shared:
+        if has_shared:
             features = len(self._shared_features[self._group.rank])
-            self._shared = [linear(hidden_size, 2 * features), linear(shared_ffn_size, outputs)]
+            self._shared = [
+                linear(hidden_size, 2 * features), linear(spec.shared_ffn_size, outputs)
+            ]  # fmt: skip
 
     def _parts(self, total: int) -> tuple[range, ...]:
         parts = even_parts(total, self._group.size)
@@ -122,13 +127,19 @@ class Experts:
         own = slice(None)
         if self._rows.size > 1:
             hidden_TE, own = gather_rows(self._rows, hidden_TE)
-        logits_TN1 = self.router(hidden_TE)
-        logits_TN = logits_TN1[:, : self.num_experts]
-        experts_TX, weights_TX = route(logits_TN, self.experts_per_token, self.normalizes)
+        spec = self.spec
+        logits_TN1 = self.router(hidden_TE.to(self.router.dtype))
+        experts_TX, weights_TX = route(
+            logits_TN1[:, : spec.num_experts],
+            spec.experts_per_token,
+            spec.normalizes,
+            spec.groups,
+            self._bias_N,
+        )
         if routes is not None:
             routes.record(self.index, experts_TX[own])
-        groups = RowGroups.of(experts_TX, self.num_experts)
-        left_out = self.router.left_out_tiles
+        groups = RowGroups.of(experts_TX, spec.num_experts)
+        left_out = self.left_out_tiles
         inner_SF = self._activation(self.gate_up(hidden_TE, groups, left_out))
         inner_SF = self._group.all_gather_columns(inner_SF, self._features)
         outputs_SE = self.down(inner_SF, groups, left_out)
@@ -137,11 +148,16 @@ class Experts:
             shared_gate_up, shared_down = self._shared
             inner_TF = silu_mul(shared_gate_up(hidden_TE))
             inner_TF = self._group.all_gather_columns(inner_TF, self._shared_features)
-            gate_T = logits_TN1[:, self.num_experts]
+            gate_T = logits_TN1[:, spec.num_experts] if self._has_gate else None
             out_TE = combine_experts(outputs_TXE, weights_TX, shared_down(inner_TF), gate_T)
         else:
             out_TE = combine_experts(outputs_TXE, weights_TX)
         return self._group.all_gather_columns(out_TE, self._outputs)[own]
+
+    @property
+    def left_out_tiles(self) -> frozenset[Tile]:
+        """Tiles that no product of the model's dtype uses."""
+        return (self._shared[0] if self._shared else self.router).left_out_tiles
 
     def linears(self) -> list[Linear]:
         """The layer's `Linear`s: on a GPU without those of the experts, which are one tensor."""
@@ -149,7 +165,8 @@ class Experts:
 
     def plain_weights(self) -> list[torch.Tensor]:
         """Parameters that do not belong to ``linears``."""
-        return [*self.gate_up.plain_weights(), *self.down.plain_weights()]
+        bias = [] if self._bias_N is None else [self._bias_N]
+        return [*bias, *self.gate_up.plain_weights(), *self.down.plain_weights()]
 
     def weight_loaders(self, at: str) -> dict[str, WeightLoader]:
         """Loaders by checkpoint name. ``at``: their prefix, such as model.layers.0.mlp.
@@ -157,8 +174,10 @@ class Experts:
         Experts have loaders one by one, and fused ones for transformers' layout in memory and
         published Qwen3.5-MoE checkpoints: gate_up_proj [N, 2 F, E], down_proj [N, E, F].
         """
-        count, group = self.num_experts, self._group
+        count, group = self.spec.num_experts, self._group
         found = {f"{at}.gate.weight": self.router.weight_rows(0, count)}
+        if self._bias_N is not None:
+            found[f"{at}.gate.e_score_correction_bias"] = WeightLoader.of(self._bias_N)
         features = len(self._features[group.rank])
         gates, ups, downs = (
             [f"{at}.experts.{expert}.{name}.weight" for expert in range(count)]
@@ -176,9 +195,10 @@ class Experts:
         both = [(part, range(ffn + part.start, ffn + part.stop)) for part in self._features]
         found[f"{at}.experts.gate_up_proj"] = shard_of(gate_up, group, both, dim=1)
         found[f"{at}.experts.down_proj"] = shard_of(down, group, self._outputs, dim=1)
-        if self._shared:
+        if self._has_gate:
             found[f"{at}.shared_expert_gate.weight"] = self.router.weight_rows(count, count + 1)
-            found |= self._shared_loaders(f"{at}.shared_expert")
+        if self._shared:
+            found |= self._shared_loaders(f"{at}.shared_expert{'' if self._has_gate else 's'}")
         return found
 
     def _shared_loaders(self, at: str) -> dict[str, WeightLoader]:

@@ -124,10 +124,12 @@ def _attention_factor(rope: RopeSpec) -> float:
     if rope.rope_type is RopeType.LONGROPE:
         stretch = math.log(max(rope.factor, 1.0)) / math.log(rope.original_max_position_embeddings)
         return math.sqrt(1 + stretch)
-
-    def magnitude(mscale: float) -> float:
-        return 0.1 * mscale * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
-
     if rope.mscale and rope.mscale_all_dim:
-        return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
-    return magnitude(1.0)
+        divisor = yarn_magnitude(rope.factor, rope.mscale_all_dim)
+        return yarn_magnitude(rope.factor, rope.mscale) / divisor
+    return yarn_magnitude(rope.factor, 1.0)
+
+
+def yarn_magnitude(factor: float, mscale: float) -> float:
+    """How much larger YaRN makes queries and keys of a context stretched by ``factor``."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -44,9 +44,11 @@ def make_row_invariant(linears: Iterable[Linear], max_rows: int) -> int:
     on_gpu = [linear for linear in linears if linear.device.type == "cuda"]
     for linear in on_gpu:
         linear.row_invariant = True
-    left_out = _left_out_tiles(on_gpu, max_rows)
-    for linear in on_gpu:
-        linear.left_out_tiles = left_out
+    for dtype in {linear.dtype for linear in on_gpu}:
+        same = [linear for linear in on_gpu if linear.dtype is dtype]
+        left_out = _left_out_tiles(same, max_rows)
+        for linear in same:
+            linear.left_out_tiles = left_out
     least = _min_by_signature(linears, max_rows)
     for linear in linears:
         linear.min_rows = least[_signature(linear)]

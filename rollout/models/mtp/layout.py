@@ -9,7 +9,7 @@ step reads the output of the step before after that step's final norm, like the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollout.errors import CheckpointError, UnsupportedModelError
@@ -97,14 +97,19 @@ DECODER_TENSORS = (
     *(f"mlp.{name}_proj.{kind}" for name in ("gate", "up", "down") for kind in ("weight", "bias")),
 )
 
-_EXPERTS = (".mlp.experts.", ".mlp.gate.", ".mlp.shared_expert")
+EXPERTS = "experts"
+LATENT_ATTENTION = "multi-head latent attention"
 
-_NOT_IMPLEMENTED: Mapping[str, Sequence[str]] = {
-    "experts": _EXPERTS,
-    "multi-head latent attention": (".q_a_proj.", ".kv_a_proj_with_mqa.", ".kv_b_proj."),
+_FEATURES: Mapping[str, Sequence[str]] = {
+    EXPERTS: (".mlp.experts.", ".mlp.gate.", ".mlp.shared_expert"),
+    LATENT_ATTENTION: (
+        ".q_a_proj.", ".q_a_layernorm.", ".q_b_proj.",
+        ".kv_a_proj_with_mqa.", ".kv_a_layernorm.", ".kv_b_proj.",
+    ),
     "linear attention": (".linear_attn.",),
     "learned attention sinks": (".attention_sink",),
-}
+}  # fmt: skip
+"""Parts of tensor names by the features that a chain has only if its target does, or never."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +126,17 @@ class StepNames:
 
 
 def find_layout(
-    layouts: Iterable[MtpLayout], names: Iterable[str], num_layers: int, *, experts: bool = False
+    layouts: Iterable[MtpLayout],
+    names: Iterable[str],
+    num_layers: int,
+    *,
+    features: Collection[str] = (),
 ) -> tuple[MtpLayout, list[StepNames]] | None:
     """The first layout whose tensors are among ``names``, and its steps; None if there is none.
 
     Args:
         num_layers: the target's.
-        experts: whether the chain may have experts, since its target has some.
+        features: those that the chain may have, since its target has them.
 
     Raises UnsupportedModelError, naming the feature, for a chain that is not implemented.
     """
@@ -137,7 +146,7 @@ def find_layout(
         while (names_of := _step_names(layout, len(steps), num_layers, present)) is not None:
             steps.append(names_of)
         if steps:
-            _refuse_unknown(layout, steps, present, experts)
+            _refuse_unknown(layout, steps, present, features)
             return layout, steps
     return None
 
@@ -169,12 +178,13 @@ def _step_names(
 
 def has_experts(step: StepNames, names: Iterable[str]) -> bool:
     """Whether a checkpoint's tensor names contain experts of the step."""
-    return any(name.startswith(f"{step.decoder}{_EXPERTS[0]}") for name in names)
+    return any(name.startswith(f"{step.decoder}.mlp.experts.") for name in names)
 
 
 def _refuse_unknown(
-    layout: MtpLayout, steps: list[StepNames], present: frozenset[str], experts: bool
+    layout: MtpLayout, steps: list[StepNames], present: frozenset[str], features: Collection[str]
 ) -> None:
+    allowed = [mark for feature in features for mark in _FEATURES[feature]]
     known = {
         name
         for step in steps
@@ -188,9 +198,9 @@ def _refuse_unknown(
         for name in present
         if name not in known
         and any(name.startswith(f"{step.decoder}.") for step in steps)
-        and not (experts and any(mark in name for mark in _EXPERTS))
+        and not any(mark in name for mark in allowed)
     )
-    for feature, marks in _NOT_IMPLEMENTED.items():
+    for feature, marks in _FEATURES.items():
         found = [name for name in unknown if any(mark in name for mark in marks)]
         if found:
             raise UnsupportedModelError(

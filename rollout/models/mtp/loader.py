@@ -17,7 +17,9 @@ from rollout.models.eagle.layout import VOCABULARY_TABLES, is_eagle_draft
 from rollout.models.layers.rope import cos_sin_table
 from rollout.models.layers.weight_loader import mismatches, same_values
 from rollout.models.mtp.layout import (
+    EXPERTS,
     IN_TARGET,
+    LATENT_ATTENTION,
     SEPARATE,
     MtpLayout,
     StepNames,
@@ -50,9 +52,13 @@ class MtpChain:
         is_separate = is_separate_chain(folder)
         checkpoint = Checkpoint(folder, tables=VOCABULARY_TABLES)
         layouts = (SEPARATE,) if is_separate else IN_TARGET
-        experts = None if is_separate else target.experts
+        experts, latent = (None, None) if is_separate else (target.experts, target.latent)
+        features = {EXPERTS: experts, LATENT_ATTENTION: latent}
         found = find_layout(
-            layouts, checkpoint.tensors, target.num_layers, experts=experts is not None
+            layouts,
+            checkpoint.tensors,
+            target.num_layers,
+            features=[feature for feature, spec in features.items() if spec is not None],
         )
         if found is None:
             if not is_separate and is_eagle_draft(config, checkpoint.tensors):
@@ -71,7 +77,7 @@ class MtpChain:
             is_sparse = has_experts(steps[0], checkpoint.tensors)
             experts = replace(experts, layers=(0,)) if is_sparse else None
         decoder = replace(decoder, num_layers=1, linear_attention=None, experts=experts)
-        if not decoder.gated_attention:
+        if not decoder.gated_attention and latent is None:
             _refuse_gated_attention(checkpoint, layout, steps[0], decoder)
         spec = DraftSpec(
             family=DraftFamily.MTP,

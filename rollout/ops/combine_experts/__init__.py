@@ -16,13 +16,15 @@ def combine_experts(
 ) -> torch.Tensor:
     """``sum_x weights[:, x] * outputs[:, x] + sigmoid(shared_gate) * shared``: a new [T, E].
 
+    Without ``shared_gate_T`` the shared expert is added as it is.
+
     Summed in float32 in the order of x, the shared expert last, and rounded once to the dtype of
     the outputs. transformers rounds weights, terms and, in some implementations, every partial sum.
 
     Args:
         weights_TX: float32.
-        shared_TE: given with ``shared_gate_T`` or not at all; of the outputs' dtype.
-        shared_gate_T: the value before its sigmoid; may be strided.
+        shared_TE: of the outputs' dtype.
+        shared_gate_T: the value before its sigmoid; may be strided; needs ``shared_TE``.
     """
     if gpu.supports(outputs_TXE):
         from rollout.ops.combine_experts import triton

@@ -20,7 +20,9 @@ def combine_experts(
     total_TE = torch.zeros(rows, hidden, device=outputs_TXE.device)
     for rank in range(ranks):
         total_TE += outputs_TXE[:, rank].float() * weights_TX[:, rank, None]
-    if shared_TE is not None and shared_gate_T is not None:
+    if shared_TE is not None and shared_gate_T is None:
+        total_TE += shared_TE.float()
+    elif shared_TE is not None and shared_gate_T is not None:
         gate_T = shared_gate_T.float()
         open_T2 = torch.stack([gate_T, torch.zeros_like(gate_T)], dim=1).softmax(dim=1)
         total_TE += shared_TE.float() * open_T2[:, :1]

@@ -12,15 +12,17 @@ __all__ = ["rotary_store_kv_", "supports"]
 def rotary_store_kv_(
     q_THD: torch.Tensor,
     k_TKD: torch.Tensor,
-    v_TKD: torch.Tensor,
+    v_TKD: torch.Tensor | None,
     positions_T: torch.Tensor,
     cos_sin_PR: torch.Tensor,
     k_pool_SKD: torch.Tensor,
-    v_pool_SKD: torch.Tensor,
+    v_pool_SKD: torch.Tensor | None,
     slots_T: torch.Tensor,
 ) -> None:
     positions_T, cos_sin_PR = positions_T.contiguous(), cos_sin_PR.float().contiguous()
     slots_T = slots_T.contiguous()
+    if v_TKD is None or v_pool_SKD is None:  # the keys are stored twice, the second time in vain
+        v_TKD, v_pool_SKD = k_TKD, k_pool_SKD
     cpu.rotary(
         DTYPE_CODES[q_THD.dtype],
         q_THD.data_ptr(),

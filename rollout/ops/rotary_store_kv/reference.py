@@ -9,11 +9,11 @@ import torch
 def rotary_store_kv_(
     q_THD: torch.Tensor,
     k_TKD: torch.Tensor,
-    v_TKD: torch.Tensor,
+    v_TKD: torch.Tensor | None,
     positions_T: torch.Tensor,
     cos_sin_PR: torch.Tensor,
     k_pool_SKD: torch.Tensor,
-    v_pool_SKD: torch.Tensor,
+    v_pool_SKD: torch.Tensor | None,
     slots_T: torch.Tensor,
 ) -> None:
     cos_T1r, sin_T1r = cos_sin_PR[positions_T.long()].unsqueeze(1).chunk(2, dim=-1)
@@ -26,4 +26,5 @@ def rotary_store_kv_(
         x[..., : 2 * half] = turned.to(x.dtype)
     slots_T = slots_T.long()
     k_pool_SKD[slots_T] = k_TKD
-    v_pool_SKD[slots_T] = v_TKD
+    if v_TKD is not None and v_pool_SKD is not None:
+        v_pool_SKD[slots_T] = v_TKD

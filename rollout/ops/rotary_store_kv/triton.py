@@ -16,11 +16,11 @@ _NUMBERS = 1024  # elements of a program's heads
 def rotary_store_kv_(
     q_THD: torch.Tensor,
     k_TKD: torch.Tensor,
-    v_TKD: torch.Tensor,
+    v_TKD: torch.Tensor | None,
     positions_T: torch.Tensor,
     cos_sin_PR: torch.Tensor,
     k_pool_SKD: torch.Tensor,
-    v_pool_SKD: torch.Tensor,
+    v_pool_SKD: torch.Tensor | None,
     slots_T: torch.Tensor,
 ) -> None:
     rows, heads, head_dim = q_THD.shape
@@ -28,17 +28,20 @@ def rotary_store_kv_(
     half = cos_sin_PR.shape[1] // 2
     if not rows:
         return
+    has_values = v_TKD is not None and v_pool_SKD is not None
+    values = v_TKD if v_TKD is not None else k_TKD
+    v_pool = v_pool_SKD if v_pool_SKD is not None else k_pool_SKD
     dims = triton.next_power_of_2(head_dim)
     block_heads = max(1, _NUMBERS // dims)
     q_programs = triton.cdiv(heads, block_heads) if half else 0
     _rotary_store_kv_kernel[(rows, q_programs + triton.cdiv(kv_heads, block_heads))](
-        q_THD, k_TKD, v_TKD, positions_T.contiguous(), cos_sin_PR,
-        k_pool_SKD, v_pool_SKD, slots_T.contiguous(),
-        *q_THD.stride()[:2], *k_TKD.stride()[:2], *v_TKD.stride()[:2], cos_sin_PR.stride(0),
-        *k_pool_SKD.stride()[:2], *v_pool_SKD.stride()[:2],
+        q_THD, k_TKD, values, positions_T.contiguous(), cos_sin_PR,
+        k_pool_SKD, v_pool, slots_T.contiguous(),
+        *q_THD.stride()[:2], *k_TKD.stride()[:2], *values.stride()[:2], cos_sin_PR.stride(0),
+        *k_pool_SKD.stride()[:2], *v_pool.stride()[:2],
         heads, kv_heads, head_dim, half, cos_sin_PR.shape[0], k_pool_SKD.shape[0], q_programs,
-        HEADS=block_heads, PAIRS=triton.next_power_of_2(max(1, half)), DIMS=dims,
-        num_warps=2, enable_fp_fusion=False,
+        HAS_VALUES=has_values, HEADS=block_heads, PAIRS=triton.next_power_of_2(max(1, half)),
+        DIMS=dims, num_warps=2, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -48,7 +51,7 @@ def _rotary_store_kv_kernel(
     q_row_stride, q_head_stride, k_row_stride, k_head_stride, v_row_stride, v_head_stride,
     table_stride, k_slot_stride, k_pool_head_stride, v_slot_stride, v_pool_head_stride,
     heads, kv_heads, head_dim, half, num_positions, num_slots, q_programs,
-    HEADS: tl.constexpr, PAIRS: tl.constexpr, DIMS: tl.constexpr,
+    HAS_VALUES: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -74,10 +77,10 @@ def _rotary_store_kv_kernel(
         dim = tl.arange(0, DIMS)[None, :]
         of_v = inside & (dim < head_dim)
         of_k = of_v & (dim >= 2 * half)  # not rotated
-        v = tl.load(v_from_ptr + dim, mask=of_v)
         k = tl.load(k_from_ptr + dim, mask=of_k)
         _turn(k_from_ptr, k_to_ptr, inside, cos, sin, half, PAIRS)
-        tl.store(v_to_ptr + dim, v, mask=of_v)
+        if HAS_VALUES:
+            tl.store(v_to_ptr + dim, tl.load(v_from_ptr + dim, mask=of_v), mask=of_v)
         tl.store(k_to_ptr + dim, k, mask=of_k)
 
 

@@ -53,6 +53,14 @@ MODELS: dict[str, dict[str, Any]] = {
         linear_value_head_dim=128, linear_num_key_heads=16, linear_num_value_heads=32,
         full_attention_interval=4,
     ),
+    # DeepSeek-V3's attention and router, but for most of its heads and experts.
+    "latent": _dense(
+        32, 32, 64, 2048, 5120, 129_280, architectures=["DeepseekV3ForCausalLM"],
+        q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+        v_head_dim=128, n_routed_experts=32, n_shared_experts=1, num_experts_per_tok=8,
+        moe_intermediate_size=768, n_group=8, topk_group=4, norm_topk_prob=True,
+        routed_scaling_factor=2.5, first_k_dense_replace=1,
+    ),
 }  # fmt: skip
 
 

@@ -1,0 +1,203 @@
+"""Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1), a `Mixer`.
+
+A token's keys and values of all heads are products of one latent vector; beside it stands a rotated
+key that all heads share. Both together are stored, once per token. Instead of expanding latents, a
+query is multiplied by its head's key matrix and a head's sum of latents by its value matrix: the
+absorbed form. It is used by prefill, decoding and verification alike, so that their sums are the
+same ones.
+
+Legend: T query rows, E hidden, H query heads, A inputs of queries, N plain and R rotated dims of a
+query, L latent dim, D = R + L, V value dim of a head, P positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from rollout.models.causal_lm import LayerAttention
+from rollout.models.head_parts import HeadParts
+from rollout.models.layers.grouped_linear import GroupedLinear
+from rollout.models.layers.linear import Linear, linear_weight_loaders
+from rollout.models.layers.shard import shards_of, split_product
+from rollout.models.layers.weight_loader import WeightLoader
+from rollout.models.spec import ModelSpec
+from rollout.ops.grouped_matmul import RowGroups
+from rollout.ops.rms_norm import rms_norm
+from rollout.parallel import RankGroup
+from rollout.parallel.partition import even_parts, scaled
+
+_NORM_EPSILON = 1e-6  # of the two norms of latents, whatever the model's
+
+
+class LatentAttention:
+    """Latent attention in its absorbed form. Each of several ranks has some heads and all latents.
+
+    Rotated dims come first in queries and keys, and in halves instead of pairs: loading reorders
+    rows.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        layer: int = 0,
+        dtype: torch.dtype,
+        device: torch.device,
+        packing: bool,
+        group: RankGroup,
+        inputs: int | None = None,
+    ) -> None:
+        """
+        Args:
+            spec: of this rank's part of the model.
+            layer: index in the model; all layers are alike.
+            group: the ranks that share the heads.
+            inputs: features of a row; default: the hidden size.
+        """
+        assert spec.latent is not None
+        self.spec, self.latent = spec, spec.latent
+        self._group = group
+        latent, heads = self.latent, spec.num_heads
+        inputs = inputs or spec.hidden_size
+
+        def linear(inputs: int, outputs: int, bias: bool) -> Linear:
+            return Linear(inputs, outputs, bias=bias, dtype=dtype, device=device, packing=packing)
+
+        def of_heads(inputs: int, outputs: int) -> GroupedLinear:
+            return GroupedLinear(
+                heads, inputs, outputs, dtype=dtype, device=device, packing=packing
+            )
+
+        def norm(size: int) -> torch.Tensor:
+            return torch.empty(size, dtype=dtype, device=device)
+
+        self._query_dim = latent.plain_dim + spec.rotary_dim
+        self.q_a: Linear | None = None
+        self.q_norm_A: torch.Tensor | None = None
+        if latent.query_rank is not None:
+            self.q_a = linear(inputs, latent.query_rank, spec.qkv_bias)
+            self.q_norm_A = norm(latent.query_rank)
+        self.q = linear(latent.query_rank or inputs, heads * self._query_dim, False)
+        self.kv_a = linear(inputs, spec.head_dim, spec.qkv_bias)
+        self.kv_norm_L = norm(latent.rank)
+        self.absorb_k = of_heads(latent.plain_dim, latent.rank)
+        self.expand_v = of_heads(latent.rank, latent.value_dim)
+        self._heads = HeadParts.of(spec.entire, group.size).queries
+        self._attended = scaled(self._heads, latent.value_dim)
+        self._outputs = even_parts(spec.hidden_size, group.size)
+        self.o = linear(self._attended[-1].stop, len(self._outputs[group.rank]), spec.o_bias)
+
+    def __call__(
+        self,
+        index: int,
+        hidden_TE: torch.Tensor,
+        positions_T: torch.Tensor,
+        cos_sin_PD: torch.Tensor,
+        attention: LayerAttention,
+        rows_R: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The attention's output [T, E], to add to the residual.
+
+        ``index``: among attention layers. ``rows_R``: of these rows alone, [R, E].
+        """
+        latent, rotary_dim = self.latent, self.spec.rotary_dim
+        query_TA = hidden_TE
+        if self.q_a is not None and self.q_norm_A is not None:
+            query_TA = rms_norm(self.q_a(hidden_TE), self.q_norm_A, _NORM_EPSILON)
+        query_THQ = self.q(query_TA).view(-1, self.spec.num_heads, self._query_dim)
+        plain_THN, rotary_THR = query_THQ.split((latent.plain_dim, rotary_dim), dim=2)
+        q_THD = torch.cat([rotary_THR, self._by_head(self.absorb_k, plain_THN)], dim=2)
+        rotary_TR, latent_TL = self.kv_a(hidden_TE).split((rotary_dim, latent.rank), dim=1)
+        latent_TL = rms_norm(latent_TL, self.kv_norm_L, _NORM_EPSILON)
+        k_T1D = torch.cat([rotary_TR, latent_TL], dim=1)[:, None]
+        sums_THL = attention.run(index, q_THD, k_T1D, None, positions_T, cos_sin_PD, rows_R)
+        attended = self._by_head(self.expand_v, sums_THL).flatten(1)
+        return split_product(self.o, attended, self._group, self._attended, self._outputs)
+
+    def _by_head(self, product: GroupedLinear, x_THI: torch.Tensor) -> torch.Tensor:
+        """Each head's rows by its own weight: [T, H, O]."""
+        rows, heads = x_THI.shape[:2]
+        pairs_S = torch.arange(rows * heads, device=x_THI.device).view(rows, heads)
+        offsets_N1 = torch.arange(heads + 1, dtype=torch.int32, device=x_THI.device) * rows
+        groups = RowGroups(pairs_S=pairs_S.t().flatten(), offsets_N1=offsets_N1)
+        y_SO = product(x_THI.reshape(rows * heads, -1), groups, self.kv_a.left_out_tiles)
+        return y_SO.view(rows, heads, product.out_features)
+
+    def linears(self) -> list[Linear]:
+        """The mixer's matrix products."""
+        first = [] if self.q_a is None else [self.q_a]
+        of_heads = [*self.absorb_k.linears(), *self.expand_v.linears()]
+        return [*first, self.q, self.kv_a, *of_heads, self.o]
+
+    def plain_weights(self) -> list[torch.Tensor]:
+        """Parameters that do not belong to a linear layer."""
+        of_heads = [*self.absorb_k.plain_weights(), *self.expand_v.plain_weights()]
+        return [*self._norms().values(), *of_heads]
+
+    def _norms(self) -> dict[str, torch.Tensor]:
+        """Norms by their names in checkpoints."""
+        found = {"kv_a_layernorm": self.kv_norm_L}
+        return found if self.q_norm_A is None else found | {"q_a_layernorm": self.q_norm_A}
+
+    def weight_loaders(self, at: str) -> dict[str, WeightLoader]:
+        """Loaders by checkpoint name. ``at``: their prefix, such as model.layers.0.self_attn."""
+        latent, plain_dim, rotary_dim = self.latent, self.latent.plain_dim, self.spec.rotary_dim
+        norms = self._norms().items()
+        found = {f"{at}.{name}.weight": WeightLoader.of(norm) for name, norm in norms}
+        if self.q_a is not None:
+            found |= linear_weight_loaders(at, self.q_a, {"q_a_proj": self.q_a.out_features})
+
+        halves_R = torch.arange(rotary_dim)
+        if latent.interleaved:  # pair i is dims 2i and 2i + 1
+            halves_R = halves_R.view(-1, 2).t().flatten()
+        name = "kv_a_proj_with_mqa"
+        order_D = torch.cat([latent.rank + halves_R, torch.arange(latent.rank)])
+        kv_a = linear_weight_loaders(at, self.kv_a, {name: self.spec.head_dim})
+        found |= {name: loader.reordered(order_D) for name, loader in kv_a.items()}
+
+        name = "q_proj" if self.q_a is None else "q_b_proj"
+        order_Q = torch.cat([torch.arange(plain_dim), plain_dim + halves_R])
+        starts_H = torch.arange(self.spec.num_heads) * self._query_dim
+        own = {
+            f"{at}.{name}.weight": self.q.weight_rows(0, self.q.out_features).reordered(
+                (starts_H[:, None] + order_Q).flatten()
+            ),
+            f"{at}.kv_b_proj.weight": self._kv_b(),
+            **linear_weight_loaders(at, self.o, {"o_proj": self.o.out_features}),
+        }
+        parts = {
+            name: scaled(self._heads, self._query_dim),
+            "kv_b_proj": scaled(self._heads, plain_dim + latent.value_dim),
+            "o_proj": self._outputs,
+        }
+        return found | shards_of(own, self._group, parts)
+
+    def _kv_b(self) -> WeightLoader:
+        """A loader of this rank's heads of kv_b_proj, [H * (N + V), L]: each head's keys, which are
+        stored transposed, then its values."""
+        latent, heads = self.latent, self.spec.num_heads
+        shape = (heads, latent.plain_dim + latent.value_dim, latent.rank)
+        keys = [self.absorb_k.weight_rows(head, 0, latent.rank) for head in range(heads)]
+        values = [self.expand_v.weight_rows(head, 0, latent.value_dim) for head in range(heads)]
+
+        def write(whole: torch.Tensor) -> None:
+            for key, value, both in zip(keys, values, whole.view(shape), strict=True):
+                key.write(both[: latent.plain_dim].t())
+                value.write(both[latent.plain_dim :])
+
+        def read() -> torch.Tensor:
+            found = [
+                torch.cat([key.read().t(), value.read()])
+                for key, value in zip(keys, values, strict=True)
+            ]
+            return torch.cat(found)
+
+        return replace(
+            keys[0],
+            shape=(shape[0] * shape[1], shape[2]),
+            write=write,
+            read=read,
+            location=(id(self), 0),
+        )

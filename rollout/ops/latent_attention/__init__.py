@@ -1,0 +1,36 @@
+"""Attention over latents (DeepSeek-AI 2024, DeepSeek-V2, section 2.1): all query heads read one key
+per token, most of which is the token's value too.
+
+Legend: T query rows, H query heads, D key dim, R rotated dims, L latent dim (D - R), S slots.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rollout.ops import gpu
+from rollout.ops.latent_attention import reference
+from rollout.ops.paged_attention import native
+from rollout.ops.paged_attention.plan import AttentionPlan
+
+
+def latent_attention(
+    q_THD: torch.Tensor,
+    pool_S1D: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    rotary_dim: int,
+) -> torch.Tensor:
+    """``softmax(q k^T * scale) k[R:]`` for every query row over its keys by the plan: [T, H, L].
+
+    ``rotary_dim``: R. Otherwise as `paged_attention`. On the CPU it is that op with the keys as
+    values, and the first R dims of its output are left out: they cost R / D of the second product.
+    The result may be strided.
+    """
+    if gpu.supports(q_THD, pool_S1D):
+        from rollout.ops.latent_attention import triton
+
+        return triton.latent_attention(q_THD, pool_S1D, plan, scale, rotary_dim)
+    if native.supports(q_THD, pool_S1D):
+        return native.paged_attention(q_THD, pool_S1D, pool_S1D, plan, scale)[..., rotary_dim:]
+    return reference.latent_attention(q_THD, pool_S1D, plan, scale, rotary_dim)
