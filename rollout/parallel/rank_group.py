@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Protocol
 
 import torch
@@ -116,7 +117,7 @@ class SingleRank:
 def check_alike(group: RankGroup, settings: Mapping[str, object]) -> None:
     """Raise ParallelError, on every rank, naming the first of the settings that another rank has
     otherwise than rank 0."""
-    texts = group.all_gather_text(json.dumps(settings, default=str))
+    texts = group.all_gather_text(json.dumps(settings, default=_text))
     first = json.loads(texts[0])
     for rank, text in enumerate(texts):
         other = json.loads(text)
@@ -126,3 +127,10 @@ def check_alike(group: RankGroup, settings: Mapping[str, object]) -> None:
                     f"{name} is {other.get(name)!r} on rank {rank} and {first.get(name)!r} on rank "
                     "0: start all ranks alike"
                 )
+
+
+def _text(value: object) -> str:
+    """The same in all processes: a function's own text has its address."""
+    if isinstance(value, FunctionType):
+        return f"{value.__module__}.{value.__qualname__}"
+    return str(value)

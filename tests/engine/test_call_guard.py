@@ -26,8 +26,8 @@ PARAMS = SamplingParams(temperature=0.9, max_new_tokens=12, seed=3, n=2, ignore_
 SHORT = SamplingParams(max_new_tokens=1)
 LONG = SamplingParams(max_new_tokens=200, ignore_eos=True)
 
-# Of a driver's thread, or without an effect: any thread may call them at any time.
-UNGUARDED = {"set_driver_thread", "watch", "metrics"}
+# Of a driver's thread, or without an effect on the engine: any thread may call them at any time.
+UNGUARDED = {"set_driver_thread", "watch", "metrics", "compile_grammar"}
 # Guarded where they begin to act.
 LATER: dict[str, Callable[[RolloutEngine], object]] = {
     "stream": lambda engine: next(engine.stream(PROMPTS, PARAMS)),
