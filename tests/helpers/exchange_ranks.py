@@ -152,7 +152,7 @@ def main(output: Path) -> None:
     results["other hosts"] = by_gloo(ranks, host_exchange, "this_host", lambda: "another host")
     results["not allowed"] = by_gloo(ranks, host_exchange, "native", Unable)
 
-    ranks.group().numbers(RANK)  # the next one's timeout limits its connecting, too
+    ranks.group().all_gather_int(RANK)  # the next one's timeout limits its connecting, too
     group = ranks.group(LATE_SECONDS)
     if RANK != 2:
         results["late"] = errors_of(group)

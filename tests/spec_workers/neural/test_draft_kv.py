@@ -14,7 +14,8 @@ from rollout.memory.kv_pool import KvPool
 from spec_workers.neural.draft_kv import DraftKv
 from tests.helpers.requests import make_request
 
-SIZES = SimpleNamespace(num_layers=1, num_kv_heads=1, head_dim=2)
+SIZES = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 2}
+SPEC = SimpleNamespace(**SIZES, decoder=SimpleNamespace(latent=None))
 PROMPT = [7, 8, 9, 10, 11, 12]
 CPU = {"dtype": torch.float32, "device": torch.device("cpu")}
 
@@ -78,9 +79,9 @@ class Running:
 class World:
     def __init__(self, horizon: int = 1) -> None:
         self.memory = KVCacheManager(40, 4, 32, prefix_cache=True)
-        self.target_pool = KvPool(num_slots=40, **vars(SIZES), **CPU)
+        self.target_pool = KvPool(num_slots=40, **SIZES, **CPU)
         self.kv = DraftKv(
-            self.memory, self.target_pool, SIZES, num_scratch=6, horizon=horizon, **CPU
+            self.memory, self.target_pool, SPEC, num_scratch=6, horizon=horizon, **CPU
         )
 
 
