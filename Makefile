@@ -167,7 +167,7 @@ test-agents: $(STAMP)  ## langchain's and verifiers' own clients against this se
 	AGENTS_PYTHON=$(AGENTS_VENV)/bin/python $(BIN)/python -m pytest tests/frameworks/agents
 
 .PHONY: test-frameworks
-test-frameworks: test-verl test-openrlhf  ## both of them: environments of 3 GB each, and 12 minutes
+test-frameworks: test-verl test-openrlhf  ## both of them: environments of 3 GB each, and 7 minutes
 
 .PHONY: lint
 lint: $(STAMP)  ## formatting, static checks, import rules
