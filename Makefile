@@ -160,11 +160,20 @@ bench-vllm: $(STAMP) $(VLLM_VENV)/.installed $(MODEL)/config.json  ## both engin
 
 AGENTS_VENV ?= build/venv-agents
 
-.PHONY: test-agents
-test-agents: $(STAMP)  ## langchain's and verifiers' own clients against this server
+$(AGENTS_VENV)/.installed: pyproject.toml $(NATIVE)
 	test -x $(AGENTS_VENV)/bin/python || $(PYTHON) -m venv $(AGENTS_VENV)
-	$(AGENTS_VENV)/bin/python -m pip install -q langchain-openai==1.7.3 verifiers==0.3.1
+	$(AGENTS_VENV)/bin/python -m pip install -q --no-compile $(TORCH) $(BUILD_REQUIRES)
+	$(AGENTS_VENV)/bin/python -m pip install -q --no-compile $(TORCH) --no-build-isolation \
+	  -e ".[demo,server]" langchain-openai==1.7.3 verifiers==0.3.1
+	touch $@
+
+.PHONY: test-agents
+test-agents: $(STAMP) $(AGENTS_VENV)/.installed  ## langchain's and verifiers' own clients against this server
 	AGENTS_PYTHON=$(AGENTS_VENV)/bin/python $(BIN)/python -m pytest tests/frameworks/agents
+
+.PHONY: demo-agents
+demo-agents: $(STAMP) $(AGENTS_VENV)/.installed $(MODEL)/config.json  ## GRPO over conversations of several turns, with verifiers
+	$(AGENTS_VENV)/bin/python examples/agents_grpo.py --model $(MODEL)
 
 .PHONY: test-frameworks
 test-frameworks: test-verl test-openrlhf  ## both of them: environments of 3 GB each, and 7 minutes

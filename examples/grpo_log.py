@@ -8,9 +8,19 @@ import struct
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Protocol
 
 from rollout import Rollout
+
+
+class Sampled(Protocol):
+    """A rollout, or one turn of a conversation."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def logprobs(self) -> Sequence[float]: ...
 
 
 class Log:
@@ -38,7 +48,7 @@ def describe(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     }
 
 
-def digest(rollouts: Sequence[Rollout]) -> str:
+def digest(rollouts: Sequence[Sampled]) -> str:
     """SHA-256 over every token and the bits of every logprob."""
     data = hashlib.sha256()
     for each in rollouts:

@@ -23,6 +23,23 @@ class InvalidInputError(RolloutError, ValueError):
         return type(self), (self.field, self.value, self.remedy)
 
 
+class PromptTooLongError(InvalidInputError):
+    """A prompt has more tokens than the context, or a configured limit, leaves for it.
+
+    Clients of agents tell it from other refusals by its words, and end the conversation.
+    """
+
+    @classmethod
+    def of_length(cls, length: int | str, max_tokens: int) -> PromptTooLongError:
+        """The error for a prompt of ``length`` tokens where ``max_tokens`` are allowed."""
+        return cls(
+            "len(prompt)",
+            length,
+            "is longer than the model's context length or server.max_prompt_len allows; "
+            f"it must be 1 to {max_tokens} tokens",
+        )
+
+
 def _shown(value: object) -> str:
     """A short text for any value, however long or deep. Never raises."""
     if isinstance(value, (str, bytes, list, tuple)):

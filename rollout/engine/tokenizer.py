@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rollout.engine.chat_template import ChatTemplate
 from rollout.engine.min_token_count import MinTokenCount
-from rollout.errors import InvalidInputError
+from rollout.errors import InvalidInputError, PromptTooLongError
 from rollout.types import Prompt
 
 _BYTES = (bytes, bytearray, memoryview)  # sequences of integers to Python
@@ -194,9 +194,7 @@ class PromptEncoder:
             return
         least = self._text_bound.min_tokens(text)
         if least > max_tokens:
-            raise InvalidInputError(
-                "len(prompt)", f"{least} or more", f"must be 1 to {max_tokens} tokens"
-            )
+            raise PromptTooLongError.of_length(f"{least} or more", max_tokens)
 
     def _checked(self, ids: list[int], prompt: Prompt, field: str) -> list[int]:
         if not ids:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from rollout.engine.engine_loop import EngineLoop, OnTokens, RequestHandle
 from rollout.engine.protocol import Engine
-from rollout.errors import InvalidInputError, OutOfMemoryError
+from rollout.errors import InvalidInputError, OutOfMemoryError, PromptTooLongError
 from rollout.sampling.noise import derive_seed
 from rollout.server.config import ServeConfig
 from rollout.server.errors import DrainingError, ModelNotFoundError, QueueFullError
@@ -133,7 +133,9 @@ class Serving:
 
     def check_prompt_len(self, length: int) -> None:
         """Raises InvalidInputError for a prompt that is empty or too long."""
-        if not 0 < length <= self.max_prompt_len:
+        if length > self.max_prompt_len:
+            raise PromptTooLongError.of_length(length, self.max_prompt_len)
+        if length <= 0:
             raise InvalidInputError(
                 "len(prompt)", length, f"must be 1 to {self.max_prompt_len} tokens"
             )

@@ -177,8 +177,10 @@ def test_exceptions_of_the_official_client(live: Live) -> None:
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-4")
-    with pytest.raises(openai.BadRequestError, match=r"1 to 511 tokens"):
+    with pytest.raises(openai.BadRequestError, match=r"1 to 511 tokens") as long:
         client.completions.create(model=live.serving.model_name, prompt=[7] * 512)
+    assert long.value.code == "context_length_exceeded"  # agents end a conversation by these
+    assert "is longer than the model's context length" in str(long.value)
 
 
 def test_a_key_is_asked_for(open_server: OpenServer) -> None:

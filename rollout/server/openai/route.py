@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
 
-from rollout.errors import InvalidInputError, OutOfMemoryError
+from rollout.errors import InvalidInputError, OutOfMemoryError, PromptTooLongError
 from rollout.server.errors import UNION_MEMBER, ModelNotFoundError, error_body
 from rollout.server.json_route import JsonAnswer, JsonRoute
 from rollout.server.serving import Serving
@@ -28,6 +28,8 @@ class OpenAIRoute(JsonRoute):
             except RequestValidationError as error:
                 location = error.errors()[0]["loc"]
                 return _refusal(400, error, {"param": _top_level(location), "code": 400})
+            except PromptTooLongError as error:
+                return _refusal(400, error, {"code": "context_length_exceeded"})
             except (InvalidInputError, OutOfMemoryError) as error:
                 return _refusal(400, error, {"code": 400})
             except ModelNotFoundError as error:

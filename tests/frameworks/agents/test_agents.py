@@ -3,7 +3,7 @@
 They run in an environment of their own, which the tests skip without::
 
     python -m venv build/venv-agents
-    build/venv-agents/bin/pip install verifiers langchain-openai
+    build/venv-agents/bin/pip install verifiers langchain-openai -e '.[demo,server]'
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ import pytest
 
 from tests.helpers.chain_model import save_chain_model
 from tests.helpers.hang import HANG_SECONDS
-from tests.helpers.text_model import save_byte_model
+from tests.helpers.ports import free_port
+from tests.helpers.text_model import save_byte_model, save_text_model
 from tests.server.conftest import Live, run_server
 from tests.server.test_openai_tools import CHAIN, OTHERS, TEMPLATE
 
 HERE = Path(__file__).parent
+EXAMPLES = HERE.parents[2] / "examples"
 PYTHON = Path(os.environ.get("AGENTS_PYTHON", HERE.parents[2] / "build/venv-agents/bin/python"))
 
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason=f"{PYTHON} is not there")
@@ -82,3 +84,44 @@ def test_verifiers(tools_live: Live) -> None:
     assert answer["rewards"] == [2.0, 2.0]
     assert answer["ids"] == answer["logprobs"]
     assert all(len(turns) == 2 and min(turns) > 0 for turns in answer["ids"])
+
+
+def test_training_is_the_same_with_and_without_drafts(tmp_path: Path) -> None:
+    model = save_text_model(tmp_path / "model", max_positions=512)
+    logs = [
+        train(model, tmp_path / f"{spec}.jsonl", "--spec", spec, *options)
+        for spec, *options in (("none",), ("ngram", "--draft-tokens", "3"))
+    ]
+    plain, drafted = (
+        [
+            {name: value for name, value in event.items() if name not in COSTS}
+            for event in log
+            if event["event"] != "start"
+        ]
+        for log in logs
+    )
+    assert plain == drafted
+    steps = [event for event in logs[1] if event["event"] == "step"]
+    assert len(steps) == 2
+    assert steps[0]["digest"] != steps[1]["digest"]
+    assert max(event["accept_length"] for event in steps) > 1
+    assert max(event["turns"] for event in steps) > 1
+    for event in steps:
+        same, later = event["turns_continued"].split(" of ")
+        assert same == later
+        assert event["logprob_gap"] < 1e-3
+
+
+COSTS = ("accept_length", "cached", "rollout_seconds", "train_seconds", "sync_seconds")
+
+
+def train(model: Path, log: Path, *options: str) -> list[dict[str, Any]]:
+    """The events of a short run of the example."""
+    command = [
+        PYTHON, "-W", "ignore", EXAMPLES / "agents_grpo.py", "--model", model, "--output", log,
+        "--port", str(free_port()), "--steps", "2", "--prompts", "2", "--samples", "2",
+        "--held-out", "2", "--max-new-tokens", "120", "--lr", "1e-3", *options,
+    ]  # fmt: skip
+    found = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
+    assert found.returncode == 0, found.stderr
+    return [json.loads(line) for line in log.read_text().splitlines()]
