@@ -33,7 +33,7 @@ def test_nothing_can_be_seen(name, dtype, tmp_path):
     def engine_of(spec: str, **options) -> RolloutEngine:
         return RolloutEngine.from_pretrained(folder, spec, dtype=dtype, **options)
 
-    plain = engine_of("none", max_running=1, prefix_cache=False)
+    plain = engine_of("none", max_running=1, prefix_cache=False, window_slots=0)
     rollouts = plain.generate(prompts(), PARAMS)
     if dtype == "float32":
         assert_logprobs(rollouts, tiny_family(name))
