@@ -24,19 +24,18 @@ from harness.timing import in_turns, no_garbage_collection, paired
 
 from rollout import RolloutEngine
 
-DEEP, SHALLOW = 12, 2
+DEEP, SHALLOW = 3, 1
 BATCH = 8
 
-DENSE = Shape(
-    hidden_size=512, num_layers=DEEP, num_heads=16, num_kv_heads=4, head_dim=32, ffn_size=1536,
+DENSE = Shape(  # Qwen3-0.6B's, but for layers and vocabulary
+    hidden_size=1024, num_layers=DEEP, num_heads=16, num_kv_heads=8, head_dim=128, ffn_size=3072,
     vocab_size=4096, tied=True,
 )  # fmt: skip
-# The proportions of Moonlight, where queries have no latent, and of DeepSeek-V3.
-_LATENT = LatentShape(
-    hidden_size=512, num_layers=DEEP, num_heads=16, num_kv_heads=1, head_dim=32, ffn_size=1536,
-    vocab_size=4096, tied=True, latent_dim=128, rotary_dim=16,
+_LATENT = LatentShape(  # its heads have the dims of DeepSeek-V2, V3 and Moonlight
+    hidden_size=1024, num_layers=DEEP, num_heads=16, num_kv_heads=1, head_dim=128, ffn_size=3072,
+    vocab_size=4096, tied=True, latent_dim=512, rotary_dim=64,
 )  # fmt: skip
-_QUERY_LATENT = replace(_LATENT, query_latent_dim=384)
+_QUERY_LATENT = replace(_LATENT, query_latent_dim=768)
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
 
 Changes = Mapping[str, Any]
@@ -47,9 +46,6 @@ DENSE_MODELS: Mapping[str, tuple[Shape, Changes]] = {
 FAMILIES: Mapping[str, tuple[Shape, Changes, str, float]] = {
     "Mistral, windows": (
         DENSE, {"architectures": ["MistralForCausalLM"], "sliding_window": 128}, "Qwen3", 1.25,
-    ),
-    "Olmo 3, windows": (
-        DENSE, {"architectures": ["Olmo3ForCausalLM"], "sliding_window": 128}, "Qwen3", 1.25,
     ),
     "Gemma 3, windows": (
         DENSE, {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 128}, "Qwen3", 1.25,

@@ -68,9 +68,9 @@ def num_kv_slots(
     else:
         apart += windowed * (windows.num_slots + 1)
     usual = _MAX_SLOTS_OF_CPU if device.type == "cpu" else _MAX_SLOTS
-    slots = most = config.max_kv_tokens or usual
-    if slot_bytes:  # else all layers have a window
-        slots = min(most, max(0, budget - apart) // slot_bytes)
+    left, slots = max(0, budget - apart), config.max_kv_tokens or usual
+    if slot_bytes or not left:  # else all layers have a window
+        slots = min(slots, left // max(1, slot_bytes))
     if slots < 2:
         raise OutOfMemoryError(
             f"memory.kv_bytes={budget} holds {slots} tokens of {slot_bytes} bytes: give it "

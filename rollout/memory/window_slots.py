@@ -25,11 +25,9 @@ from numpy.typing import NDArray
 from rollout.errors import IntegrityError
 from rollout.memory.slots import NULL_SLOT, SlotAllocator
 
-GIVE_BACK = 8
-"""A request gives slots back when an eighth of a window has piled up behind it."""
-
+_GIVE_BACK = 8  # an eighth of a window has piled up behind a request when it gives that back
 _HEADROOM = 16  # tokens that a request may grow by before another one's admission counts them
-_SLACK = 4096  # entries of the queue of kept slots that may be outdated
+_MAX_OUTDATED = 4096  # entries of the queue of kept slots that may be outdated
 
 
 @dataclass(slots=True, frozen=True)
@@ -47,7 +45,7 @@ class WindowSizes:
     @property
     def slack(self) -> int:
         """Tokens behind the window that are given back together."""
-        return max(1, self.window // GIVE_BACK)
+        return max(1, self.window // _GIVE_BACK)
 
 
 @dataclass(slots=True)
@@ -225,7 +223,7 @@ class WindowSlots:
         self._num_kept += len(last)
         self._queue.append((self._clock, last))
         self._queued += len(last)
-        if self._queued > 2 * self._num_kept + _SLACK:
+        if self._queued > 2 * self._num_kept + _MAX_OUTDATED:
             current = ((at, slots[self._kept_at[slots] == at]) for at, slots in self._queue)
             self._queue = deque((at, slots) for at, slots in current if len(slots))
             self._queued = self._num_kept

@@ -21,7 +21,6 @@ from rollout.weights.transaction import WeightTransaction
 from spec_workers.draft_training.building import DraftKind, DraftShape
 from tests.helpers.compared import numbers
 from tests.helpers.dense_attention import DenseAttention, logits_of
-from tests.helpers.tiny_draft import save_tiny_eagle1, save_tiny_eagle3
 from tests.helpers.tiny_deepseek import (
     OF_FAMILY,
     WITH_MTP,
@@ -29,6 +28,7 @@ from tests.helpers.tiny_deepseek import (
     save_with_mtp,
     tiny_deepseek,
 )
+from tests.helpers.tiny_draft import save_tiny_eagle1, save_tiny_eagle3
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 9, 11, 3, 70, 12, 9, 9, 41] * 5, [1], [96, 0, 2, 7]]

@@ -127,7 +127,6 @@ WANTED = (  # where drafts are good, where trees meet recurrent layers, where me
     drafting("hybrid mtp", "shallow", "many"),
     drafting("oracle tree", "recurrent", "scarce") | {"prefix cache": "on"},
     drafting("oracle tree", "llama", "scarce"),
-    drafting("oracle tree", "windows", "scarce") | {"prefix cache": "on"},
 )
 DESIGN = PairwiseDesign(FACTORS, is_possible)
 ROWS = DESIGN.rows(WANTED)
