@@ -1,4 +1,5 @@
-"""How many KV slots, window slots and recurrent states a memory budget holds."""
+"""Sizes of the KV cache: its slots, those of layers with a window, and recurrent states, that a
+memory budget holds."""
 
 from __future__ import annotations
 
