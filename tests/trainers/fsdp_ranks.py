@@ -255,7 +255,6 @@ def mixed_precision(folder: Path) -> dict[str, Any]:
 
 
 def main(output: str) -> None:
-    distributed.init_process_group("gloo")
     wraps: dict[str, Wrap] = {
         "fsdp2": fsdp2,
         "fsdp1": lambda model: fsdp1(model, use_orig_params=True),
@@ -264,6 +263,9 @@ def main(output: str) -> None:
     }
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
+        # Before there is a group, in which transformers writes on one rank alone.
+        families = save_tiny_trainers(Path(temporary) / "families")
+        distributed.init_process_group("gloo")
         untied = save_tiny_llama(Path(temporary) / "untied", sharpness=1.0)
         tied = save_tiny_llama(Path(temporary) / "tied", tied=True)
         for name, wrap in wraps.items():
@@ -274,7 +276,7 @@ def main(output: str) -> None:
                 results[f"{name}-lora"] = follows_the_trainer(untied, wrap, lora=True)
         experts = save_tiny_moe(Path(temporary) / "experts", sharpness=1.0)
         results["fsdp2-experts"] = follows_the_trainer(experts, fsdp2)
-        for name, folder in save_tiny_trainers(Path(temporary) / "families").items():
+        for name, folder in families.items():
             targets = LORA_TARGETS[name]
             results[f"fsdp2-{name}"] = follows_the_trainer(folder, fsdp2)
             results[f"fsdp2-{name}-lora"] = follows_the_trainer(
