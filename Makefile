@@ -85,7 +85,7 @@ test test-gpu bench bench-vllm: export GOMP_SPINCOUNT ?= 10000
 
 .PHONY: test
 test: $(STAMP) $(MODEL)/config.json  ## all tests
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGUMENTS)
 
 .PHONY: test-gpu
 test-gpu: $(STAMP)  ## the tests that need a CUDA device
