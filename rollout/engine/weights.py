@@ -29,6 +29,7 @@ from rollout.weights.bucket import (
 )
 from rollout.weights.bucket_layout import BucketLayout
 from rollout.weights.groups import WeightGroups
+from rollout.weights.local_checkpoint import refuse_half_pulled
 from rollout.weights.manifest import (
     Manifest,
     NamedTensors,
@@ -165,6 +166,7 @@ class WeightUpdates:
         folder = Path(checked_path(model_path, "model_path"))
         weights = self._worker.weights
         with weights.broadcast_failures():
+            refuse_half_pulled(folder)
             given = UpdateOptions.of(options) if options else weights.options
             if not is_adapter_folder(folder):
                 self._load(weights.parts.source(folder, given.selector), options)

@@ -33,6 +33,12 @@ Places = Mapping[str, tuple[Path, int, int]]
 """By tensor: its file, the offset of its first byte, how many it has."""
 
 
+def refuse_half_pulled(folder: Path) -> None:
+    """Raises CheckpointError for a local checkpoint that is being written, or was left so."""
+    if (folder / _SYNC).is_dir() and not (folder / _SYNC / "state.json").exists():
+        raise CheckpointError(f"{folder}: a pull into it has not ended; pull again")
+
+
 class LocalCheckpoint:
     """The checkpoint in ``folder``; ``base`` is version 0, ``source`` holds the published ones."""
 

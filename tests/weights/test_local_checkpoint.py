@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollout.errors import CheckpointError, InvalidInputError
-from rollout.weights.local_checkpoint import LocalCheckpoint
+from rollout.weights.local_checkpoint import LocalCheckpoint, refuse_half_pulled
 
 pytest.importorskip("zstandard")
 pytest.importorskip("blake3")
@@ -123,7 +123,10 @@ def test_an_interrupted_write_begins_anew(run: Run, monkeypatch: pytest.MonkeyPa
         patch.setattr(LocalCheckpoint, "_commit", stop)
         with pytest.raises(KeyboardInterrupt):
             run.pull(2)
+    with pytest.raises(CheckpointError, match="has not ended"):
+        refuse_half_pulled(run.local)
     run.pull(2)
+    refuse_half_pulled(run.local)
 
 
 def test_what_is_damaged_is_named_and_not_kept(run: Run) -> None:

@@ -191,9 +191,10 @@ def test_weights_are_those_of_the_trainers_step(launch, model_config, tensors):
     assert after.log_probs != output.log_probs
 
 
-def test_adapters_come_without_their_weights(launch, checkpoint, model_config):
+def test_adapters_come_without_their_weights(checkpoint, seeds):
     """In verl's calls: the base once, under names of PEFT's layers, then what PEFT saves."""
-    server = launch(9, load_format="dummy")
+    model_config = HFModelConfig(path=str(checkpoint), lora_rank=4)
+    server = start(model_config, seeds, 9, load_format="dummy")
     base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], init_lora_weights=False)
     model = get_peft_model(base, config)
@@ -216,6 +217,7 @@ def test_adapters_come_without_their_weights(launch, checkpoint, model_config):
     wrong = peft_config | {"use_dora": True}
     with pytest.raises(InvalidInputError, match=r"peft_config\.use_dora"):
         update(model_config, iter(adapters), 4, 9, peft_config=wrong, base_sync_done=True)
+    ray.kill(server)
 
 
 def test_a_sender_that_fails_midway_leaves_a_server_that_says_so(server, model_config, tensors):
