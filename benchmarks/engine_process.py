@@ -20,7 +20,7 @@ Outputs = list[list[int]]
 
 
 class Engine(Protocol):
-    """What both engines do for a benchmark."""
+    """The protocol of an engine under measurement."""
 
     def generate(self, prompts: list[list[int]], job: dict[str, Any]) -> Outputs:
         """The output tokens of all samples of all prompts, all submitted at once."""

@@ -21,7 +21,7 @@ from spec_workers.budget import DraftBudget, LearnedBudget
 from spec_workers.budget.gate import Gate
 from spec_workers.budget.node_values import NodeValues
 from spec_workers.budget.step_cost import LinearCost
-from spec_workers.observation import Observation
+from spec_workers.step.observation import Observation
 
 _HORIZON = 48.0  # steps that weigh in the rate of the corpus alone
 
@@ -150,7 +150,7 @@ class NeuralGate:
 
 
 class Agreement(NamedTuple):
-    """How far trees agree with what was emitted."""
+    """The agreement of draft trees with the tokens that were emitted."""
 
     right_N: NDArray[np.bool_]  # whether the node and all above it are what was emitted
     known_N: NDArray[np.bool_]  # False beyond the last token, and where the request ended

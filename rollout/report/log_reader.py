@@ -56,7 +56,7 @@ class Timeline:
         return np.where(rollouts["verify_steps"] > 0, began, np.nan)
 
     def _at_step(self, numbers: np.ndarray, *, begin: bool = False) -> np.ndarray:
-        """When the steps of these numbers ended (or began), or the next logged ones."""
+        """Seconds at which these steps, or the next logged ones, ended (or began)."""
         if not len(self._known):
             return np.full(len(numbers), np.nan)
         indices = np.searchsorted(self._numbers, np.nan_to_num(numbers, nan=np.inf))

@@ -16,7 +16,7 @@ from statistics import median
 
 import torch
 
-from spec_workers.trial_forwards import TrialForwards
+from spec_workers.target.trial_forwards import TrialForwards
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Checks the rows of the prompts: what can be told without the model."""
+"""Checks the rows of the prompts, as far as that takes no model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 from rollout.errors import InvalidInputError
 from rollout.offline.config import OnError
+from rollout.offline.output_rows import import_pyarrow, to_json_line
 from rollout.offline.prompts import BrokenRow, PromptFile, PromptRow, carried
-from rollout.offline.rows import import_pyarrow, to_json_line
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class CheckedPrompts:
         return self.num_rows - len(self.skipped)
 
     def rows(self) -> Iterator[PromptRow]:
-        """The good ones, in file order."""
+        """The good rows, in file order."""
         for row in self.file.rows():
             if isinstance(row, PromptRow) and row.index not in self.skipped:
                 yield row

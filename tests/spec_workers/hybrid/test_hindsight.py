@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rollout.types import EntryResult, FinishReason
-from spec_workers.neural_gate import accepted_in_hindsight, agreement
+from spec_workers.hybrid.neural_gate import accepted_in_hindsight, agreement
 from tests.helpers.requests import make_trees
 
 

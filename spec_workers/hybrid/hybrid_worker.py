@@ -18,14 +18,14 @@ from rollout.types import Batch, DraftTrees, Request
 from spec_workers.budget import DraftBudget
 from spec_workers.corpus.ngram_corpus import NgramCorpus
 from spec_workers.draft_tree import indices_within, only_roots
+from spec_workers.hybrid.neural_gate import NeuralGate
+from spec_workers.hybrid.tree_merge import merge_trees
 from spec_workers.neural.draft_factory import open_chain, open_eagle
 from spec_workers.neural.drafter import NeuralDrafter
-from spec_workers.neural_gate import NeuralGate
 from spec_workers.ngram import SOURCES, NgramWorker, open_corpus
-from spec_workers.observation import Observation
 from spec_workers.options import HybridOptions, takes
+from spec_workers.step.observation import Observation
 from spec_workers.target import TargetWorker
-from spec_workers.tree_merge import merge_trees
 
 _LONG = 4
 _SURE = 0.6

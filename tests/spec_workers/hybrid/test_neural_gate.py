@@ -9,14 +9,14 @@ import torch
 
 from rollout.runner.model_runner import Forwarded
 from rollout.types import EntryResult
-from spec_workers import neural_gate
 from spec_workers.budget import FixedBudget, LearnedBudget
 from spec_workers.budget.cost_curve import CostCurve
 from spec_workers.budget.node_values import NodeValues
 from spec_workers.budget.step_cost import StepCost
 from spec_workers.draft_tree import only_roots
-from spec_workers.neural_gate import NeuralGate
-from spec_workers.observation import Observation
+from spec_workers.hybrid import neural_gate
+from spec_workers.hybrid.neural_gate import NeuralGate
+from spec_workers.step.observation import Observation
 from tests.helpers.requests import decode_batch, make_request, make_trees
 
 STEP_MS = 20.0

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rollout.engine.metrics import MetricsRecorder, StepMetrics
-from rollout.engine.plain_pace import PlainPace, Saving
+from rollout.engine.speedup import PlainPace, Saving
 from rollout.types import Batch, EntryResult, StepForecast, StepResult, StepTimes
 
 

@@ -1,4 +1,4 @@
-"""From what Hydra composes to a command's configuration: types, required keys, unknown keys."""
+"""Checks of the configuration that Hydra composed: types, required keys, unknown keys."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from rollout.types import Batch, DraftTrees, EntryResult, StepTimes
 from spec_workers.budget import DraftBudget, Verified
-from spec_workers.step_timer import SteadyPhases
+from spec_workers.step.timer import SteadyPhases
 
 
 class StepLearning:

@@ -10,11 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rollout.durable_files import sync_folder, whole_file
+from rollout.engine.durable_files import sync_folder, whole_file
 from rollout.errors import OutputError
 
 
-class JsonlSink:
+class Journal:
     """Appends lines to a file; each is whole in the operating system's hands when append returns.
 
     A killed process therefore loses nothing. A power cut loses at most the last ``sync_seconds``:

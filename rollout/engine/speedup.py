@@ -1,4 +1,4 @@
-"""The pace of plain decoding, measured by plain steps between drafting ones, with its error."""
+"""The speedup over plain decoding, measured by plain steps between drafting ones; and its error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PlainPace:
         return min(took_ms, _LONGEST * self.ratio * predicted_ms) if self._seen else took_ms
 
     def observe(self, took_ms: float, predicted_ms: float) -> float:
-        """A step that verified no draft took so long.
+        """Record the time of a step that verified no draft.
 
         Returns the milliseconds by which this changes what was saved since the plain step before.
         """
@@ -81,7 +81,7 @@ class Saving:
 
     @property
     def speedup(self) -> float:
-        """How many times as long plain decoding would have taken."""
+        """The time of plain decoding over the run's own."""
         return 1.0 + self.seconds / self.run_seconds if self.run_seconds else 1.0
 
     @property

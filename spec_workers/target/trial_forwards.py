@@ -14,7 +14,7 @@ from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.runner.model_runner import ModelRunner
 from rollout.types import FinishReason, Request, SamplingParams
 from spec_workers.draft_tree import only_roots
-from spec_workers.scorer import lone_run
+from spec_workers.target.scorer import lone_run
 
 CONTEXT = 128
 """Tokens before the rows of a trial forward."""

@@ -34,12 +34,12 @@ from rollout.types import (
     TokenExtras,
 )
 from rollout.weights.transaction import WeightTransaction
-from spec_workers.cpu_threads import choose_threads, may_choose_threads
-from spec_workers.draft_sizing import NO_DRAFT, DraftBytes
 from spec_workers.rank_agreement import check_settings
-from spec_workers.scorer import Scorer, joined
-from spec_workers.target_memory import bytes_of_steps, forward_graphs, routes_spec, target_memory
-from spec_workers.trial_forwards import trial_forwards
+from spec_workers.target.cpu_threads import choose_threads, may_choose_threads
+from spec_workers.target.draft_sizing import NO_DRAFT, DraftBytes
+from spec_workers.target.memory import bytes_of_steps, forward_graphs, routes_spec, target_memory
+from spec_workers.target.scorer import Scorer, joined
+from spec_workers.target.trial_forwards import trial_forwards
 
 _QUICKEST_ROWS = 4
 """The fewest rows of a step on the CPU, padding included. oneDNN's products of fewer rows are

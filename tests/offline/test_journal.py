@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rollout.errors import OutputError
+from rollout.offline.journal import Journal, whole_rows, write_whole
 from rollout.offline.output import output_lock
-from rollout.offline.sink import JsonlSink, whole_rows, write_whole
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.small_jobs import small_files
 
@@ -22,23 +22,23 @@ def line(number: int) -> bytes:
 
 
 def write(path: Path, *numbers: int) -> int:
-    sink = JsonlSink(path)
+    journal = Journal(path)
     for number in numbers:
-        sink.append(line(number))
-    sink.close()
-    return sink.end
+        journal.append(line(number))
+    journal.close()
+    return journal.end
 
 
 def test_offsets_are_where_rows_begin(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    sink = JsonlSink(path)
-    offsets = [sink.append(line(number)) for number in (5, 66, 777)]
+    journal = Journal(path)
+    offsets = [journal.append(line(number)) for number in (5, 66, 777)]
     assert path.read_bytes() == line(5) + line(66) + line(777)  # before close: a kill loses none
-    sink.close()
+    journal.close()
     found = list(whole_rows(path))
     assert [start for start, _, _ in found] == offsets
     assert [row["number"] for _, _, row in found] == [5, 66, 777]
-    assert found[-1][1] == sink.end == path.stat().st_size
+    assert found[-1][1] == journal.end == path.stat().st_size
 
 
 @pytest.mark.parametrize(
@@ -52,9 +52,9 @@ def test_every_torn_tail_is_cut_on_resume(tmp_path: Path, tail: bytes) -> None:
     rows = list(whole_rows(path))
     assert [row["number"] for _, _, row in rows] == [1, 2]
     assert rows[-1][1] == whole_end
-    sink = JsonlSink(path, whole_end)
-    sink.append(line(3))
-    sink.close()
+    journal = Journal(path, whole_end)
+    journal.append(line(3))
+    journal.close()
     assert path.read_bytes() == line(1) + line(2) + line(3)
 
 
@@ -81,16 +81,16 @@ MAX_BYTES = 4096
 
 def test_a_full_disk_tears_no_line(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    sink = JsonlSink(path)
+    journal = Journal(path)
     long = json.dumps({"text": "x" * 1000}).encode() + b"\n"
     with small_files(MAX_BYTES):
         for _ in range(MAX_BYTES // len(long)):
-            sink.append(long)
+            journal.append(long)
         with pytest.raises(
             OutputError, match=r"rows.jsonl cannot be written: .* run the same command"
         ):
-            sink.append(long)  # of which the first part fits
-        sink.close()
+            journal.append(long)  # of which the first part fits
+        journal.close()
     assert path.read_bytes() == long * (MAX_BYTES // len(long))
 
 
@@ -107,13 +107,13 @@ def test_write_whole_keeps_the_old_content_when_it_fails(tmp_path: Path) -> None
 
 def test_what_is_no_regular_file_is_refused() -> None:
     with pytest.raises(OutputError, match="/dev/full cannot be written"):
-        JsonlSink(Path("/dev/full"))
+        Journal(Path("/dev/full"))
 
 
 def test_an_unwritable_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot be written: Not a directory"):
-        JsonlSink(tmp_path / "file" / "rows.jsonl")
+        Journal(tmp_path / "file" / "rows.jsonl")
     with (
         pytest.raises(OutputError, match="cannot be written"),
         output_lock(tmp_path / "file" / "rows.jsonl"),

@@ -1,4 +1,4 @@
-"""How long the phases of a step take, also where the host runs ahead of the device."""
+"""Times of a step's phases, also where the host runs ahead of the device."""
 
 from __future__ import annotations
 

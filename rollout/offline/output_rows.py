@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rollout.durable_files import whole_file
+from rollout.engine.durable_files import whole_file
 from rollout.errors import InvalidInputError, OutputError
 from rollout.offline.config import OutputConfig
-from rollout.offline.sink import cannot_write
+from rollout.offline.journal import cannot_write
 from rollout.types import FinishReason, Rollout, SamplingParams, TokenExtras
 
 _EXTRAS = tuple(TokenExtras.__dataclass_fields__)

@@ -124,7 +124,7 @@ def first_line(text: str) -> str:
 
 
 def _sample(run: Run, size: int) -> list[int]:
-    """At most ``size`` rollouts: half of them the slowest, the others spread over the rest."""
+    """A sample of at most ``size`` rollouts: the slowest, and as many spread over the rest."""
     taken = run.ended_seconds - run.began_seconds
     slowest_first = np.argsort(-np.nan_to_num(taken, nan=-1.0), kind="stable")
     if len(slowest_first) <= size:

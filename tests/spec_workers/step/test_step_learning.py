@@ -8,7 +8,7 @@ import pytest
 from rollout.types import Batch, EntryResult, StepForecast, StepTimes
 from spec_workers.budget import FixedBudget, Verified
 from spec_workers.draft_tree import first_nodes
-from spec_workers.step_learning import count_step
+from spec_workers.step.learning import count_step
 from tests.helpers.requests import make_trees
 from tests.spec_workers.budget.test_learned_budget import chains, entry_of, make_budget, results_of
 

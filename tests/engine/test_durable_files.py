@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.durable_files import whole_file
+from rollout.engine.durable_files import whole_file
 
 
 @pytest.fixture(params=[False, True], ids=["alone", "shared"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollout.types import DraftTrees
 from spec_workers.draft_tree import only_roots
-from spec_workers.tree_merge import merge_trees
+from spec_workers.hybrid.tree_merge import merge_trees
 from tests.helpers.requests import make_trees
 from tests.helpers.tree_checks import check_trees
 

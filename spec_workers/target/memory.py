@@ -27,7 +27,7 @@ from rollout.runner.graphs.capture import Capture, CudaCapture
 from rollout.runner.memory_saver import MemoryPool
 from rollout.runner.profile_run import activation_bytes, warm_up
 from rollout.scheduler.step_limits import StepLimits
-from spec_workers.draft_sizing import DraftBytes
+from spec_workers.target.draft_sizing import DraftBytes
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from rollout.config import engine_config
-from spec_workers import cpu_threads
-from spec_workers.cpu_threads import choose_threads, may_choose_threads
-from spec_workers.target import TargetWorker
+from spec_workers.target import TargetWorker, cpu_threads
+from spec_workers.target.cpu_threads import choose_threads, may_choose_threads
 
 WHERE_TORCH_IS_IMPORTED = """
 import os, sys
@@ -116,7 +115,7 @@ def test_what_the_user_said_stands(monkeypatch):
 
 
 def test_an_engine_chooses_as_it_starts(tiny_model_path, caplog):
-    caplog.set_level("INFO", "spec_workers.cpu_threads")
+    caplog.set_level("INFO", "spec_workers.target.cpu_threads")
     target = TargetWorker(engine_config(str(tiny_model_path), {"max_kv_tokens": 1024}))
     assert "ms with 1, " in caplog.text
     assert f", {torch.get_num_threads()} threads" in target.description
@@ -125,7 +124,7 @@ def test_an_engine_chooses_as_it_starts(tiny_model_path, caplog):
 
 
 def test_num_threads_is_not_measured(tiny_model_path, caplog):
-    caplog.set_level("INFO", "spec_workers.cpu_threads")
+    caplog.set_level("INFO", "spec_workers.target.cpu_threads")
     options = {"max_kv_tokens": 1024, "num_threads": 2}
     TargetWorker(engine_config(str(tiny_model_path), options))
     assert not caplog.text

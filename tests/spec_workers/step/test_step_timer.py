@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from spec_workers.step_timer import StepTimers
+from spec_workers.step.timer import StepTimers
 
 
 def test_every_phase_is_counted_once() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from spec_workers import target as module
-from spec_workers.target import device_name
+from spec_workers.target import target_worker as module
+from spec_workers.target.target_worker import device_name
 
 
 def test_a_cpu_is_named_with_its_threads():
