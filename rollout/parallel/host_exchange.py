@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from rollout.parallel.exchange import Exchange
+from rollout.parallel.rank_group import NO_MEMORY, Memory
 
 try:
     from rollout.parallel import _exchange as native
@@ -31,18 +32,23 @@ class HostExchange:
     def __init__(self, exchange: native.Exchange) -> None:
         self._exchange = exchange
 
-    def all_gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
-        if x_TC.stride(1) != 1:
+    def all_gather_columns(
+        self, x_TC: torch.Tensor, parts: Sequence[range], ahead: Memory = NO_MEMORY
+    ) -> torch.Tensor:
+        stride, step = x_TC.stride()
+        if step != 1:
             x_TC = x_TC.contiguous()
-        rows, bytes_each = len(x_TC), x_TC.element_size()
-        gathered_TC = x_TC.new_empty(rows, parts[-1].stop)
+            stride = x_TC.stride(0)
+        rows, bytes_each = x_TC.shape[0], x_TC.itemsize
+        gathered_TC = x_TC.new_empty((rows, parts[-1].stop))
         try:
             self._exchange.gather_columns(
                 x_TC.data_ptr(),
                 rows,
-                x_TC.stride(0) * bytes_each,
+                stride * bytes_each,
                 [part.stop * bytes_each for part in parts],
                 gathered_TC.data_ptr(),
+                *ahead,
             )
         except RuntimeError as error:
             raise ConnectionError(str(error)) from error
