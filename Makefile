@@ -85,7 +85,7 @@ test test-gpu bench bench-vllm: export GOMP_SPINCOUNT ?= 10000
 
 .PHONY: test
 test: $(STAMP) $(MODEL)/config.json  ## all tests
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGUMENTS)
 
 .PHONY: test-gpu
 test-gpu: $(STAMP)  ## the tests that need a CUDA device
@@ -143,6 +143,7 @@ $(VLLM_VENV)/.installed: pyproject.toml $(NATIVE)
 	$(VLLM_VENV)/bin/python -m pip install -q --no-compile $(TORCH) --no-build-isolation -e . \
 	  pytest pytest-timeout scipy
 	$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	benchmarks/install_suffix_decoding.sh $(abspath $(VLLM_VENV)/bin/python)
 	touch $@
 
 .PHONY: vllm-venv
@@ -153,10 +154,10 @@ test-vllm: $(VLLM_VENV)/.installed $(MODEL)/config.json  ## the corpus inside vL
 	$(VLLM_VENV)/bin/python -m pytest tests/frameworks/vllm --durations=0
 
 .PHONY: bench-vllm
-bench-vllm: $(STAMP) $(VLLM_VENV)/.installed $(MODEL)/config.json  ## both engines side by side; JSON in runs/bench (BENCH=--quick: a small one)
+bench-vllm: $(STAMP) $(VLLM_VENV)/.installed $(MODEL)/config.json  ## both engines side by side; JSON in runs/bench (BENCH="--only plain": a part)
 	mkdir -p runs/bench
 	$(BIN)/python benchmarks/bench_vllm.py $(BENCH) --vllm-python $(VLLM_VENV)/bin/python \
-	  --json runs/bench/bench_vllm.json
+	  --json runs/bench/bench_vllm.jsonl
 
 AGENTS_VENV ?= build/venv-agents
 
@@ -177,6 +178,10 @@ demo-agents: $(STAMP) $(AGENTS_VENV)/.installed $(MODEL)/config.json  ## GRPO ov
 
 .PHONY: test-frameworks
 test-frameworks: test-verl test-openrlhf  ## both of them: environments of 3 GB each, and 7 minutes
+
+.PHONY: package
+package: $(STAMP)  ## sdist and abi3 wheel in dist/, checked, and the wheel used where no clone can be seen
+	.ci/package $(VENV)
 
 .PHONY: lint
 lint: $(STAMP)  ## formatting, static checks, import rules

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from budget_replay import replay_rows
 from harness.command import POSITIVE, Command, Part, Parts
-from harness.engines import PLAIN, corpus_of, forget, make_engine, warm_up
+from harness.engines import PLAIN, corpus_of, forget, hold, make_engine, warm_up
 from harness.prompts import OPEN_PROMPTS, REPETITIVE_PROMPTS, chat, reasoning_prompts
 from harness.rows import Row, row
 from harness.traces import load_trace, synthetic_trace
@@ -38,7 +38,7 @@ from rollout.offline.compare.comparison import Comparison, Work
 from rollout.offline.compare.paired_times import PairedTimes
 from spec_workers.budget import FixedBudget
 from spec_workers.options import SpecOptions
-from spec_workers.step_learning import StepLearning
+from spec_workers.step.learning import StepLearning
 
 GRPO = "GRPO step, third epoch, T 0.5"
 
@@ -49,15 +49,6 @@ _WARMUP = 5  # pairs, within which the gate closes
 _FIXED = (2, 4, 8, 16)  # draft tokens
 _JOB_SECONDS = 60.0
 _SAMPLED = Path("runs/sampled_temperature_1.npz")
-
-
-def hold(comparison: Comparison, work: Work, name: str) -> PairedTimes:
-    """Compare all of the work. Raises RuntimeError where drafts changed a token or a logprob."""
-    compared = comparison.run(work, math.inf)
-    print(f"{name}: {compared}", flush=True)
-    if compared.differing:
-        raise RuntimeError(f"{name}: speculation changed {compared.differing}")
-    return compared.times
 
 
 def rows_of(name: str, times: PairedTimes, bar: float) -> Iterator[Row]:
@@ -118,8 +109,7 @@ def repetitive_rows(options: argparse.Namespace) -> Iterator[Row]:
     for _ in range(math.ceil(options.pairs / len(prompts))):
         forget(engine)  # a greedy answer that was seen would be drafted whole
         once = hold(Comparison(engine), Work(prompts=prompts, params=params, width=1), "repetitive")
-        times.plain_P += once.plain_P
-        times.speculative_P += once.speculative_P
+        times.extend(once)
     yield from rows_of("greedy, repetitive, batch 1", times, 2.0)
 
 

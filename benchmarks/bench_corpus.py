@@ -71,8 +71,8 @@ def filled(corpus: Corpus, calls: Sequence[Call]) -> Corpus:
 
 
 def process_growth(count: int) -> tuple[float, float]:
-    """How much the resident memory grows per byte reported, by rollouts and by an external corpus
-    of random tokens. Below 1 where memory was reserved and never touched."""
+    """Growth of resident memory per reported byte, by rollouts and by an external corpus of random
+    tokens. Below 1 where memory was reserved and never touched."""
     tokens = np.random.default_rng(0).integers(0, 50_000, count, dtype=np.int32)
     ids_B, offsets_B1 = np.arange(64), np.arange(65) * 2
     none = np.empty(0, np.int32)

@@ -188,7 +188,7 @@ def step_us(times: Times, rows: int, attention: str, *, fast: bool) -> float:
 
 
 def step_rows(times: Times, ceilings: Ceilings) -> Iterator[Row]:
-    """No rows where one of the ops was not timed."""
+    """The rows of whole steps; none where one of the ops was not timed."""
     try:
         yield from list(_step_rows(times, ceilings))
     except KeyError as missing:

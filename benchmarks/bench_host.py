@@ -44,11 +44,11 @@ from rollout.config import (
 from rollout.ops import gpu
 from rollout.sampling.sampler import PendingSamples
 from rollout.types import Batch, EntryResult, StepTimes
-from spec_workers import step_learning
 from spec_workers.budget import FixedBudget, LearnedBudget, Verified
 from spec_workers.corpus.ngram_corpus import NgramCorpus
 from spec_workers.ngram import SOURCES, NgramWorker
 from spec_workers.none import PlainWorker
+from spec_workers.step import learning
 from spec_workers.target import TargetWorker
 from spec_workers.worker import SpecWorker
 
@@ -163,7 +163,7 @@ def time_phases(engine: RolloutEngine) -> Phases:
         (worker.target, "commit", "commit"),
         (engine.scheduler, "commit", "commit"),
         (worker, "observe", "observe"),
-        (step_learning, "count_step", "metrics"),
+        (learning, "count_step", "metrics"),
         (engine.steps, "_record", "metrics"),
     ):
         phases.time_calls(owner, name, phase)

@@ -218,7 +218,7 @@ def malformed_rows(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _show(outcomes: list[Outcome]) -> None:
-    """How many of each kind ended how, and the first requests that gave trouble."""
+    """Print the outcomes of each kind of request, counted, and the first that gave trouble."""
     by_kind: dict[str, Counter[str]] = {}
     for each in outcomes:
         by_kind.setdefault(each.request.kind, Counter())[str(each.status or "closed")] += 1

@@ -91,7 +91,7 @@ class RandomTrees(SpecWorker):
 
 
 def longest_response(lengths: Sequence[int]) -> int:
-    """So many tokens that none ends while the prompts of the others are read."""
+    """A number of tokens at which no request ends while the prompts of others are prefilled."""
     return 4 * (SETTLING + TIMED) + 2 * sum(lengths) // STEP_TOKENS
 
 
@@ -165,7 +165,7 @@ def step_seconds(engine: RolloutEngine, batch: int) -> float:
 
 
 def stop(engine: RolloutEngine, requests: Sequence[Request]) -> None:
-    """Nothing runs then, and nothing of them is kept."""
+    """Abort these requests and drop their cached prefixes: nothing runs afterwards."""
     for request in requests:
         engine.abort(request.request_id)
     engine.step()

@@ -77,7 +77,7 @@ def force_target(target: TargetWorker, recording: Recording) -> None:
 
 
 def force_draft(drafter: NeuralDrafter, recording: Recording, hit_rate: float) -> None:
-    """From now on the draft is sure of a token, which is the recorded one in ``hit_rate`` of all
+    """Replace a draft's guesses by one sure token, the recorded one in ``hit_rate`` of all
     positions."""
 
     def said(requests: Sequence[Request], positions_R: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -197,9 +197,8 @@ def failures_row(name: str, report: Path) -> dict[str, Any]:
 
 
 def _follow_parent() -> None:
-    """It is killed when the session is, and heeds interrupts, which in the background are ignored.
-
-    It has no terminal session of its own, which might outlive whoever ends ours.
+    """Have this process killed with its parent, and let it heed interrupts, which a shell ignores
+    for background jobs. A terminal session of its own might outlive whoever ends the parent's.
     """
     _PRCTL(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -232,7 +231,7 @@ def trim(log: Path, max_bytes: int = MAX_BYTES) -> None:
 
 
 def tell(outcome: Outcome) -> None:
-    """Its bars and how they were met."""
+    """Print the bars of a stage and whether they were met."""
     for row in outcome.rows:
         if row.get("bar") is not None:
             met = {True: "ok", False: "MISSED", None: "not run"}[row["ok"]]

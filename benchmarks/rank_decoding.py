@@ -61,8 +61,8 @@ class Decoding:
 
 
 class ForwardClock:
-    """For each turn of a rank, the part of the time in which it is not in the forward, from the end
-    of its first step to the end of its last."""
+    """Measures in each turn of a rank the share of its time outside the forward, from the end of
+    its first step to the end of its last."""
 
     def __init__(self, engine: Any) -> None:
         self._steps: list[float] = []  # when those of the turn ended

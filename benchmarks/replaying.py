@@ -169,7 +169,7 @@ def largest_gap(
 def match_tree(
     tokens: list[int], parents: list[int], begin: int, end: int, to_come: list[int], at: int
 ) -> list[int]:
-    """How far the path to each of the nodes [begin, end) spells ``to_come[at:]``.
+    """The agreement of the path to each of the nodes [begin, end) with ``to_come[at:]``.
 
     The node's depth when all of it agrees, else ``_WRONG``; ``_UNDECIDED`` when the path agrees up
     to the end of the recording, which does not tell what would have come next. The root is first.

@@ -188,7 +188,7 @@ class Simulation:
         self._num_groups += num_groups
 
     def _tick(self) -> int:
-        """How many rollouts end while the clock moves on."""
+        """Move the clock to the next step; returns how many rollouts ended."""
         for name, requests in self._router.take().items():
             self._waiting[int(name)] += requests
         for replica, waiting in enumerate(self._waiting):

@@ -50,7 +50,7 @@ class Run:
 
 
 def differences(one: Run, other: Run) -> tuple[int, list[int]]:
-    """How many steps both have, and which of them differ in any token, logprob or reward."""
+    """The number of steps that both have, and those that differ in any token, logprob or reward."""
     pairs = list(zip(one.steps, other.steps, strict=False))
     fields = ("digest", "reward", "nll", "logprob_gap")
     return len(pairs), [

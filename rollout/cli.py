@@ -31,8 +31,8 @@ from rich.markup import escape
 from rollout.engine.spmd import launch_ranks
 from rollout.engine.worker import factory_of
 from rollout.errors import InvalidInputError, RolloutError
-from rollout.hydra_config import checked_config, register_schema
 from rollout.offline import JobResult, JobStatus, RunConfig, SweepTable, run_job
+from rollout.offline.hydra_config import checked_config, register_schema
 from rollout.parallel import is_launched
 from rollout.validation import did_you_mean
 

@@ -130,7 +130,7 @@ class SchedulerConfig:
 
 
 class ParallelMode(enum.StrEnum):
-    """How several processes run one model."""
+    """The ways in which several processes run one model."""
 
     none = "none"
     tensor = "tensor"  # ranks run the same requests; each has a part of every weight

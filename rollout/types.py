@@ -248,12 +248,12 @@ class TokenExtras:
     entropies: list[float] = field(default_factory=list)
 
     def extend(self, later: TokenExtras) -> None:
-        """Add those of the tokens that follow."""
+        """Append the extras of the tokens that follow."""
         for name in TokenExtras.__dataclass_fields__:
             getattr(self, name).extend(getattr(later, name))
 
     def since(self, first: int) -> TokenExtras:
-        """Those of the tokens from ``first`` on."""
+        """The extras of the tokens from ``first`` on."""
         names = TokenExtras.__dataclass_fields__
         return TokenExtras(**{name: getattr(self, name)[first:] for name in names})
 
@@ -270,7 +270,7 @@ class StopCheck(Protocol):
     def first_stop(
         self, request: Request, new_token_ids: Sequence[int]
     ) -> tuple[int, FinishReason | None]:
-        """How many of ``new_token_ids``, which follow the request's, to emit, and why to stop.
+        """The number of ``new_token_ids``, which follow the request's, to emit, and why to stop.
 
         None: the request continues. A pure function, since a step that failed asks again.
         """

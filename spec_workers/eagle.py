@@ -13,8 +13,8 @@ from rollout.types import Batch, DraftTrees, Request
 from spec_workers.budget import DraftBudget
 from spec_workers.neural.draft_factory import open_eagle
 from spec_workers.neural.drafter import NeuralDrafter
-from spec_workers.observation import Observation
 from spec_workers.options import EagleOptions, NeuralOptions, takes
+from spec_workers.step.observation import Observation
 from spec_workers.target import TargetWorker
 from spec_workers.worker import SpecWorker
 

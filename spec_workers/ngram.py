@@ -16,8 +16,8 @@ from rollout.types import Batch, DraftTrees, Request, Scheduled
 from spec_workers.budget import DraftBudget
 from spec_workers.corpus.ngram_corpus import NgramCorpus
 from spec_workers.draft_tree import only_roots, spread
-from spec_workers.observation import Observation
 from spec_workers.options import CorpusOptions, takes
+from spec_workers.step.observation import Observation
 from spec_workers.target import TargetWorker
 from spec_workers.worker import SpecWorker
 
@@ -101,7 +101,7 @@ class NgramWorker(SpecWorker):
                 self._feed.note_verified(entry.request, num_nodes)
 
     def _num_verified(self, step: Observation) -> list[int]:
-        """How many first nodes of the corpus's proposal were verified, for each entry."""
+        """The number of verified nodes of the corpus's proposal, its first ones, for each entry."""
         return [result.num_drafted for result in step.results]
 
     def release(self, request: Request) -> None:

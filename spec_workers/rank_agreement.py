@@ -1,4 +1,4 @@
-"""What ranks must agree on: their settings as they start, and in each step values.
+"""Checks that ranks agree: on their settings as they start, and on values in each step.
 
 Everything a step does follows from what it is asked and from what was learned before. Time is the
 one thing that ranks do not share, so rank 0's is the one they all learn from.

@@ -35,10 +35,10 @@ from spec_workers.budget import DraftBudget, FixedBudget, Verified
 from spec_workers.budget.cost_run import calibrate
 from spec_workers.draft_tree import only_roots
 from spec_workers.features.feature_recorder import FeatureRecorder
-from spec_workers.observation import Observation
 from spec_workers.rank_agreement import agreed_times, check_drafts, check_results
-from spec_workers.step_learning import StepLearning
-from spec_workers.step_timer import SteadyPhases, StepTimers
+from spec_workers.step.learning import StepLearning
+from spec_workers.step.observation import Observation
+from spec_workers.step.timer import SteadyPhases, StepTimers
 from spec_workers.target import TargetWorker
 
 

@@ -16,8 +16,8 @@ from hydra.core.global_hydra import GlobalHydra
 
 from rollout.cli import SUBCOMMANDS, _with_model_path
 from rollout.engine.worker import factory_of
-from rollout.hydra_config import register_schema
 from rollout.offline.config import RunConfig
+from rollout.offline.hydra_config import register_schema
 from rollout.server.config import ServeConfig
 from spec_workers.draft_training.arguments import train_draft_parser
 from tests.helpers.text_model import save_text_model

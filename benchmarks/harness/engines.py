@@ -1,13 +1,16 @@
-"""Engines over the demo model, and the corpora that they draft from."""
+"""Engines over the demo model, the corpora that they draft from, and their comparison."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ngram_native import Corpus
 from rollout import RolloutEngine, SamplingParams
+from rollout.offline.compare.comparison import Comparison, Work
+from rollout.offline.compare.paired_times import PairedTimes
 from rollout.types import Prompt
 from spec_workers.ngram import NgramWorker
 
@@ -54,3 +57,12 @@ def warm_up(engine: RolloutEngine, prompts: Sequence[Prompt], max_tokens: int) -
     params = SamplingParams(temperature=1.0, max_new_tokens=min(24, max_tokens), seed=77)
     engine.generate(prompts, params)
     forget(engine)
+
+
+def hold(comparison: Comparison, work: Work, name: str) -> PairedTimes:
+    """Compare all of the work. Raises RuntimeError where drafts changed a token or a logprob."""
+    compared = comparison.run(work, math.inf)
+    print(f"{name}: {compared}", flush=True)
+    if compared.differing:
+        raise RuntimeError(f"{name}: speculation changed {compared.differing}")
+    return compared.times

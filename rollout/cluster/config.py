@@ -1,4 +1,4 @@
-"""How many engines there are, and where."""
+"""Configuration of a cluster: the number of engines, and where they run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ClusterKind(enum.StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class ClusterConfig:
-    """How many replicas there are, where, and how long they may be silent."""
+    """The number of replicas, where they run, and how long they may be silent."""
 
     kind: ClusterKind = ClusterKind.none
     replicas: int = 1

@@ -113,7 +113,7 @@ class Corpora:
         corpus.remove_external(name)
 
     def publish_external_corpus(self, name: str) -> None:
-        """Draft from it from the next step on; nothing where that is so already.
+        """Draft from an external corpus from the next step on; does nothing where it is published.
 
         Raises InvalidInputError where it is unknown, loading or failed.
         """
@@ -122,7 +122,7 @@ class Corpora:
         corpus.publish_external(name)
 
     def external_corpora(self) -> list[ExternalCorpus]:
-        """All of them by name; those to be published when they are ready are published now.
+        """All external corpora by name; publishes those that are ready and wait for no request.
 
         Every tensor-parallel rank makes this call, as all others about corpora: corpora that all
         ranks have loaded are published on all at once, in this call or in the next step.
@@ -138,7 +138,7 @@ class Corpora:
         return None if corpus is None else corpus.num_tokens
 
     def wait_for_external_corpora(self, timeout: float | None = None) -> list[ExternalCorpus]:
-        """`external_corpora` when none is loading any more; failed ones say why.
+        """Wait until no external corpus loads; returns all of them, failed ones with the reason.
 
         Raises TimeoutError after ``timeout`` seconds.
         """
@@ -223,7 +223,7 @@ class Corpora:
         self._restore_learned(learned, file)
 
     def take_configured_corpora(self) -> dict[str, str]:
-        """Name -> JSONL file of those not begun to load: the caller adds them from now on."""
+        """JSONL files by name of configured corpora that do not load yet: the caller adds them."""
         corpus = self._worker.draft_corpus
         taken = (
             {} if corpus is None else {name: corpus.configured[name] for name in self._unstarted}
@@ -232,7 +232,7 @@ class Corpora:
         return taken
 
     def load_configured_corpora(self) -> None:
-        """Begin to load those of ``spec.external_corpora``; the second time there are none left.
+        """Begin to load the corpora of ``spec.external_corpora``; does nothing the second time.
 
         The first step does it, and every call about external corpora; `load_corpus` does not.
         """

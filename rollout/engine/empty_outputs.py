@@ -44,7 +44,8 @@ class EmptyOutputs:
             self._num_empty += rollout.is_empty
 
     def check(self, num_together: int) -> None:
-        """``num_together``: requests that were decoded with those counted, and go on."""
+        """Warn where many counted rollouts are empty. ``num_together``: requests that were decoded
+        with them and go on."""
         if self._warned or self._num_empty < _FEWEST:
             return
         if are_many_empty(self._num_empty, self._num_rollouts + num_together):

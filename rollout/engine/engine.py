@@ -125,12 +125,12 @@ class RolloutEngine:
 
     @property
     def vocab_size(self) -> int:
-        """The target's: token ids are below it."""
+        """The target's vocabulary size: token ids are below it."""
         return self.worker.vocab_size
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The model folder's: what ends a rollout unless its parameters say otherwise."""
+        """The model folder's end tokens: they end a rollout unless its parameters say otherwise."""
         return self.worker.eos_token_ids
 
     @property

@@ -165,7 +165,7 @@ class EngineLoop(Generic[E]):
         return future
 
     def abort_all(self) -> Future[int]:
-        """Abort every request submitted before; how many had not ended.
+        """Abort every request submitted before; returns how many had not ended.
 
         Their futures are settled before this one.
         """
@@ -206,7 +206,7 @@ class EngineLoop(Generic[E]):
 
     @property
     def busy_seconds(self) -> float:
-        """How long the step or the call that is running has taken; 0.0 while none is."""
+        """Seconds since the running step or call began; 0.0 while none runs."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -396,7 +396,7 @@ class EngineLoop(Generic[E]):
 
 
 def _broken(error: BaseException) -> EngineStateError:
-    """A new one for each who gets it: raising an exception writes its traceback into it."""
+    """A new error for each caller: raising an exception writes its traceback into it."""
     broken = EngineStateError(f"the engine loop is broken since it met {error!r}")
     broken.__cause__ = error
     return broken

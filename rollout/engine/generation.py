@@ -152,7 +152,7 @@ class Generation:
             self._steps.drop(unfinished)
 
     def _any_rank(self, has_work: bool) -> bool:
-        """Whether any of the ranks in lockstep has; all ask."""
+        """Whether the answer is yes on any rank in lockstep; a collective."""
         return any(self._worker.ranks.rows.all_gather_int(has_work))
 
     def _run_idle_steps(self) -> None:

@@ -38,7 +38,7 @@ class Grammars:
         self._lock = threading.Lock()  # of those; none is held while a grammar is compiled
 
     def compile(self, params: SamplingParams) -> None:
-        """Compile the grammar of these, so that `open` is quick. On any thread. Raises
+        """Compile the grammar of parameters, so that `open` is quick. On any thread. Raises
         InvalidInputError for what is no grammar."""
         for kind in _KINDS:
             text = getattr(params, kind)
@@ -178,7 +178,7 @@ class _EndOfText:
         self._id = ids[0] if len(ids) == 1 else None  # a special token, in most vocabularies
 
     def find(self, tokens: Sequence[int], first: int) -> int | None:
-        """The place behind that token, ``first`` or later; None where it has not come."""
+        """The position behind the completing token, at least ``first``; None until it has come."""
         for end in range(first + 1, len(tokens) + 1):
             if tokens[end - 1] == self._id or self._ends_in(
                 tokens[max(0, end - self._window) : end]
@@ -193,7 +193,7 @@ class _EndOfText:
 
 
 class TokenGrammar:
-    """Where one request's output stands in its grammar: a function of its tokens alone."""
+    """The state of one request's output in its grammar: a function of its tokens alone."""
 
     def __init__(self, matcher: Any, vocab_size: int, beginning: _EndOfText | None = None) -> None:
         """``beginning``: of what the grammar holds for; None: it is the whole output."""

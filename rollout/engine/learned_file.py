@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rollout.durable_files import whole_file
+from rollout.engine.durable_files import whole_file
 
 _MAX_BYTES = 64 << 20
 """The largest file read: twice what the lengths of all prompt groups take."""

@@ -129,7 +129,7 @@ class Lifecycle:
 
 
 def _memory_tags(tags: Iterable[MemoryTag | str]) -> list[MemoryTag]:
-    """Each once. Raises InvalidInputError."""
+    """The named tags, each once. Raises InvalidInputError."""
     noun = f"some of {', '.join(MemoryTag)}"
     found = [checked_member(tag, "tags", MemoryTag) for tag in checked_iterable(tags, "tags", noun)]
     return list(dict.fromkeys(found))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.engine.draft_corpus import ExternalCorpus
-from rollout.engine.plain_pace import HALF_INTERVAL, PlainPace
+from rollout.engine.speedup import HALF_INTERVAL, PlainPace
 from rollout.types import Batch, Rollout, StepForecast, StepResult
 
 

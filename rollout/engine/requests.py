@@ -1,12 +1,14 @@
-"""Requests from checked prompts and parameters, their stop conditions, and rollouts of ended
-ones."""
+"""Requests from checked prompts and parameters, with their stops and their forbidden tokens; and
+rollouts of ended ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rollout.engine.grammars import Grammars
-from rollout.engine.token_constraints import AllowedTokens, BadWords
 from rollout.engine.tokenizer import PromptEncoder, prompt_group
 from rollout.errors import InvalidInputError
 from rollout.sampling.noise import derive_seed
@@ -14,6 +16,7 @@ from rollout.types import FinishReason, Request, Rollout, SamplingParams, TokenC
 from rollout.validation import checked_int
 
 Decode = Callable[[Sequence[int]], str]
+Encode = Callable[[str], list[int]]
 
 _TOKENS_PER_CHARACTER = 4  # at most, in UTF-8 byte-level vocabularies
 
@@ -39,7 +42,7 @@ class TokenStopCheck:
     def first_stop(
         self, request: Request, new_token_ids: Sequence[int]
     ) -> tuple[int, FinishReason | None]:
-        """How many of the new tokens count, and why the request ends there, if it does."""
+        """The number of new tokens that count, and why the request ends there, if it does."""
         if not self._stop and self.stop_token_ids.isdisjoint(new_token_ids):
             return len(new_token_ids), None
         first_output = request.prompt_len - request.partial_len
@@ -78,6 +81,49 @@ def cut_at_stop(text: str, shorter_len: int, stops: Sequence[str]) -> str:
     found = [(text.rfind(stop), stop) for stop in stops]
     completed = [at for at, stop in found if at >= 0 and at + len(stop) > shorter_len]
     return text[: min(completed)] if completed else text
+
+
+class AllowedTokens:
+    """Forbids every token that is not on a request's list."""
+
+    def __init__(self, allowed_token_ids: Sequence[int], vocab_size: int) -> None:
+        is_forbidden_V = np.ones(vocab_size, dtype=np.bool_)
+        is_forbidden_V[allowed_token_ids] = False
+        self._forbidden_X = np.flatnonzero(is_forbidden_V)
+
+    def forbidden(self, request: Request, drafted: list[int]) -> NDArray[np.int64]:
+        """The tokens off the list, ascending; the same after any output."""
+        return self._forbidden_X
+
+
+class BadWords:
+    """Forbids the last token of a bad word after its others.
+
+    A word is known by its tokens, at the beginning of a text and after a space, as in vLLM: a text
+    that spells it with other tokens is not noticed. Only the output counts.
+    """
+
+    def __init__(self, bad_words: Sequence[str], encode: Encode) -> None:
+        self._words = [ids for word in bad_words for ids in _spellings(word, encode)]
+        self._window = max(map(len, self._words), default=1) - 1
+
+    def forbidden(self, request: Request, drafted: list[int]) -> NDArray[np.int64]:
+        """The tokens that would complete a word, ascending."""
+        first = max(request.prompt_len - request.partial_len, len(request.tokens) - self._window)
+        before = [*request.tokens[first:], *drafted]
+        completing = {
+            ids[-1] for ids in self._words if before[len(before) - len(ids) + 1 :] == ids[:-1]
+        }
+        return np.array(sorted(completing), dtype=np.int64)
+
+
+def _spellings(word: str, encode: Encode) -> list[list[int]]:
+    """The word's tokens at the beginning of a text, and inside one where they are as many."""
+    first, inside = encode(word.lstrip()), encode(" " + word.lstrip())
+    found = [first] if first else []
+    if inside and inside != first and len(inside) == len(first):
+        found.append(inside)
+    return found
 
 
 class RequestFactory:

@@ -89,7 +89,7 @@ def run_spmd(
 
 @contextmanager
 def leading(config: ParallelConfig, open_engine: OpenEngine) -> Iterator[OpenEngine]:
-    """Rank 0's function that opens the engine, on all ranks then. They end with the context.
+    """A context of all ranks, which end with it; rank 0 gets the function that opens the engine.
 
     Raises ParallelError where ranks do not come.
     """

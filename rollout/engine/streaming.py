@@ -46,7 +46,7 @@ class StreamOrder:
         self._aborted: set[int] = set()  # not for release() to hand out
 
     def end(self, index: int, ticks: int) -> None:
-        """The request ended after ``ticks`` steps of plain decoding.
+        """Note that a request ended after ``ticks`` steps of plain decoding.
 
         As many as its tokens; one more where the last gave none, as when it failed.
         """
@@ -57,7 +57,7 @@ class StreamOrder:
             self._leave(index, start, ticks)
 
     def abort(self, index: int, emitted: int) -> None:
-        """The request was ended from outside, after ``emitted`` tokens.
+        """Note that a request was ended from outside, after ``emitted`` tokens.
 
         Whoever calls hands it out at once: `release` will not. To the others it counts as ended
         with its next token, the least that was assumed of it, so what was handed out stays right.

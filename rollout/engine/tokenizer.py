@@ -57,7 +57,7 @@ class PromptEncoder:
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
-        """The tokenizer's; without a tokenizer there is none."""
+        """The tokenizer's chat template, which does not exist without a tokenizer."""
         return ChatTemplate(self.tokenizer)
 
     @property

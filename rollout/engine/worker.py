@@ -37,7 +37,7 @@ observes. Called once; a step that nobody finishes leaves nothing behind but res
 
 
 class Worker(Protocol):
-    """The engine knows nothing else of speculation.
+    """The protocol of a speculative worker: all that the engine knows of speculation.
 
     Every method runs on the engine's thread. Appending tokens to requests is the scheduler's.
     """
@@ -136,7 +136,8 @@ class Worker(Protocol):
         ...
 
     def score_idle(self) -> None:
-        """Instead of `score`, where this rank's call is refused: ranks in lockstep wait for it."""
+        """Enter the forwards of `score` with nothing to score, where this rank's call is refused:
+        ranks in lockstep wait for it."""
         ...
 
     def weights_changed(self) -> None:
@@ -217,7 +218,8 @@ _OF_A_HOST = frozenset({"draft_path", "corpus_path", "external_corpora", "featur
 
 
 def shared_settings(factory: WorkerFactory, worker: Worker) -> dict[str, object]:
-    """What must be alike on ranks: files may have other names on other hosts."""
+    """The settings that must be equal on all ranks. Files are left out: hosts may name them
+    differently."""
     found: dict[str, object] = {"model.dtype": str(worker.model_dtype)}
     if isinstance(factory, partial):
         found["spec"] = factory.func.__module__

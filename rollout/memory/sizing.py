@@ -1,4 +1,4 @@
-"""How many KV slots and recurrent states a memory budget holds."""
+"""The numbers of KV slots and recurrent states that a memory budget holds."""
 
 from __future__ import annotations
 

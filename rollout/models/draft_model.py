@@ -146,7 +146,7 @@ def is_separate_chain(folder: Path) -> bool:
 
 
 def selected(rows_TE: torch.Tensor, rows_R: torch.Tensor | None) -> torch.Tensor:
-    """These rows; None: all."""
+    """The rows at ``rows_R``; all where it is None."""
     return rows_TE if rows_R is None else rows_TE[rows_R]
 
 

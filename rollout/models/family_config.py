@@ -134,7 +134,7 @@ def _gpt_oss(config: Fields) -> Fields:
 
 
 def _fill_layer_types(config: Fields, interval: int) -> None:
-    """Without layer types, every ``interval``-th layer attends to everything."""
+    """Fill in layer types that are missing: every ``interval``-th layer has full attention."""
     if config.get("layer_types") is None:
         config["layer_types"] = [
             "sliding_attention" if (layer + 1) % interval else "full_attention"
@@ -179,7 +179,7 @@ def _granite(config: Fields) -> Fields:
 
 
 def _granite_hybrid(config: Fields) -> Fields:
-    """Of a Granite 4 without recurrent layers and experts."""
+    """The fields of a Granite 4 without recurrent layers and experts."""
     _refuse_all_but(config, "num_local_experts", 0)
     _refuse_all_but(config, "position_embedding_type", "rope")
     _refuse_all_but(config, "normalization_function", "rmsnorm")

@@ -1,4 +1,4 @@
-"""Configuration of the dataset job: the engine's parts, and what to read, write and log."""
+"""Configuration of the dataset job, and the part of it that all commands share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ SUFFIXES = (".jsonl", ".parquet")
 
 
 class OnError(enum.StrEnum):
-    """Members are lower case because configuration files name members."""
+    """The treatment of rows that cannot be used. Members are lower case: configuration files name
+    them."""
 
     stop = "stop"  # before any work, naming the broken rows
     skip = "skip"  # warn, count, go on
@@ -100,29 +101,19 @@ class LogConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class RunConfig:
-    """One dataset job."""
+class CommandConfig:
+    """The fields of every command that opens an engine, or a cluster of them."""
 
     model: ModelConfig
-    data: DataConfig
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    output: OutputConfig = field(default_factory=OutputConfig)
-    log: LogConfig = field(default_factory=LogConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    spec: dict[str, Any] = field(default_factory=dict)  # _target_ builds the worker; its options
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    spec: dict[str, Any] = field(default_factory=dict)  # _target_ builds the worker; its options
     exact: bool = True
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
-        if self.model.load_format is LoadFormat.dummy:
-            raise InvalidInputError(
-                "model.load_format",
-                self.model.load_format.value,
-                "must be safetensors: nobody sends weights to a dataset job",
-            )
         self.cluster.check_with(self.parallel)
 
     @property
@@ -141,6 +132,25 @@ class RunConfig:
             exact=self.exact,
             num_threads=self.num_threads,
         )
+
+
+@dataclass(kw_only=True, slots=True)
+class RunConfig(CommandConfig):
+    """One dataset job."""
+
+    data: DataConfig
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    output: OutputConfig = field(default_factory=OutputConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        if self.model.load_format is LoadFormat.dummy:
+            raise InvalidInputError(
+                "model.load_format",
+                self.model.load_format.value,
+                "must be safetensors: nobody sends weights to a dataset job",
+            )
+        CommandConfig.__post_init__(self)  # slots make the class anew: super() fails
 
 
 def _check_suffix(name: str, path: str) -> None:

@@ -20,16 +20,16 @@ from rollout.engine.protocol import Engine
 from rollout.engine.spmd import OpenEngine, run_spmd
 from rollout.engine.worker import WorkerFactory
 from rollout.errors import RolloutError
-from rollout.offline.check import CheckedPrompts, check_rows
 from rollout.offline.config import ChatTemplateMode, RunConfig
 from rollout.offline.fingerprint import fingerprint
 from rollout.offline.job_corpus import JobCorpus
 from rollout.offline.output import RolloutOutput, output_lock
+from rollout.offline.output_rows import rollout_columns
 from rollout.offline.paths import JobPaths
 from rollout.offline.progress import JobProgress, loading_model
+from rollout.offline.prompt_check import CheckedPrompts, check_rows
 from rollout.offline.prompt_tokens import TokenFile, check_tokens
 from rollout.offline.prompts import PromptFile, PromptRow
-from rollout.offline.rows import rollout_columns
 from rollout.offline.run_log import RunLog
 from rollout.offline.summary import JobResult, JobStatus, Summary
 from rollout.types import FinishReason, Request, Rollout, SamplingParams

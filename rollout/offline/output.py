@@ -15,12 +15,10 @@ import msgspec
 from filelock import FileLock, Timeout
 
 from rollout.errors import OutputError
-from rollout.offline.check import CheckedPrompts
 from rollout.offline.config import OutputConfig
 from rollout.offline.fingerprint import differences
-from rollout.offline.paths import JobPaths, lock_file
-from rollout.offline.prompts import PromptRow, carried
-from rollout.offline.rows import (
+from rollout.offline.journal import Journal, cannot_write, whole_rows, write_whole
+from rollout.offline.output_rows import (
     RowCheck,
     read_json_rows,
     rollout_columns,
@@ -29,7 +27,9 @@ from rollout.offline.rows import (
     to_json_line,
     write_parquet,
 )
-from rollout.offline.sink import JsonlSink, cannot_write, whole_rows, write_whole
+from rollout.offline.paths import JobPaths, lock_file
+from rollout.offline.prompt_check import CheckedPrompts
+from rollout.offline.prompts import PromptRow, carried
 from rollout.types import Rollout, SamplingParams
 
 REMEDY = "choose another output.path, or replace it with output.overwrite=true"
@@ -100,7 +100,10 @@ log = logging.getLogger(__name__)
 
 
 class RolloutOutput:
-    """Opened under an `output_lock`. Raises OutputError for a file that another run wrote."""
+    """The output of a job, opened under an `output_lock`.
+
+    Raises OutputError for a file that another run wrote.
+    """
 
     def __init__(
         self,
@@ -117,12 +120,12 @@ class RolloutOutput:
         self._fingerprint = fingerprint
         self._offsets = array("q")  # per (prompt, sample): where its row begins, -1 before it is
         self.num_done = 0
-        self._sink: JsonlSink | None = None
+        self._journal: Journal | None = None
         self._starts_anew = False
         self.completion = self._look()
 
     def _look(self) -> CompletedOutput | None:
-        """How an earlier run of this very job completed the output; None when work is left."""
+        """The completion record of an earlier run of this very job; None when work is left."""
         output, journal = self._paths.output, self._paths.journal
         if not self._paths.record.exists():
             for path in (output, journal):
@@ -172,7 +175,7 @@ class RolloutOutput:
             self._remove()
             end = self._scan(prompts)
         RunRecord(self._fingerprint).write(self._paths.record)
-        self._sink = JsonlSink(self._paths.journal, end, sync_seconds=self._sync_seconds)
+        self._journal = Journal(self._paths.journal, end, sync_seconds=self._sync_seconds)
 
     def _remove(self) -> None:
         paths = self._paths
@@ -180,7 +183,7 @@ class RolloutOutput:
             path.unlink(missing_ok=True)
 
     def _scan(self, prompts: CheckedPrompts) -> int:
-        """Note every whole row; the end of the last."""
+        """Note every whole row; returns the end of the last."""
         self._offsets = array("q", [-1]) * (prompts.num_rows * self._n)
         self.num_done = end = 0
         journal = self._paths.journal
@@ -217,13 +220,13 @@ class RolloutOutput:
 
     def append(self, rollout: Rollout, prompt: PromptRow) -> None:
         """Write a rollout durably. Raises OutputError where it cannot be."""
-        assert self._sink is not None, "open() comes first"
+        assert self._journal is not None, "open() comes first"
         row = rollout_row(rollout, self.columns)
         if not self._paths.is_parquet:  # there finish() takes them from the prompts, types and all
             row |= carried(prompt)
         slot = self._slot(rollout.prompt_index, rollout.sample_index)
         assert self._offsets[slot] < 0, "a rollout twice"
-        self._offsets[slot] = self._sink.append(to_json_line(row))
+        self._offsets[slot] = self._journal.append(to_json_line(row))
         self.num_done += 1
 
     def finish(self, prompts: CheckedPrompts) -> None:
@@ -258,6 +261,6 @@ class RolloutOutput:
 
     def close(self) -> None:
         """Raises OutputError where rows that were written are not safe."""
-        if self._sink is not None:
-            sink, self._sink = self._sink, None
-            sink.close()
+        if self._journal is not None:
+            journal, self._journal = self._journal, None
+            journal.close()

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollout.durable_files import SHARED_SCRATCH, scratch_file
+from rollout.engine.durable_files import SHARED_SCRATCH, scratch_file
 from rollout.engine.learned_file import learned_file
 from rollout.errors import InvalidInputError
 from rollout.offline.config import RunConfig
@@ -156,7 +156,7 @@ def _is_same(path: Path, other: Path) -> bool:
 
 
 def _identity(path: Path) -> object:
-    """Equal for two names of one file."""
+    """The identity of a file: equal for two names of it."""
     try:
         there = path.stat()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""How far the job is, on one console: a bar on a terminal, a line every few seconds elsewhere."""
+"""The job's progress on a console: a bar on a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class TimeLeft:
         self._num_ended = self._num_tokens = 0
 
     def observe(self, request: Request, rollout: Rollout) -> None:
-        """A rollout ended."""
+        """Learn from a rollout that ended."""
         if rollout.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._lengths.observe(request.group, len(rollout.token_ids))
             self._num_ended += 1
@@ -79,7 +79,7 @@ class TimeLeft:
     def seconds(
         self, unfinished: Collection[Request], num_left: int, metrics: EngineMetrics, passed: float
     ) -> float | None:
-        """None before enough rollouts have ended.
+        """The seconds left; None before enough rollouts have ended.
 
         Args:
             unfinished: the requests that the engine has, running or waiting.
@@ -126,13 +126,13 @@ class JobProgress:
         self._started = self._shown_at = time.perf_counter()
 
     def ended(self, request: Request, rollout: Rollout) -> None:
-        """A rollout ended: its length tells of the others'."""
+        """Learn from a rollout that ended: its length tells of the others'."""
         self._time_left.observe(request, rollout)
 
     def update(
         self, num_done: int, metrics: EngineMetrics, unfinished: Collection[Request]
     ) -> None:
-        """After each step. ``num_done`` rollouts of all, ``metrics`` of this run."""
+        """Show the state after a step. ``num_done``: of all rollouts. ``metrics``: of this run."""
         now = time.perf_counter()
         seconds = max(now - self._started, 1e-9)
         if now - self._eta_at >= min(self._seconds, _SECONDS_PER_ESTIMATE):

@@ -13,8 +13,8 @@ from pathlib import Path
 from rollout.engine.protocol import Engine
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.errors import InvalidInputError, OutOfMemoryError
-from rollout.offline.check import CheckedPrompts, handle_broken
 from rollout.offline.config import ChatTemplateMode, RunConfig
+from rollout.offline.prompt_check import CheckedPrompts, handle_broken
 from rollout.offline.prompts import BrokenRow, room_for
 from rollout.types import Prompt, SamplingParams
 
@@ -35,13 +35,13 @@ class TokenFile:
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (`close` does)
 
     def append(self, token_ids: list[int]) -> None:
-        """Raises OutputError where there is no room."""
+        """Add a prompt's token ids. Raises OutputError where there is no room."""
         with room_for("the prompts' token ids", self._folder):
             array("i", token_ids).tofile(self._file)
         self._lengths.append(len(token_ids))
 
     def __iter__(self) -> Iterator[list[int]]:
-        """In the order in which they came; one reader at a time."""
+        """The prompts' token ids in the order they were added; one reader at a time."""
         with room_for("the prompts' token ids", self._folder):
             self._file.seek(0)  # which writes what is buffered
         for length in self._lengths:

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from rollout.errors import InvalidInputError, OutputError
 from rollout.offline.config import DataConfig
-from rollout.offline.rows import import_pyarrow
+from rollout.offline.output_rows import import_pyarrow
 from rollout.types import Prompt
 
 _CHUNK_BYTES = 1 << 20

@@ -96,7 +96,7 @@ def _ends_inside_a_line(path: Path) -> bool:
 
 
 class RunLog:
-    """Opened when generation begins. TensorBoard gets the steps, the JSONL file everything.
+    """The log of a run, opened when generation begins. TensorBoard gets the steps alone.
 
     Lines by their ``kind``: ``run`` once at the start; ``step`` for one of every ``log.every``;
     ``rollout`` when one ends, before the line of the step it ended in; ``learned`` and ``totals``
@@ -175,7 +175,7 @@ class RunLog:
             self._board.write(step.step, values)
 
     def finish(self) -> None:
-        """The run ended or was stopped; not called when it failed."""
+        """Log the end of a run that ended or was stopped, but not of one that failed."""
         self._snapshot()
 
     def _snapshot(self) -> None:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from rollout.engine.empty_outputs import are_many_empty
 from rollout.engine.metrics import EngineMetrics
-from rollout.engine.plain_pace import Saving
+from rollout.engine.speedup import Saving
 from rollout.offline.config import LogConfig
 
 _MAX_SETTING = 28  # columns of a terminal of 80, which leave room for the figures
@@ -55,7 +55,7 @@ class Summary:
         console.print(table)
 
     def lines(self) -> list[tuple[str, str]]:
-        """The names of what matters and what is shown of each."""
+        """The totals that matter most, by name, as text."""
         tokens = self.metrics.generated_tokens
         empty: list[tuple[str, str]] = []
         if are_many_empty(self.empty, self.rollouts):
@@ -138,7 +138,7 @@ class Summary:
 
 
 class JobStatus(enum.Enum):
-    """How a job ended."""
+    """The way in which a job ended."""
 
     COMPLETED = "completed"
     NOTHING_TO_DO = "nothing to do"  # the output was complete already
@@ -163,11 +163,11 @@ class SweepTable:
         self._rows: list[tuple[Sequence[str], JobResult | None]] = []
 
     def add(self, overrides: Sequence[str], result: JobResult | None) -> None:
-        """The next job: what its command line says, and its result; None where it failed."""
+        """Add a job: its overrides, and its result; None where it failed."""
         self._rows.append((overrides, result))
 
     def print(self, console: Console) -> None:
-        """A row per job, named by what is not the same in all; nothing where there is one."""
+        """Print a row per job, named by what is not the same in all; nothing where there is one."""
         if len(self._rows) < 2:
             return
         common = set.intersection(*(set(overrides) for overrides, _ in self._rows))

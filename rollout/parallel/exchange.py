@@ -1,4 +1,4 @@
-"""How tensors travel between ranks: through a process group of torch.distributed, such as gloo's.
+"""Exchange of tensors between ranks through a process group of torch.distributed, such as gloo's.
 
 Legend: N ranks, T rows of one rank, C columns.
 """

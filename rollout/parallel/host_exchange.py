@@ -1,4 +1,4 @@
-"""How tensors travel between ranks on one host: through memory that they share.
+"""Exchange of tensors between ranks on one host, through memory that they share.
 
 Legend: T rows of one rank, C columns.
 """

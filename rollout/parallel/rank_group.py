@@ -142,7 +142,7 @@ def check_alike(group: RankGroup, settings: Mapping[str, object]) -> None:
 
 
 def _text(value: object) -> str:
-    """The same in all processes: a function's own text has its address."""
+    """A value's text, equal in all processes: a function's own has its address."""
     if isinstance(value, FunctionType):
         return f"{value.__module__}.{value.__qualname__}"
     return str(value)

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rollout.engine.plain_pace import HALF_INTERVAL
+from rollout.engine.speedup import HALF_INTERVAL
 from rollout.report.key_figures import count
 from rollout.report.learned import NUM_TENTHS, calibration, cost_curve
 from rollout.report.panels import Chart, Panel, make_line, make_panel, panels_or, short, time_unit
-from rollout.report.rollouts import RolloutTexts
+from rollout.report.rollout_texts import RolloutTexts
 from rollout.report.run import Bins, Log, Run
 from rollout.report.verdict import saving_of
 
@@ -131,7 +131,7 @@ def _last_rollouts(log: Log, texts: RolloutTexts) -> Chart:
 
 
 def _lengths(log: Log, texts: RolloutTexts) -> Chart:
-    """Prompts that several runs share are drawn in one column."""
+    """The chart of lengths, where prompts that several runs share have one column."""
     lengths: dict[str, list[float]] = {}
     for run in log.runs:
         for group, length in zip(run.groups, run.rollouts["generated_tokens"], strict=True):
@@ -263,5 +263,5 @@ def _interval(share: float, nodes: float) -> list[float | None]:
 
 
 def _thinned(values: list[T]) -> list[T]:
-    """At most ``_MAX_POINTS`` of them, evenly spread."""
+    """A sample of at most ``_MAX_POINTS`` values, evenly spread."""
     return values[:: -(-len(values) // _MAX_POINTS) or 1]

@@ -12,9 +12,9 @@ from rich.console import Console
 from rollout.errors import InvalidInputError
 from rollout.report.charts import charts
 from rollout.report.key_figures import figures, name_runs
+from rollout.report.log_reader import read_log
 from rollout.report.page import PAGE_BEGIN, render_page
-from rollout.report.reading import read_log
-from rollout.report.rollouts import RolloutTexts
+from rollout.report.rollout_texts import RolloutTexts
 from rollout.report.run import Log, Run, number
 from rollout.report.tables import tables
 from rollout.report.verdict import Verdict, print_verdicts, verdicts

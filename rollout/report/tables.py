@@ -9,7 +9,7 @@ import numpy as np
 
 from rollout.report.key_figures import UNKNOWN, count, decimal
 from rollout.report.learned import SOURCES, LearnedNodeValues, node_values
-from rollout.report.rollouts import RolloutText, RolloutTexts
+from rollout.report.rollout_texts import RolloutText, RolloutTexts
 from rollout.report.run import Log, Run, ratio, total
 
 MAX_ROWS = 200

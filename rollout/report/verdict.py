@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from rollout.engine.plain_pace import HALF_INTERVAL, Saving
+from rollout.engine.speedup import HALF_INTERVAL, Saving
 from rollout.report.key_figures import (
     UNKNOWN,
     accept_length,

@@ -125,11 +125,11 @@ class ReplacementRate:
 
     @property
     def value(self) -> float:
-        """In [0, 1]; 0 as long as nothing is known."""
+        """The share of ended requests that was replaced, in [0, 1]; 0 while nothing is known."""
         return min(1.0, self._replaced / (self._ended + 1.0))
 
     def end(self) -> None:
-        """A running request ended, and none waits."""
+        """Note that a running request ended while none waited."""
         self._vacant += 1
         self._ended += 1.0
         if self._ended > _MEMORY:
@@ -137,7 +137,7 @@ class ReplacementRate:
             self._replaced *= 0.5
 
     def submit(self, *, is_idle: bool) -> None:
-        """A request was submitted. ``is_idle``: none was running or waiting."""
+        """Note that a request was submitted. ``is_idle``: none was running or waiting."""
         if is_idle:
             self._vacant = 0
         elif self._vacant:

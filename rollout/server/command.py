@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rollout.cluster.open_engine import open_engine
 from rollout.engine.spmd import OpenEngine, launch_ranks, run_spmd
 from rollout.errors import InvalidInputError, RolloutError
-from rollout.hydra_config import checked_config, register_schema
+from rollout.offline.hydra_config import checked_config, register_schema
 from rollout.offline.progress import loading_model
 from rollout.server.app import make_app
 from rollout.server.bounded_http import BoundedHttp

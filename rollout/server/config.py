@@ -5,17 +5,9 @@ from __future__ import annotations
 import enum
 import ipaddress
 from dataclasses import dataclass, field
-from typing import Any
 
-from rollout.cluster.config import ClusterConfig
-from rollout.config import (
-    EngineConfig,
-    MemoryConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-)
 from rollout.errors import InvalidInputError
+from rollout.offline.config import CommandConfig
 
 _MIB = 2**20
 
@@ -118,38 +110,10 @@ class ServerConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class ServeConfig:
+class ServeConfig(CommandConfig):
     """`specrollout serve`: an engine and its server."""
 
-    model: ModelConfig
     server: ServerConfig = field(default_factory=ServerConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    spec: dict[str, Any] = field(default_factory=dict)  # _target_ builds the worker; its options
-    exact: bool = True
-    num_threads: int | None = None
-
-    def __post_init__(self) -> None:
-        self.cluster.check_with(self.parallel)
-
-    @property
-    def ranks(self) -> ParallelConfig:
-        """The ranks of the command's own process; see `ClusterConfig.own_ranks`."""
-        return self.cluster.own_ranks(self.parallel)
-
-    @property
-    def engine(self) -> EngineConfig:
-        """The parts of it that make the engine."""
-        return EngineConfig(
-            model=self.model,
-            memory=self.memory,
-            scheduler=self.scheduler,
-            parallel=self.parallel,
-            exact=self.exact,
-            num_threads=self.num_threads,
-        )
 
 
 def _is_key(key: str) -> bool:

@@ -111,8 +111,8 @@ class ParameterSource(ABC):
         ...
 
     def flat_shard(self, ref: ParamRef) -> FlatShard | None:
-        """This rank's elements of a parameter of which each rank holds one range, so that parts of
-        it can be sent from rank to rank. None for any other: it has to be gathered."""
+        """The elements that this rank holds of a parameter, where each rank holds one range: parts
+        of it can be sent from rank to rank. None for any other: it has to be gathered."""
         return None
 
     def refs(self) -> list[ParamRef]:

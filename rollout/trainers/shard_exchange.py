@@ -19,7 +19,7 @@ from rollout.weights.manifest import Manifest, Slices
 
 @dataclass(frozen=True, slots=True)
 class FlatShard:
-    """This rank's elements of a parameter, and the range of elements of every rank."""
+    """The elements that this rank holds of a parameter, and the ranges that all ranks hold."""
 
     values: torch.Tensor  # 1-dimensional
     held: Sequence[range]
@@ -61,7 +61,7 @@ class ShardExchange:
         return pieces
 
     def part(self, name: str, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What this rank needs of a weight: a view of the only piece, or a copy."""
+        """The part that this rank needs of a weight: a view of the only piece, or a copy."""
         where, (shape, dtype) = self._needed[self._rank][name], self._manifest[name]
         flat = pieces[0] if len(pieces) == 1 else self._joined(pieces, dtype)
         flat = flat.to(self._device, dtype)
@@ -113,7 +113,7 @@ class ShardExchange:
         return joined
 
     def _cut(self, shard: FlatShard, rank: int, name: str) -> Iterator[torch.Tensor]:
-        """What ``rank`` needs of what this rank holds of a weight: views."""
+        """Views of the elements that this rank holds of a weight and ``rank`` needs."""
         held = shard.held[self._rank]
         for each in self._common(held, rank, name):
             yield shard.values[each.start - held.start : each.stop - held.start]

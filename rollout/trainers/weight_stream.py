@@ -47,7 +47,7 @@ class WeightStream:
         return self
 
     def sliced(self, needed: Slices) -> Iterator[tuple[str, torch.Tensor]]:
-        """This stream, of what is needed alone; to be called before it is read."""
+        """This stream with only the needed parts of weights; called before it is read."""
         self._needed = needed
         return self
 
@@ -103,7 +103,7 @@ class WeightStream:
         return ShardExchange(ranks.groups[0], ranks.device, manifest, needed)
 
     def _part(self, name: str, value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is needed of a whole tensor, if anything is."""
+        """The needed part of a whole tensor, if any is needed."""
         where = None if self._needed is None else self._needed.get(name)
         if where is not None:
             yield name, where.of(value)

@@ -92,7 +92,7 @@ class TensorChange:
 
     @property
     def num_bytes(self) -> int:
-        """What came."""
+        """Bytes of the indices and values that were sent."""
         return self.indices.nbytes + self.given_values.nbytes
 
     @property
@@ -114,8 +114,8 @@ class TensorChange:
             )
 
     def applied(self, part: torch.Tensor, loader: WeightLoader) -> torch.Tensor:
-        """What this rank stores of the changed tensor. ``part``: what it stores now, which is
-        changed."""
+        """This rank's part of the changed tensor: ``part``, which it stores now, changed in
+        place."""
         shard = loader.shard
         indices = self.indices.to(part.device, torch.int64)
         values = self.given_values.to(part)

@@ -115,7 +115,8 @@ class BroadcastGroup(ABC):
         )
 
     def receive(self, tensor: torch.Tensor, timeout: float) -> None:
-        """What rank 0 sends to this rank, into a contiguous tensor. Raises as `broadcast` does."""
+        """Receive into a contiguous tensor what rank 0 sends to this rank. Raises as `broadcast`
+        does."""
         self._run("receive", lambda group: [group.recv([tensor], 0, 0)], timeout)
         self.num_bytes += tensor.nbytes
 

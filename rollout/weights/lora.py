@@ -63,7 +63,7 @@ class LoraChange:
 
     @property
     def num_bytes(self) -> int:
-        """What came."""
+        """Bytes of the adapter that was sent."""
         return self.a.nbytes + self.b.nbytes
 
     @property
@@ -79,8 +79,8 @@ class LoraChange:
             )
 
     def applied(self, part: torch.Tensor, loader: WeightLoader) -> torch.Tensor:
-        """What this rank stores of the sum. ``part``: what it stores of the weight without an
-        adapter, which is changed."""
+        """This rank's part of weight plus adapter: ``part`` of the weight alone, changed in
+        place."""
         assert self.scaling is not None
         a, b = self.a.to(part.device), self.b.to(part.device)
         part += loader.own(lora_delta(a, b, self.scaling))

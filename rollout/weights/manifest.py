@@ -115,8 +115,8 @@ class SlicedSource(WeightSource, Protocol):
     """A WeightSource that brings a rank what it needs in place of whole tensors."""
 
     def sliced(self, needed: Slices) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is needed of these tensors, valid until the next is asked for. Others may be left
-        out."""
+        """The needed parts of these tensors, each valid until the next is asked for. Others may
+        be left out."""
         ...
 
 

@@ -61,7 +61,7 @@ class OpenUpdate:
 
     @property
     def progress(self) -> str:
-        """How far it has come, for an error."""
+        """The progress of this update, for an error."""
         some = ", ".join(list(self.loaded)[:LISTED]) + ", ..." * (len(self.loaded) > LISTED)
         return f"version {self.version} stopped after {len(self.loaded)} tensors ({some})"
 

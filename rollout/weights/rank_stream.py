@@ -95,7 +95,7 @@ class RankStream:
         return self._sent() if self._group.rank == 0 else self._received()
 
     def _step(self, fields: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-        """What rank 0 says next, when all are done with what it said before."""
+        """Rank 0's next message, once every rank is done with the one before."""
         self._group.all_gather_int(0)
         message = json.loads(self._group.broadcast_bytes(json.dumps(fields).encode()))
         self._is_over = "error" in message

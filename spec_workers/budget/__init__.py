@@ -1,4 +1,4 @@
-"""How much drafting pays: what steps cost, what drafts are worth, and the choice between them."""
+"""The budget of draft tokens: what steps cost, what drafts are worth, and the choice of nodes."""
 
 from spec_workers.budget.budget import DraftBudget, FixedBudget, Verified
 from spec_workers.budget.learned_budget import LearnedBudget

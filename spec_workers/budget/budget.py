@@ -1,4 +1,4 @@
-"""How many draft nodes a step verifies.
+"""The protocol of a budget, which chooses the draft nodes that a step verifies, and the fixed one.
 
 Legend: B entries of a batch, N draft nodes.
 """
@@ -56,7 +56,7 @@ class DraftBudget(Protocol):
         ...
 
     def change_policy(self) -> None:
-        """The target's weights changed."""
+        """Note that the target's weights changed."""
         ...
 
     def forget(self, request: Request) -> None:
@@ -74,7 +74,7 @@ class DraftBudget(Protocol):
 
 
 class FixedBudget:
-    """Verifies whatever is proposed.
+    """The budget that verifies whatever is proposed.
 
     Learns nothing. Keeps what it restores and returns it, for a learned budget of a later run.
     """

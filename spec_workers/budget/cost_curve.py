@@ -1,4 +1,4 @@
-"""How long a target forward takes, learned as it runs.
+"""The time of a target forward, learned as it runs.
 
 Legend: K knots, flat: contexts x rows; H row knots.
 """
@@ -96,7 +96,7 @@ class CostCurve:
     def observe(
         self, num_rows: int, longest_context: int, milliseconds: float, steps: int = 1
     ) -> None:
-        """One forward took so long, ``steps`` after the one observed before it.
+        """Learn the time of a forward, ``steps`` after the one observed before it.
 
         Times that are not positive, or not known (NaN), are ignored.
         """

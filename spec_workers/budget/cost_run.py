@@ -1,4 +1,4 @@
-"""A few forwards, timed before the first step, so that the first choices are no guesses."""
+"""Times a few forwards before the first step, so that the first choices are no guesses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spec_workers.budget.budget import DraftBudget
 from spec_workers.budget.cost_curve import CostCurve
 from spec_workers.budget.learned_budget import LearnedBudget
 from spec_workers.target import TargetWorker
-from spec_workers.trial_forwards import CONTEXT, trial_forwards
+from spec_workers.target.trial_forwards import CONTEXT, trial_forwards
 
 _SIZES = (1, 2, 4, 8, 12, 16, 32, 64)
 _TURNS = 7  # that are timed

@@ -1,4 +1,4 @@
-"""Whether to draft at all: off while it has not paid, with a look now and then."""
+"""The gate of drafting: closed while drafts have not paid, with a probe now and then."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Gate:
     def observe(
         self, width: int, gained_ms: float, spent_ms: float, temperature: float = 1.0
     ) -> None:
-        """A step of ``width`` sampling requests in which drafting was open.
+        """Learn from a step of ``width`` sampling requests in which drafting was open.
 
         ``gained_ms``: what the same progress would have taken longer without, negative where
         drafting lost. ``spent_ms``: of the step without drafts.
@@ -65,7 +65,7 @@ class Gate:
             self._close(width, temperature)
 
     def skip(self, width: int, temperature: float = 1.0) -> None:
-        """A step of ``width`` sampling requests went by closed."""
+        """Count a step of ``width`` sampling requests with the gate closed."""
         self._closed_for -= 1
         is_other = abs(temperature - self._closed_temperature) > _OTHER_TEMPERATURE
         if 2 * width <= self._closed_at or is_other:

@@ -61,7 +61,7 @@ class Bought(NamedTuple):
 
 
 class LearnedBudget:
-    """See `DraftBudget`. Learns what steps cost and what drafts are worth from the steps it saw."""
+    """The budget that learns what steps cost and what drafts are worth. See `DraftBudget`."""
 
     def __init__(self, cost: StepCost, values: NodeValues, min_probability: float) -> None:
         """``min_probability``: nodes less likely to be accepted are never asked for."""
@@ -214,7 +214,7 @@ class LearnedBudget:
     def _forecast(
         self, prices: Prices, num_nodes: int, expected: float, drafting_ms: float
     ) -> StepForecast | None:
-        """``expected``: of the nodes, how many will be accepted."""
+        """The forecast of a step. ``expected``: accepted nodes."""
         if not prices.width or not self.cost.is_known:
             return None
         plain_ms = float(prices.with_nodes_N1[0]) + self.cost.of_following(prices.width)

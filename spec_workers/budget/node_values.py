@@ -1,4 +1,4 @@
-"""How far the estimates of draft nodes can be believed, by source, depth and request.
+"""Corrections of draft nodes' estimated probabilities, by source, depth and request.
 
 Legend: N draft nodes; S sources, D depth buckets.
 """
@@ -59,7 +59,7 @@ class NodeValues:
         depths_N: NDArray,
         accepted_N: NDArray[np.bool_],
     ) -> None:
-        """Nodes that were verified, with the estimates they came with."""
+        """Learn from verified nodes and the estimates they came with."""
         if not probs_N.size:
             return
         corrected_N = self.corrected(probs_N, sources_N, depths_N)  # before it knew better
@@ -77,7 +77,7 @@ class NodeValues:
             self._by_tenth[row] += np.bincount(tenth_N, weights, _TENTHS)
 
     def decay(self) -> None:
-        """The policy changed: what was learned counts for less."""
+        """Let what was learned count for less, as the policy has changed."""
         self._expected_SD *= _DECAY
         self._accepted_SD *= _DECAY
         self._update_ratios()
@@ -148,5 +148,5 @@ class RequestTrust:
         self._seen[request_id] = (expected * decay, total * decay)
 
     def forget(self, request_id: int) -> None:
-        """The request ended."""
+        """Drop what is known about a request that has ended."""
         self._seen.pop(request_id, None)

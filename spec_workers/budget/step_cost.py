@@ -22,7 +22,7 @@ _USUAL = 0.05  # weight of a step in the usual error
 
 
 class LinearCost:
-    """Milliseconds a step and so many for each of what is counted in it.
+    """Learned milliseconds of a step as a line: a constant, and a slope for each counted item.
 
     Recursive least squares with clipped errors, which forgets along each step's counts alone
     (Kulhavy 1987, restricted exponential forgetting).
@@ -34,7 +34,7 @@ class LinearCost:
         self._usual_error: float | None = None
 
     def observe(self, count: float, milliseconds: float) -> None:
-        """A step with so many took so long."""
+        """Learn the time of a step with so many items."""
         x = np.array([1.0, count])
         expected = float(self._weights @ x)
         error = milliseconds - expected
@@ -51,12 +51,12 @@ class LinearCost:
         self._inverse -= np.outer(along, along) * (believed / (_MEMORY * (1.0 + spread)))
 
     def milliseconds(self, count: float) -> float:
-        """The time of a step with so many."""
+        """The time of a step with so many items."""
         return max(0.0, float(self._weights[0] + self._weights[1] * count))
 
     @property
     def each(self) -> float:
-        """Milliseconds for one more."""
+        """Milliseconds per item."""
         return max(0.0, float(self._weights[1]))
 
     def learned(self) -> dict[str, float]:
@@ -127,7 +127,7 @@ class StepCost:
         decode_only: bool,
         steps: int,
     ) -> None:
-        """A step took so long, ``steps`` after the one observed before it.
+        """Learn the times of a step, ``steps`` after the one observed before it.
 
         ``proposed``: whether draft nodes were asked for. ``times``: NaN where the timing
         of a phase is not steady-state.

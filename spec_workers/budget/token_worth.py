@@ -127,17 +127,17 @@ class AcceptRate:
         return (self._accepted + _FIRST_RATE * _INERTIA) / (self._steps + _INERTIA)
 
     def observe(self, accepted: float) -> None:
-        """A step that verified drafts accepted so many tokens per request."""
+        """Learn from a step that verified drafts: accepted tokens per request."""
         self._accepted += accepted
         self._steps += 1.0
         if self._steps > _MEMORY:
             self.fade(0.5)
 
     def fade(self, share: float = _FADE) -> None:
-        """A step verified none."""
+        """Let the rate fade by a step that verified no draft."""
         self._accepted *= share
         self._steps *= share
 
     def decay(self) -> None:
-        """The policy changed."""
+        """Let what was learned count for less, as the policy has changed."""
         self.fade(_DECAY)

@@ -74,7 +74,7 @@ class ExternalLoad:
         _close(self._documents)
 
     def fail(self, error: BaseException | None) -> None:
-        """Mark it as failed. ``error`` is None if it stopped because the program is ending."""
+        """Mark the load as failed. ``error``: None if it stopped because the program is ending."""
         self.state = ExternalState.FAILED
         self.num_tokens = 0
         self.error = "the program is ending" if error is None else _reason(error)

@@ -1,4 +1,4 @@
-"""Tells the corpus what was committed: each token once, however seldom it is told."""
+"""Feeds committed tokens to the corpus: each exactly once, however seldom it is called."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class CorpusFeed:
                       if each.fed < len(each.request.tokens)])  # fmt: skip
 
     def note_verified(self, request: Request, num_nodes: int) -> None:
-        """The first ``num_nodes`` nodes of the latest proposal for the request, if there was one,
-        were verified."""
+        """Note that the first ``num_nodes`` nodes of the request's latest proposal were verified,
+        if there was one."""
         followed = self._followed.get(request.request_id)
         if followed is not None:
             followed.verified = num_nodes
 
     def leave(self, request: Request) -> None:
-        """The request has ended: its tokens stay, unless it emitted none and was never followed."""
+        """End a request: its tokens stay, unless it emitted none and was never followed."""
         if not self.follows(request) and len(request.tokens) > request.prompt_len:
             self._open(request)
         followed = self._followed.pop(request.request_id, None)

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ngram_native import Corpus
-from rollout.durable_files import whole_file
 from rollout.engine.draft_corpus import (
     CorpusDelta,
     ExternalCorpus,
@@ -20,6 +19,7 @@ from rollout.engine.draft_corpus import (
     Publishing,
     check_name,
 )
+from rollout.engine.durable_files import whole_file
 from rollout.errors import IntegrityError, InvalidInputError
 from rollout.parallel import RankGroup, SingleRank
 from rollout.types import Request
@@ -121,7 +121,7 @@ class NgramCorpus:
             self.inbox.feed(weight_version, _LEARNED_PER_STEP)
 
     def release(self, request: Request) -> None:
-        """The request has ended; its tokens stay."""
+        """End a request; its tokens stay."""
         self.feed.leave(request)
         if self.outbox is not None:
             self.outbox.leave(request)

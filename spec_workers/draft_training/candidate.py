@@ -5,53 +5,17 @@ from __future__ import annotations
 import enum
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
 import torch
 
 from rollout.errors import InvalidInputError
-from rollout.models.aux_hidden_states import AuxHiddenStates
 from spec_workers.draft_training.config import CoTrainingConfig
 from spec_workers.draft_training.recent_rollouts import RecentRollouts
 from spec_workers.draft_training.sequences import TrainingSequence
-
-
-class HeldOut(Protocol):
-    """A measurement on held-out sequences."""
-
-    @property
-    def accept_length(self) -> float:
-        """Tokens per forward of the target."""
-        ...
-
-
-class Trainer(Protocol):
-    """The part of `DraftTrainer` that a candidate needs."""
-
-    features: AuxHiddenStates
-
-    def step(self, batch: Sequence[TrainingSequence]) -> object:
-        """Do one optimizer step."""
-        ...
-
-    def held_out_accept_length(self, sequences: Sequence[TrainingSequence]) -> HeldOut:
-        """Measure the draft; changes nothing."""
-        ...
-
-    def named_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Copies of the draft's weights, by the names that an engine knows."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Weights and optimizer state; later steps may change its tensors."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``; later steps may change its tensors."""
-        ...
+from spec_workers.draft_training.trainer import DraftTrainer
 
 
 class CandidateVerdict(enum.StrEnum):
@@ -78,7 +42,7 @@ class Candidate:
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: DraftTrainer,
         rollouts: RecentRollouts,
         config: CoTrainingConfig,
         dtype: torch.dtype,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import rich
@@ -197,12 +197,8 @@ def _conclude(
     return EXIT_SIGNAL + stop.received
 
 
-class Progress(Protocol):
-    """Shows progress."""
-
-    def __call__(self, progress: RunProgress, /) -> None:
-        """Show the state after a step."""
-        ...
+Progress = Callable[[RunProgress], None]
+"""Shows the state after a step."""
 
 
 @contextmanager

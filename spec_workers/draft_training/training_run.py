@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from rollout.durable_files import whole_file
+from rollout.engine.durable_files import whole_file
 from rollout.errors import InvalidInputError
 from spec_workers.draft_training.draft import TrainableDraft
 from spec_workers.draft_training.held_out import HeldOutResult

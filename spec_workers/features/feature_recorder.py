@@ -16,7 +16,7 @@ from rollout.errors import InvalidInputError
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.types import EntryResult, FinishReason, Request, Scheduled
 from spec_workers.features.feature_ring import DTYPES, FeatureRing
-from spec_workers.observation import Observation
+from spec_workers.step.observation import Observation
 from spec_workers.target import TargetWorker
 
 SHORTEST = 2  # rows: one for the draft to read, and one for the label of its guess

@@ -148,7 +148,7 @@ class FeatureRing:
 
     @property
     def times_taken(self) -> int:
-        """How often a reader has read everything."""
+        """The number of times a reader has emptied the ring."""
         return int(self._header["taken"][0])
 
     def max_rows(self, num_tokens: int) -> int:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rollout.ops.ragged import offsets_of
 from spec_workers.draft_tree import indices_within
 from spec_workers.neural.draft_runner import KnownRuns
-from spec_workers.observation import Observation, runs_prompt
+from spec_workers.step.observation import Observation, runs_prompt
 
 
 class DraftExtension:

@@ -19,11 +19,11 @@ from rollout.models.loader import Progress
 from rollout.models.mtp.loader import MtpChain
 from rollout.models.spec import ModelSpec
 from rollout.weights.parts import CheckpointSource
-from spec_workers.draft_sizing import draft_bytes
 from spec_workers.neural.drafter import NeuralDrafter
 from spec_workers.neural.tree_proposer import proposal_graphs
 from spec_workers.options import NeuralOptions, check_topk
 from spec_workers.target import TargetWorker
+from spec_workers.target.draft_sizing import draft_bytes
 
 Reader = Callable[[Path, frozenset[str]], CheckpointSource]
 """Reads the checkpoint tensors of the named parts from a folder."""

@@ -38,7 +38,7 @@ from spec_workers.neural.draft_runner import DraftRunner
 from spec_workers.neural.draft_state import DraftState
 from spec_workers.neural.guesses import Guesser
 from spec_workers.neural.tree_proposer import TreeProposer, TreesToGrow
-from spec_workers.observation import Observation
+from spec_workers.step.observation import Observation
 from spec_workers.target import TargetWorker
 
 

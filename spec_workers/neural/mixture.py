@@ -48,7 +48,7 @@ def contexts(is_greedy_R: Array | None, bucket: int | Array, highest_R: Array) -
 
 
 class LearnedMixture:
-    """How much each component is believed; apart for greedy rows, depths, and a draft's confidence.
+    """Learned weights of the components, kept apart by depth, confidence and greedy sampling.
 
     Online expectation-maximization (Cappé, Moulines 2009): each observation adds the components'
     responsibilities for it, and older ones fade.

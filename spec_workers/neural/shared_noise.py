@@ -1,4 +1,4 @@
-"""How likely the target is to sample what a draft thinks of, its noise being known.
+"""The probability that the target samples a draft's token, given the noise it samples with.
 
 The target's sample at a position is its inverse distribution function at a uniform number that
 depends on the request's seed and the position alone (`rollout/ops/uniforms`). The draft can
@@ -51,7 +51,7 @@ COMPONENTS = len(WIDTHS) + 1
 
 @dataclass(kw_only=True, slots=True)
 class Candidates:
-    """Tokens the draft thinks of. One that comes twice has probability 0 the first time."""
+    """Candidate tokens of the draft. One that comes twice has probability 0 the first time."""
 
     index_RC: Array  # int64, of the draft's vocabulary
     probs_RC: Array  # float32, the draft's

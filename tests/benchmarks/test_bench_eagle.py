@@ -14,11 +14,14 @@ from bench_eagle import (
     MTP,
     NGRAM,
     Folders,
+    Setting,
     accept_length_rows,
     epoch_rows,
+    speed_rows,
 )
 from harness.prompts import held_out_prompts
 
+from rollout import SamplingParams
 from tests.helpers.tiny_draft import save_tiny_eagle3
 from tests.helpers.tiny_mtp import save_tiny_mtp
 
@@ -53,6 +56,18 @@ def test_hybrids_are_held_against_their_parts(folders):
         better = max(lengths[NGRAM], lengths[neural])
         assert row.value == pytest.approx(lengths[hybrid] / better, abs=1e-3)
         assert row.bar == 1.05
+
+
+def test_speeds_are_those_of_every_kind_beside_plain_decoding(folders):
+    params = SamplingParams(temperature=0.7, max_new_tokens=6)
+    setting = Setting(name="warm", params=params, batch=1, num_prompts=2)
+    rows = {row.name: row for row in speed_rows(folders, setting, PROMPTS, repeats=2)}
+    assert list(rows) == [
+        f"warm, {what}: {name}" for name in DRAFTING for what in ("speedup", "drafting")
+    ]
+    for name in DRAFTING:
+        assert rows[f"warm, speedup: {name}"].bar == 0.97
+        assert 0 < rows[f"warm, drafting: {name}"].value < 1
 
 
 def test_a_draft_can_be_left_out(folders):

@@ -6,13 +6,11 @@ import importlib
 import json
 import re
 import shlex
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from harness import rows
 from harness.command import POSITIVE, Command
-from harness.race import race
 from harness.timing import in_turns, paired, rotated
 
 
@@ -109,37 +107,6 @@ def test_ratios_are_of_pairs() -> None:
     assert paired([1.0, 3.0], [2.0, 6.0]) == 0.5
     with pytest.raises(ValueError, match="shorter"):
         paired([1.0, 2.0], [1.0])
-
-
-@dataclass
-class Scripted:
-    """A pass that emits ``rate`` tokens a turn until it has all."""
-
-    name: str
-    rate: int
-    diary: list[str]
-    num_tokens: int = 0
-    outputs: dict = field(default_factory=lambda: {(0, 0): [1]})
-
-    @property
-    def is_done(self):
-        return self.num_tokens >= 12
-
-    def run(self, seconds):
-        assert not self.is_done
-        self.diary.append(self.name)
-        self.num_tokens += self.rate
-
-
-def test_whoever_is_behind_has_the_next_turn() -> None:
-    diary = []
-    race([Scripted("a", 2, diary), Scripted("b", 4, diary)])
-    assert "".join(diary) == "abaabaaba"
-
-
-def test_different_tokens_end_the_race() -> None:
-    with pytest.raises(RuntimeError, match="changed the tokens"):
-        race([Scripted("a", 3, []), Scripted("b", 3, [], outputs={(0, 0): [2]})])
 
 
 def test_the_commands_of_the_documentation_are_understood() -> None:

@@ -16,8 +16,8 @@ from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.config import EngineConfig
 from rollout.engine.worker import factory_of, worker_factory
 from rollout.errors import InvalidInputError
-from rollout.hydra_config import checked_config, register_schema
 from rollout.offline import OnError, RunConfig
+from rollout.offline.hydra_config import checked_config, register_schema
 from rollout.types import SamplingParams
 
 CONF = Path(__file__).parents[2] / "conf"

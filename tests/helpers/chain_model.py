@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.helpers.text_model import save_word_tokenizer
 from tests.helpers.tiny_model import save_tiny_llama
 
 _SPECIAL = ("<pad>", "<unk>", "</s>")  # tiny models end with the token 2
@@ -42,36 +42,7 @@ def save_chain_model(
     for word, next_word in following.items():
         head[words.index(next_word)] += embeddings[words.index(word)]
     save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors", {"format": "pt"})
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {
-                "id": words.index(word), "content": word, "special": True, "single_word": False,
-                "lstrip": False, "rstrip": False, "normalized": False,
-            }
-            for word in [*_SPECIAL, *special]
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "post_processor": None,
-        "decoder": None,
-        "model": {
-            "type": "WordLevel",
-            "vocab": {word: index for index, word in enumerate(words)},
-            "unk_token": "<unk>",
-        },
-    }  # fmt: skip
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "unk_token": "<unk>",
-        "eos_token": "</s>",
-        "pad_token": "<pad>",
-        "chat_template": chat_template,
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    save_word_tokenizer(folder, words, special=[*_SPECIAL, *special], chat_template=chat_template)
     return folder
 
 

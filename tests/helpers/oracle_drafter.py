@@ -8,7 +8,7 @@ import numpy as np
 
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.types import Batch, DraftTrees, Request
-from spec_workers.observation import Observation
+from spec_workers.step.observation import Observation
 from tests.helpers.requests import make_trees
 
 VOCAB = 97

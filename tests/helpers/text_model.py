@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
@@ -28,31 +29,47 @@ def save_text_model(folder: Path, *, max_positions: int = 128) -> Path:
     special = ["<pad>", "<unk>", "</s>", "<system>", "<user>", "<assistant>"]
     tokens = [*special, *WORDS]
     tokens += [f"word{index}" for index in range(97 - len(tokens))]
+    save_word_tokenizer(folder, tokens, chat_template=CHAT_TEMPLATE)
+    return folder
+
+
+def save_word_tokenizer(
+    folder: Path, words: Sequence[str], *, special: Sequence[str] = (), chat_template: str
+) -> None:
+    """A tokenizer of one token per word, ``<pad>``, ``<unk>`` and ``</s>`` among them.
+
+    ``special``: the words that are special tokens.
+    """
     tokenizer = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [],
+        "added_tokens": [
+            {
+                "id": words.index(word), "content": word, "special": True, "single_word": False,
+                "lstrip": False, "rstrip": False, "normalized": False,
+            }
+            for word in special
+        ],
         "normalizer": None,
         "pre_tokenizer": {"type": "WhitespaceSplit"},
         "post_processor": None,
         "decoder": None,
         "model": {
             "type": "WordLevel",
-            "vocab": {token: index for index, token in enumerate(tokens)},
+            "vocab": {word: index for index, word in enumerate(words)},
             "unk_token": "<unk>",
         },
-    }
+    }  # fmt: skip
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "unk_token": "<unk>",
         "eos_token": "</s>",
         "pad_token": "<pad>",
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": chat_template,
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
 
 
 def byte_tokenizer() -> Tokenizer:

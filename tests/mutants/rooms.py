@@ -11,7 +11,12 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "scheduler": ("rollout/scheduler/*.py",),
     "memory": ("rollout/memory/*.py",),
     "sampling": ("rollout/sampling/*.py",),
-    "workers": ("spec_workers/*.py",),
+    "workers": (
+        "spec_workers/*.py",
+        "spec_workers/target/*.py",
+        "spec_workers/step/*.py",
+        "spec_workers/hybrid/*.py",
+    ),
     "budget": ("spec_workers/budget/*.py",),
     "neural drafts": ("spec_workers/neural/*.py",),
     "features": ("spec_workers/features/*.py",),

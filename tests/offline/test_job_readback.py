@@ -12,7 +12,7 @@ import pytest
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.offline import DataConfig, JobStatus, OnError, OutputError, RunConfig
-from rollout.offline.sink import JsonlSink
+from rollout.offline.journal import Journal
 from tests.helpers.small_jobs import output_rows, run, small_job, with_output, write_rows
 
 PARAMS = SamplingParams(temperature=0.9, max_new_tokens=4, n=2, seed=5)
@@ -213,11 +213,11 @@ def test_an_output_that_others_change_meanwhile(
     tmp_path: Path, change: Callable[[Path], None], at_end: bool
 ) -> None:
     path = tmp_path / "rows.jsonl"
-    sink = JsonlSink(path)
-    sink.append(b'{"number": 1}\n')
+    journal = Journal(path)
+    journal.append(b'{"number": 1}\n')
     change(path)
-    end = sink.close if at_end else lambda: sink.append(b'{"number": 2}\n')
+    end = journal.close if at_end else lambda: journal.append(b'{"number": 2}\n')
     with pytest.raises(OutputError, match=r"rows\.jsonl was changed or moved by another process"):
         end()
     if not at_end:
-        sink.close()
+        journal.close()

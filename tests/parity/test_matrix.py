@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from rollout import Rollout, RolloutEngine
 from rollout.config import engine_config
-from spec_workers.observation import Observation
+from spec_workers.step.observation import Observation
 from tests.helpers.compared import numbers
 from tests.helpers.oracle_worker import oracle_factory
 from tests.helpers.pairwise import PairwiseDesign, Row

@@ -20,10 +20,10 @@ from rollout.report import write_report
 from rollout.report.charts import charts
 from rollout.report.key_figures import figures, name_runs
 from rollout.report.learned import calibration, cost_curve, node_values
+from rollout.report.log_reader import read_log
 from rollout.report.panels import Chart
-from rollout.report.reading import read_log
 from rollout.report.report import MAX_RUNS
-from rollout.report.rollouts import MAX_ROLLOUTS, RolloutTexts
+from rollout.report.rollout_texts import MAX_ROLLOUTS, RolloutTexts
 from rollout.report.run import MAX_BINS, Bins, Log
 from rollout.report.tables import tables
 from rollout.report.verdict import print_verdicts, time_shares, verdicts

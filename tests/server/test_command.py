@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from rollout.cli import main
 from rollout.config import EngineConfig
 from rollout.errors import InvalidInputError
-from rollout.hydra_config import register_schema
+from rollout.offline.hydra_config import register_schema
 from rollout.server.command import serve_config_from
 from rollout.server.config import ServeConfig, ServerConfig
 from tests.helpers.hang import HANG_SECONDS, wait_until

@@ -131,5 +131,5 @@ def _attention_factor(rope: RopeSpec) -> float:
 
 
 def yarn_magnitude(factor: float, mscale: float) -> float:
-    """How much larger YaRN makes queries and keys of a context stretched by ``factor``."""
+    """YaRN's factor on queries and keys in a context stretched by ``factor``."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -42,7 +42,7 @@ class TensorSlice:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """This rank's part of a tensor that is split over ranks. ``loader``: of the part alone."""
+    """The part that this rank stores of a tensor split over ranks; ``loader`` loads that part."""
 
     where: TensorSlice
     loader: WeightLoader
@@ -72,7 +72,7 @@ class WeightLoader:
         return self.alias_of is None and not self.is_borrowed and not self.parts
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
-        """What of a whole tensor this rank stores."""
+        """The part of a whole tensor that this rank stores."""
         return whole if self.shard is None else self.shard.where.of(whole)
 
     def write_own(self, values: torch.Tensor) -> None:

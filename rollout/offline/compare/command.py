@@ -20,17 +20,17 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout.cluster.config import ClusterKind
-from rollout.durable_files import whole_file
+from rollout.engine.durable_files import whole_file
 from rollout.engine.engine import RolloutEngine
 from rollout.engine.worker import WorkerFactory, factory_of
 from rollout.errors import InvalidInputError
-from rollout.hydra_config import checked_config, register_schema
-from rollout.offline.check import check_rows
 from rollout.offline.compare.comparison import Compared, Comparison, Work
 from rollout.offline.compare.paired_times import SpeedupVerdict
 from rollout.offline.config import RunConfig
+from rollout.offline.hydra_config import checked_config, register_schema
 from rollout.offline.paths import JobPaths
 from rollout.offline.progress import loading_model
+from rollout.offline.prompt_check import check_rows
 from rollout.offline.prompt_tokens import check_tokens
 from rollout.offline.prompts import PromptFile
 from rollout.types import Prompt

@@ -38,7 +38,7 @@ class Work:
             yield keys[start : start + length]
 
     def of_epoch(self, epoch: int) -> Work:
-        """The same prompts with the seeds of another epoch, as a trainer's next step has them."""
+        """This work with the seeds of another epoch, as a trainer's next step has them."""
         return replace(self, params=replace(self.params, seed=self.params.seed + epoch))
 
 

@@ -40,6 +40,11 @@ class PairedTimes:
         self.plain_P.append(plain)
         self.speculative_P.append(speculative)
 
+    def extend(self, later: PairedTimes) -> None:
+        """Append another comparison's pairs."""
+        self.plain_P += later.plain_P
+        self.speculative_P += later.speculative_P
+
     def __len__(self) -> int:
         return len(self.plain_P)
 

@@ -97,7 +97,7 @@ class Heading:
 
 
 def finish(rollout: Rollout) -> dict[str, Any]:
-    """How a choice ends: beside OpenAI's reasons ``abort`` and ``error``, which it does not have.
+    """The fields that end a choice. ``abort`` and ``error`` are reasons that OpenAI does not have.
 
     ``weight_versions``: spans ``[version, start, end]`` of the choice's tokens. ``routed_experts``,
     where they were asked for: numpy's file of them in base64, as vLLM has it.

@@ -212,7 +212,7 @@ class ChatBody(OpenAISamplingBody):
 
     @property
     def forced_functions(self) -> dict[str, Any] | None:
-        """Those that one must be called of; None: no call is forced."""
+        """The functions of which the model must call one; None: no call is forced."""
         functions = self.functions
         if self.tool_choice == "required":
             return functions or None

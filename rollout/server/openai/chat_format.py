@@ -1,4 +1,4 @@
-"""How the served model takes and writes chats: its template, and the parsers of its output."""
+"""The served model's chat format: its template, and the parsers of its output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _THINKING = ("enable_thinking", "thinking")  # names that templates have for it
 
 @dataclass(frozen=True, kw_only=True)
 class MessageFormat:
-    """How the answers to one body are read."""
+    """The parsers that read the answers to one request body."""
 
     reads_reasoning: bool  # else it is text
     begins_inside: bool  # of reasoning, which the prompt has begun

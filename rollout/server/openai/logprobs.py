@@ -82,7 +82,7 @@ class ScoredTokens:
         )
 
     def then(self, others: ScoredTokens) -> ScoredTokens:
-        """These tokens with the others behind them."""
+        """These tokens, followed by ``others``."""
         return ScoredTokens(
             token_ids=[*self.token_ids, *others.token_ids],
             logprobs=[*self.logprobs, *others.logprobs],

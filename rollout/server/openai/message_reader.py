@@ -1,4 +1,4 @@
-"""What a model writes, as the parts of a message: reasoning, text for the user, calls of tools."""
+"""Splits a model's output into the parts of a message: reasoning, content, calls of tools."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class MessageReader:
         self.num_calls = 0
 
     def push(self, text: str) -> MessagePart:
-        """What is certain with this text."""
+        """Add text to the output; returns the part of the message that is certain with it."""
         if self._think is None:
             return self._part(self._find_calls([Text(text)]))
         return self._part(self._find_calls(self._think.push(text)))
 
     def finish(self, text: str = "") -> MessagePart:
-        """The rest, when the text has ended with this."""
+        """The rest of the message, after its last text."""
         pieces: list[Piece] = [Text(text)]
         if self._think is not None:
             pieces = self._think.push(text) + self._think.finish()

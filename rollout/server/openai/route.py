@@ -1,4 +1,4 @@
-"""How OpenAI's servers answer what is wrong with a request, and `/v1/models`: the one there is."""
+"""Errors in OpenAI's form, and `/v1/models`, which lists the one model there is."""
 
 from __future__ import annotations
 

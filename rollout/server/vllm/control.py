@@ -145,7 +145,7 @@ def routes(serving: Serving) -> APIRouter:
 
 @asynccontextmanager
 async def _running_finished(serving: Serving, request: Request, mode: Mode) -> AsyncIterator[None]:
-    """With ``wait``, a context that begins when all requests have ended that had come before it.
+    """A context that with mode ``wait`` begins when all requests that came before it have ended.
     Later ones are held back until it ends."""
     if mode != "wait":
         yield

@@ -81,7 +81,7 @@ async def answer_prompt(serving: Serving, body: PromptBody, request: Request) ->
 
 
 def _logprobs(rollout: Rollout) -> list[list[dict[str, float]]]:
-    """By position the sampled token, then the most likely ones, by their ids."""
+    """Logprobs at each position by token id: the sampled token, then the most likely ones."""
     return [
         [{str(each): json_number(value) for each, value in [(token, logprob), *tops]}]
         for token, logprob, tops in ScoredTokens.of(rollout)

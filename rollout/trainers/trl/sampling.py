@@ -58,7 +58,7 @@ def sampling_params(
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """At least one token: TRL reads the last one of each."""
+    """One sample for TRL, of at least one token: TRL reads the last one of each."""
 
     token_ids: list[int]
     logprobs: list[float | None]  # None: unknown, which TRL takes for the trainer's own

@@ -37,21 +37,44 @@ def counters(llm: Any) -> dict[str, float]:
     return llm.collective_rpc("corpus_counters")[0]
 
 
+def expect_greedy(plain: Any, prompts: list[str], max_tokens: int = 48) -> Any:
+    """What plain vLLM says, and how likely it held other tokens."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=5)
+    return [each.outputs[0] for each in plain.generate(prompts, params, use_tqdm=False)]
+
+
+def assert_equal_up_to_noise(own: list[list[int]], expected: Any) -> None:
+    for tokens, known in zip(own, expected, strict=True):
+        for token, best, logprobs in zip(tokens, known.token_ids, known.logprobs, strict=True):
+            if token != best:
+                assert token in logprobs, "a token that the plain engine held for unlikely"
+                assert logprobs[best].logprob - logprobs[token].logprob < NOISE
+                break
+
+
 def test_greedy_tokens_are_vllms_own(plain: Any, drafting: Any) -> None:
-    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=5)
-    expected = plain.generate(PROMPTS, params, use_tqdm=False)
+    expected = expect_greedy(plain, PROMPTS)
     before = counters(drafting)
     for _ in range(2):
-        for own, other in zip(generate(drafting, PROMPTS, temperature=0, max_tokens=48),
-                              expected, strict=True):  # fmt: skip
-            known = other.outputs[0]
-            for token, best, logprobs in zip(own, known.token_ids, known.logprobs, strict=True):
-                if token != best:
-                    assert token in logprobs, "a token that the plain engine held for unlikely"
-                    assert logprobs[best].logprob - logprobs[token].logprob < NOISE
-                    break
+        own = generate(drafting, PROMPTS, temperature=0, max_tokens=48)
+        assert_equal_up_to_noise(own, expected)
     after = counters(drafting)
     assert after["accepted"] - before["accepted"] > after["rows"] - before["rows"]
+
+
+def test_cached_prefixes_and_chunks_of_prompts(plain: Any, drafting: Any) -> None:
+    """A prompt of several steps and blocks; the second time its blocks are not computed anew."""
+    numbered = " ".join(f"Line {n} of the poem has {n + 3} words." for n in range(25))
+    prompts = [f"{numbered} Line 25", f"{numbered} The poem ends"]
+    expected = expect_greedy(plain, prompts, 24)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    drafting.reset_prefix_cache()
+    for cached in (0, 256):
+        outputs = [drafting.generate([each], params, use_tqdm=False)[0] for each in prompts]
+        assert len(outputs[0].prompt_token_ids) > 4 * 64
+        assert outputs[0].num_cached_tokens == cached
+        assert outputs[1].num_cached_tokens == 256  # two blocks of the first prompt
+        assert_equal_up_to_noise(tokens_of(outputs), expected)
 
 
 def test_the_sampled_distribution_is_vllms_own(plain: Any, drafting: Any) -> None:
@@ -79,8 +102,9 @@ def test_the_sampled_distribution_is_vllms_own(plain: Any, drafting: Any) -> Non
 
 
 def test_64_requests_preempted_and_aborted(drafting: Any) -> None:
-    prompts = [f"{prompt} Number {k}." for k in range(16) for prompt in PROMPTS]
-    lengths = [100 + 3 * (k % 20) for k in range(64)]  # beyond a block of 128
+    text = "The river rises in the hills above the village. " * 9
+    prompts = [f"Number {k}. {text}" for k in range(64)]
+    lengths = [32 + 2 * (k % 20) for k in range(64)]  # most go beyond a block of 128
     params = [SamplingParams(temperature=0.8, max_tokens=n, ignore_eos=True) for n in lengths]
     metrics = {each.name: each for each in drafting.get_metrics()}
     before = metrics["vllm:num_preemptions"].value
@@ -103,7 +127,7 @@ def test_64_requests_preempted_and_aborted(drafting: Any) -> None:
     assert counters(drafting)["corpus/open_sequences"] <= 3 * 16
 
 
-def test_the_second_epoch_of_a_policy_and_a_weight_update(drafting: Any, tmp_path: Path) -> None:
+def test_the_second_epoch_is_drafted_better(drafting: Any) -> None:
     def accept_length() -> float:
         before = counters(drafting)
         generate(drafting, PROMPTS[2:], temperature=0.3, max_tokens=40, n=4)
@@ -113,11 +137,38 @@ def test_the_second_epoch_of_a_policy_and_a_weight_update(drafting: Any, tmp_pat
 
     first, second = accept_length(), accept_length()
     assert second > first
-    drafting.collective_rpc("reload_weights")
-    drafting.reset_prefix_cache()
     drafting.collective_rpc("set_corpus_policy", args=(1,))
     assert counters(drafting)["corpus/weight_version"] == 1
     assert accept_length() > first
+
+
+def test_after_a_weight_update_the_new_policy_speaks(plain: Any, drafting: Any) -> None:
+    """The corpus holds what the old one said, and drafts it in vain."""
+    old = expect_greedy(plain, PROMPTS)
+    for llm in (plain, drafting):
+        llm.collective_rpc(turn_final_norm)
+        llm.reset_prefix_cache()
+    drafting.collective_rpc("set_corpus_policy", args=(2,))
+    try:
+        new = expect_greedy(plain, PROMPTS)
+        assert [each.token_ids for each in new] != [each.token_ids for each in old]
+        for _ in range(2):
+            own = generate(drafting, PROMPTS, temperature=0, max_tokens=48)
+            assert_equal_up_to_noise(own, new)
+    finally:
+        for llm in (plain, drafting):
+            llm.collective_rpc("reload_weights")
+            llm.reset_prefix_cache()
+    drafting.collective_rpc("set_corpus_policy", args=(3,))
+    assert_equal_up_to_noise(generate(drafting, PROMPTS, temperature=0, max_tokens=48), old)
+
+
+def turn_final_norm(worker: Any) -> None:
+    """Weights that say something else: every tenth channel of the last norm is turned."""
+    worker.model_runner.model.model.norm.weight.data[::10] *= -1
+
+
+def test_a_corpus_is_saved_and_loaded(drafting: Any, tmp_path: Path) -> None:
     drafting.collective_rpc("save_corpus", args=(str(tmp_path / "corpus"),))
     held = counters(drafting)["corpus/live_tokens"]
     drafting.collective_rpc("load_corpus", args=(str(tmp_path / "corpus"),))

@@ -68,7 +68,7 @@ class PieceParser(ABC):
         """Reads to the end of the text."""
 
     def emit(self, piece: Piece) -> None:
-        """What was read so far is understood, and this piece of it is new."""
+        """Add a piece: all text read so far is parsed."""
         self.reader.forget()
         self._pieces.append(piece)
 

@@ -22,7 +22,7 @@ class UnreadableError(Exception):
 
 
 class TextReader:
-    """What is read is gone, so a piece costs what is new in it, whatever came before.
+    """Reads a text as it comes, piece by piece, in time linear in the text.
 
     `taken` has what was read since the last `forget`, for what proves to be unreadable.
     """
@@ -53,13 +53,13 @@ class TextReader:
         return self._ended and not self.unread_len
 
     def taken(self) -> str:
-        """What was read since the last `forget`, which this is too."""
+        """The text read since the last `forget`; forgets it."""
         text = "".join(self._taken)
         self._taken.clear()
         return text
 
     def forget(self, but: str = "") -> None:
-        """What was read so far is understood, but for this end of it."""
+        """Drop the text read so far: it is parsed. ``but``: its end, which is not."""
         self._taken = [but]
 
     def take_before(self, *markers: str) -> tuple[str, str | None]:
@@ -100,7 +100,8 @@ class TextReader:
         yield from self.take_while(_SPACES)
 
     def take_one_of(self, *options: str) -> Reading[str | None]:
-        """That of the options which comes next, after spaces; None, and the spaces are read."""
+        """Reads the option that comes next, after spaces. None: no option comes; the spaces are
+        read."""
         yield from self.skip_spaces()
         longest = max(map(len, options))
         while True:
@@ -120,7 +121,7 @@ class TextReader:
         return option
 
     def take_json(self, opening: str = "{") -> Reading[str]:
-        """What comes next up to the bracket that closes ``opening``, as JSON has it.
+        """Reads the JSON that comes next, from ``opening`` to the bracket that closes it.
 
         Raises UnreadableError at the first character that JSON does not have there.
         """

@@ -1,4 +1,4 @@
-"""What parsers of tool calls have in common: text up to a call, the call, text after it."""
+"""The base of parsers of tool calls: text up to a call, the call, text after it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ToolCallParser(PieceParser):
             self._emit_text_piece(self._spaces.drop())
 
     def emit_call(self, call: ToolCall) -> None:
-        """What was read so far ends with this call."""
+        """Add a call with which the text read so far ends."""
         self._is_after_call = True
         self.emit(call)
 

@@ -1,0 +1,179 @@
+"""The target's memory: slots of each kind, what they hold, and its CUDA graphs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rollout.config import EngineConfig, MemoryConfig
+from rollout.errors import InvalidInputError
+from rollout.memory.host_memory import free_bytes
+from rollout.memory.kv_cache_manager import KVCacheManager
+from rollout.memory.kv_pool import KvPool
+from rollout.memory.routes_pool import RoutesPool
+from rollout.memory.sizing import kv_fraction, memory_budget, num_kv_slots, state_sizes
+from rollout.memory.state_pool import StatePool
+from rollout.memory.state_slots import StateSizes
+from rollout.models.causal_lm import CausalLM
+from rollout.models.experts_config import ExpertsSpec
+from rollout.models.spec import ModelSpec
+from rollout.parallel import RankGroup
+from rollout.runner.dummy_run import DummyRun
+from rollout.runner.graphs import Buckets, ForwardGraphs
+from rollout.runner.graphs.capture import Capture, CudaCapture
+from rollout.runner.memory_saver import MemoryPool
+from rollout.runner.profile_run import activation_bytes, warm_up
+from rollout.scheduler.step_limits import StepLimits
+from spec_workers.target.draft_sizing import DraftBytes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetMemory:
+    """The index of the target's memory and the pools it tells of."""
+
+    index: KVCacheManager  # who owns which slot
+    kv_pool: KvPool
+    state_pool: StatePool | None  # of targets with recurrent layers
+
+    @property
+    def pools(self) -> Sequence[MemoryPool]:
+        """All that is given back with the KV cache."""
+        pools = (self.kv_pool, self.state_pool, self.index.routes)
+        return [pool for pool in pools if pool is not None]
+
+
+def target_memory(
+    config: EngineConfig,
+    max_running: int,
+    model: CausalLM,
+    ranks: RankGroup,
+    *,
+    draft_bytes: DraftBytes,
+    reserved_bytes: int,
+) -> TargetMemory:
+    """Ranks that run one model schedule alike, so all get as many slots of each kind.
+
+    Args:
+        draft_bytes: what a draft's keys and values are going to take.
+        reserved_bytes: of what is free, what steps need.
+
+    Raises OutOfMemoryError where nothing could run, InvalidInputError for routes of a model without
+    experts.
+    """
+    spec, dtype, device = model.spec, model.dtype, model.device
+    budget = min(ranks.all_gather_int(memory_budget(config.memory, device, reserved_bytes)))
+    states, state_bytes = _states(config, max_running, spec, dtype, budget)
+    routes = routes_spec(config, spec)
+    routes_bytes = 0 if routes is None else RoutesPool.bytes_per_slot(routes)
+    num_slots = num_kv_slots(
+        config.memory,
+        spec,
+        dtype,
+        device,
+        budget,
+        draft_slot_bytes=draft_bytes.per_slot,
+        routes_slot_bytes=routes_bytes if device.type == "cpu" else 0,  # they are on the host
+        draft_bytes=draft_bytes.apart,
+        state_bytes=state_bytes,
+    )
+    num_slots = min(ranks.all_gather_int(num_slots))
+    index = KVCacheManager(
+        num_slots,
+        max_running + 1,  # scoring borrows one between steps
+        spec.max_context_len,
+        config.memory.prefix_cache,
+        states,
+        None if routes is None else RoutesPool(routes, num_slots),
+    )
+    kv_pool = KvPool(
+        num_layers=len(spec.attention_layers),
+        num_slots=num_slots,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        has_values=spec.latent is None,
+        dtype=dtype,
+        device=device,
+    )
+    state_pool = None
+    if spec.linear_attention is not None and states is not None:
+        state_pool = StatePool(
+            spec.linear_attention, num_slots=states.num_slots, dtype=dtype, device=device
+        )
+    return TargetMemory(index=index, kv_pool=kv_pool, state_pool=state_pool)
+
+
+def bytes_of_steps(
+    memory: MemoryConfig, limits: StepLimits, steps: DummyRun, draft_nodes: int
+) -> int:
+    """The bytes steps and graphs will want on a GPU, where KV is sized by what is free; else 0.
+
+    All that they run is compiled then. ``draft_nodes``: most of a request in one step.
+    """
+    device = steps.model.device
+    nodes = limits.max_running * draft_nodes
+    rows = limits.max_step_tokens + nodes
+    scored = min(limits.chunk_len, limits.max_step_tokens)
+    sampled = max(limits.max_running + nodes, scored)
+    warm_up(steps, rows=rows, sampled=sampled)
+    if memory.kv_bytes is not None:
+        return 0
+    activations = activation_bytes(steps, rows=rows, sampled=sampled)
+    log.info(
+        "%s: %d MiB are free beside the weights; a step takes up to %d MiB of them, CUDA "
+        "graphs %d MiB, KV %.0f %% of the rest",
+        device,
+        free_bytes(device) >> 20,
+        activations >> 20,
+        memory.graph_bytes >> 20,
+        kv_fraction(memory, device.type) * 100,
+    )
+    return activations + memory.graph_bytes
+
+
+def _states(
+    config: EngineConfig, max_running: int, spec: ModelSpec, dtype: torch.dtype, budget: int
+) -> tuple[StateSizes | None, int]:
+    """The sizes of the state slots and their bytes; None and 0 without recurrent layers."""
+    if spec.linear_attention is None:
+        return None, 0
+    each = StatePool.bytes_per_slot(spec.linear_attention, dtype)
+    sizes = state_sizes(config.memory, max_running, each, budget)
+    return sizes, each * (sizes.num_slots + 1)
+
+
+def routes_spec(config: EngineConfig, spec: ModelSpec) -> ExpertsSpec | None:
+    """The experts whose routes are recorded; None: none. Raises InvalidInputError without
+    experts."""
+    if not config.model.record_routes:
+        return None
+    if spec.experts is None:
+        raise InvalidInputError(
+            "model.record_routes", True, f"{spec.architecture} has no experts: leave it out"
+        )
+    return spec.experts
+
+
+def forward_graphs(
+    config: MemoryConfig, model: CausalLM, minimum_rows: int, capture: Capture | None
+) -> ForwardGraphs | None:
+    """Graphs of the target's forward; None where nothing is to be captured. Launches depend on the
+    shapes of a bucket alone, in recurrent and sparse layers too.
+
+    ``capture``: how; None: as CUDA graphs on a GPU, else not at all.
+    """
+    spec, device = model.spec, model.device
+    if capture is None and device.type == "cuda":
+        capture = CudaCapture(device)
+    if capture is None or not config.graph_bytes:
+        return None
+    buckets = Buckets(
+        max_rows=config.graph_rows,
+        max_context_len=spec.max_context_len,
+        minimum_rows=minimum_rows,
+    )
+    return ForwardGraphs(buckets, max_bytes=config.graph_bytes, capture=capture, device=device)

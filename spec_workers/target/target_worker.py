@@ -1,0 +1,299 @@
+"""The target model, its memory and its runner: what every worker verifies with."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from rollout.config import EngineConfig, LoadFormat
+from rollout.models.aux_hidden_states import AuxHiddenStates
+from rollout.models.layers.linear import sum_in_float32
+from rollout.models.layers.row_invariance import check_outputs, make_row_invariant
+from rollout.models.loader import Progress, load_model, resolve_device
+from rollout.models.spec import ModelSpec
+from rollout.ops import gpu
+from rollout.parallel import local_rank, open_ranks
+from rollout.runner.dummy_run import DummyRun
+from rollout.runner.graphs import ForwardGraphs
+from rollout.runner.graphs.capture import Capture
+from rollout.runner.memory_saver import MemorySaver
+from rollout.runner.model_runner import Forwarded, ModelRunner
+from rollout.sampling.sampler import PendingSamples, Sampled, TreeSamples, sample_trees
+from rollout.scheduler.step_limits import StepLimits
+from rollout.types import (
+    MAX_TREE_NODES,
+    NO_EXTRAS,
+    Batch,
+    DraftTrees,
+    EntryResult,
+    FinishReason,
+    Request,
+    TokenExtras,
+)
+from rollout.weights.transaction import WeightTransaction
+from spec_workers.rank_agreement import check_settings
+from spec_workers.target.cpu_threads import choose_threads, may_choose_threads
+from spec_workers.target.draft_sizing import NO_DRAFT, DraftBytes
+from spec_workers.target.memory import bytes_of_steps, forward_graphs, routes_spec, target_memory
+from spec_workers.target.scorer import Scorer, joined
+from spec_workers.target.trial_forwards import trial_forwards
+
+_QUICKEST_ROWS = 4
+"""The fewest rows of a step on the CPU, padding included. oneDNN's products of fewer rows are
+slower: with the demo model in bf16 a step of one row took 16.0 ms, a step of four 14.2."""
+
+
+class TargetWorker:
+    """Owns the target. A draft of nothing but the root makes it plain decoding."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Progress | None = None,
+        *,
+        features: AuxHiddenStates | None = None,
+        draft_bytes: DraftBytes = NO_DRAFT,
+        draft_nodes: int = MAX_TREE_NODES - 1,
+        capture: Capture | None = None,
+    ) -> None:
+        """
+        Args:
+            progress: told how far the weights are read.
+            features: hidden states that drafts want of every row.
+            draft_bytes: what a draft's keys and values are going to take.
+            draft_nodes: most of a request in one step; memory is reserved for so many.
+            capture: how forwards are captured; default: as CUDA graphs on a GPU, else not at all.
+        """
+        device = resolve_device(config.model.device, local_rank(config.parallel))
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        if config.model.record_routes:  # before the weights, which may take minutes to read
+            routes_spec(config, ModelSpec.read(Path(config.model.path)))
+        self.ranks = open_ranks(config.parallel, device)
+        with self.ranks.all_or_none("while it started"):
+            check_settings(self.ranks.all, config, device)
+            self.checks_ranks = config.parallel.check and self.ranks.tensor.size > 1
+            self.model = load_model(
+                config.model.path,
+                config.model.dtype,
+                device,
+                config.model.max_context_len,
+                load_format=config.model.load_format,
+                ranks=self.ranks,
+                progress=progress,
+            )
+            spec = self.model.spec
+            self.vocab_size = spec.vocab_size
+            self.max_context_len = spec.max_context_len
+            self.eos_token_ids = spec.eos_token_ids
+            self.weights = WeightTransaction(
+                {"target": self.model},
+                passes_over=spec.passes_over,
+                ranks=self.ranks.all,
+            )
+            if config.model.load_format is LoadFormat.dummy:
+                self.weights.tear(["target"], "model.load_format=dummy loads none")
+            limits = StepLimits.of(
+                config.scheduler,
+                gpu.total_bytes(device),
+                recurrent=spec.linear_attention is not None,
+            )
+            limits = StepLimits(  # ranks may have GPUs of several sizes, and schedule alike
+                **{
+                    name: min(self.ranks.all.all_gather_int(each))
+                    for name, each in asdict(limits).items()
+                }
+            )
+            self.limits = limits
+            self.longest_step = limits.max_step_tokens + limits.max_running * (MAX_TREE_NODES - 1)
+            self.minimum_rows = _QUICKEST_ROWS if device.type == "cpu" else 1
+            if config.exact:
+                max_rows = self.longest_step * self.ranks.rows.size
+                exact_rows = make_row_invariant(self.model.linears(), max_rows)
+                if self.ranks.all.size > 1:
+                    check_outputs(self.model.linears())
+                self.minimum_rows = max(
+                    self.minimum_rows, *self.ranks.all.all_gather_int(exact_rows)
+                )
+            elif device.type == "cuda":
+                sum_in_float32()
+            padding = DummyRun(self.model, features, exact=config.exact)
+            reserved = (
+                bytes_of_steps(config.memory, limits, padding, draft_nodes)
+                if device.type == "cuda"
+                else 0
+            )
+            memory = target_memory(
+                config,
+                limits.max_running,
+                self.model,
+                self.ranks.all,
+                draft_bytes=draft_bytes,
+                reserved_bytes=reserved,
+            )
+            self.memory, self.kv_pool = memory.index, memory.kv_pool
+            self.state_pool = memory.state_pool
+            self.graphs: ForwardGraphs | None = None
+            if self.ranks.all.size == 1:  # in captured ones ranks could not wait for each other
+                self.graphs = forward_graphs(config.memory, self.model, self.minimum_rows, capture)
+            self.memory_saver = MemorySaver(
+                self.weights,
+                memory.pools,
+                graphs=None if self.graphs is None else self.graphs.runs,
+                device=device,
+            )
+            self.runner = ModelRunner(
+                model=self.model,
+                kv_pool=self.kv_pool,
+                memory=self.memory,
+                state_pool=self.state_pool,
+                minimum_rows=self.minimum_rows,
+                device=device,
+                features=features,
+                graphs=self.graphs,
+                chunked_kernel=padding.chunked_kernel,
+            )
+            self._scorer = Scorer(
+                self.memory,
+                self.runner,
+                self.ranks.rows,
+                chunk_len=min(limits.chunk_len, limits.max_step_tokens),
+            )
+            is_alone = device.type == "cpu" and self.ranks.all.size == 1
+            if is_alone and config.num_threads is None and may_choose_threads():
+                # The tail of a batch counts as much as its beginning.
+                with trial_forwards(self.memory, self.runner, (1, limits.max_running)) as forwards:
+                    choose_threads(forwards)
+
+    @property
+    def row_buckets(self) -> tuple[int, ...]:
+        """Numbers of rows that forwards are padded to; larger ones run as they are."""
+        return () if self.graphs is None else self.graphs.buckets.rows
+
+    @property
+    def description(self) -> str:
+        """The properties that the time of a forward depends on, beside the batch."""
+        spec, dtype = self.model.spec, str(self.model.dtype).removeprefix("torch.")
+        padding = f"padded to {self.minimum_rows} rows"
+        if self.row_buckets:
+            padding += f", captured up to {self.row_buckets[-1]}"
+        return (
+            f"{device_name(self.model.device)}; {spec.num_layers} layers of {spec.hidden_size}, "
+            f"vocabulary of {spec.vocab_size}, {dtype}, {padding}"
+        )
+
+    def room_for(self, request: Request) -> int:
+        """Tokens the request may still emit."""
+        return min(request.max_len, self.max_context_len) - len(request.tokens)
+
+    def verify(self, batch: Batch, trees: DraftTrees) -> Forwarded:
+        """Logits at each sampling entry's root and draft nodes, in that order; features."""
+        self.weights.require_whole()
+        return self.runner.forward(batch, trees)
+
+    @torch.inference_mode()
+    def sample(self, batch: Batch, trees: DraftTrees, logits_RV: torch.Tensor) -> PendingSamples:
+        """A sample at every root and node, and each tree's walk. On a GPU nothing waits."""
+        return sample_trees(batch, trees, logits_RV)
+
+    def accept(self, batch: Batch, samples: TreeSamples) -> list[EntryResult]:
+        """The accepted path and emitted tokens of each entry; stops and limits cut a path short."""
+        offsets = samples.offsets_B1.tolist()
+        return [
+            self._result(entry.request, samples.sampled, first, path, last - first - 1)
+            if entry.samples
+            else EntryResult()
+            for entry, path, first, last in zip(
+                batch.entries, samples.paths, offsets, offsets[1:], strict=False
+            )
+        ]
+
+    def _result(
+        self, request: Request, sampled: Sampled, first: int, path: list[int], drafted: int
+    ) -> EntryResult:
+        tokens, logprobs = sampled.tokens, sampled.logprobs
+        token_ids, token_logprobs = [tokens[first]], [logprobs[first]]
+        if path:
+            token_ids += [tokens[first + node] for node in path]
+            token_logprobs += [logprobs[first + node] for node in path]
+        if min(token_ids) < 0:
+            del token_ids[next(k for k, token in enumerate(token_ids) if token < 0) :]
+            if not token_ids:
+                what = f"the logits at position {len(request.tokens)} hold NaN or +inf: "
+                what += "the weights, or an update of them, are broken"
+                if request.constraints:
+                    what += "; or the grammar has become too complex there, or constraints allow "
+                    what += "no token"
+                return EntryResult(
+                    num_drafted=drafted, finish_reason=FinishReason.ERROR, error=what
+                )
+        room = self.room_for(request)
+        del token_ids[room:]
+        emitted, reason = request.stop_check.first_stop(request, token_ids)
+        if reason is None and emitted == room:
+            reason = FinishReason.LENGTH
+        if emitted <= len(path):
+            del token_ids[emitted:], token_logprobs[emitted:]
+            path = path[: emitted - 1]
+        extras = NO_EXTRAS
+        if request.params.wants_extras:
+            extras = joined([sampled.extras[first + node] for node in [0, *path]])
+        return EntryResult(
+            token_ids=token_ids,
+            logprobs=token_logprobs,
+            extras=extras,
+            path=path,
+            num_drafted=drafted,
+            finish_reason=reason,
+        )
+
+    def commit(self, batch: Batch, results: list[EntryResult]) -> None:
+        """Move KV and states along the accepted paths, once."""
+        self.memory.commit(batch.entries, [result.path for result in results])
+
+    @torch.inference_mode()
+    def score(self, request: Request, output_ids: list[int]) -> tuple[list[float], TokenExtras]:
+        """Logprobs of given tokens after the request's: bit for bit those generation reports.
+
+        Raises OutOfMemoryError when the KV slots cannot hold the sequence, or no state slots can be
+        had.
+        """
+        self.weights.require_whole()
+        return self._scorer.score(request, output_ids)
+
+    def score_idle(self) -> None:
+        """Enter the forwards of ranks in lockstep that score, with nothing to score."""
+        self._scorer.score_idle()
+
+    def counters(self) -> dict[str, float]:
+        """Gauges of KV slots and recurrent states, for metrics."""
+        usage, counters = self.memory.usage, self.memory.counters
+        states = {} if self.memory.states is None else self.memory.states.counters()
+        return states | {
+            "kv/used": usage.used,
+            "kv/cached": usage.cached,
+            "kv/free": usage.free,
+            "kv/looked_up": counters.looked_up,
+            "kv/hit": counters.hit,
+            "kv/evicted": counters.evicted,
+        }
+
+
+def device_name(device: torch.device) -> str:
+    """The name under which a device's times are saved; a CPU's says how many threads torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_processor()}, {torch.get_num_threads()} threads"
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if platform.system() == "Linux" and cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,76 @@
+"""Files that are written whole."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from rollout.engine.durable_files import whole_file
+
+
+@pytest.fixture(params=[False, True], ids=["alone", "shared"])
+def shared(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+def test_a_name_is_made_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    """The file before it gets its name, the folder after."""
+    path, synced, real = tmp_path / "file", [], os.fsync
+
+    def fsync(descriptor: int) -> None:
+        found = os.fstat(descriptor)
+        synced.append(("folder" if stat.S_ISDIR(found.st_mode) else found.st_size, path.exists()))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with whole_file(path, shared=shared) as file:
+        file.write(b"new")
+    assert synced == [(3, False), ("folder", True)]
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_what_fails_leaves_the_old_file(tmp_path: Path, shared: bool) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+
+    def write(path: Path, content: bytes, error: BaseException | None = None) -> None:
+        with whole_file(path, shared=shared) as file:
+            file.write(content)
+            if error is not None:
+                raise error
+
+    with pytest.raises(KeyboardInterrupt):
+        write(path, b"half", KeyboardInterrupt())
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write(tmp_path / "folder", b"new")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        write(tmp_path / "nowhere" / "file", b"new")
+    assert path.read_bytes() == b"old"
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
+
+
+def test_writers_of_one_path_do_not_meet(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with whole_file(path, shared=True) as first, whole_file(path, shared=True) as second:
+        first.write(b"first")
+        second.write(b"second")
+    assert path.read_bytes() == b"first"  # whose block ended last
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_a_file_has_the_mode_of_any_other(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        with whole_file(tmp_path / "file", shared=True):
+            pass
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o666 & ~mask

@@ -1,0 +1,123 @@
+"""A step's time is booked to its requests, all of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rollout.types import Batch, EntryResult, StepForecast, StepTimes
+from spec_workers.budget import FixedBudget, Verified
+from spec_workers.draft_tree import first_nodes
+from spec_workers.step.learning import count_step
+from tests.helpers.requests import make_trees
+from tests.spec_workers.budget.test_learned_budget import chains, entry_of, make_budget, results_of
+
+TIMES = StepTimes(draft=1.5, forward=20.0, sample=3.0)
+FORECAST = StepForecast(predicted_ms=22.0, plain_ms=18.0, decode_ms=15.0, predicted_gain_ms=9.0)
+
+
+def booked(batch, name):
+    return sum(getattr(entry.request.stats, name) for entry in batch.entries)
+
+
+def mixed_batch():
+    """Two that decode, one at the end of its prompt, one in the middle of it."""
+    return Batch(
+        step=0,
+        entries=[
+            entry_of(0),
+            entry_of(1),
+            entry_of(2, run_len=9),
+            entry_of(3, run_len=30, samples=False),
+        ],
+    )
+
+
+def drafted_step(batch):
+    proposed = make_trees([([1, 2, 3], [0, 1, 2]), ([4, 5], [0, 0]), ([6], [0]), ([], [])])
+    trees, kept_N = first_nodes(proposed, np.array([2, 2, 0, 0]))
+    values_N = np.linspace(0.9, 0.2, 6)[kept_N]
+    verified = Verified(trees=trees, values_N=values_N, proposed=proposed, forecast=FORECAST)
+    results = [
+        EntryResult(token_ids=[1, 2, 7], path=[1, 2], num_drafted=2),
+        EntryResult(token_ids=[5, 7], path=[2], num_drafted=2),
+        EntryResult(token_ids=[9]),
+        EntryResult(),
+    ]
+    return verified, results
+
+
+def test_shares_are_the_whole_step():
+    batch = mixed_batch()
+    verified, results = drafted_step(batch)
+    count_step(batch, verified, results, TIMES)
+    assert booked(batch, "forward_ms") == pytest.approx(TIMES.forward)
+    assert booked(batch, "draft_ms") == pytest.approx(TIMES.draft)
+    assert booked(batch, "total_ms") == pytest.approx(24.5)
+    assert booked(batch, "predicted_ms") == pytest.approx(FORECAST.predicted_ms)
+    assert booked(batch, "proposed") == 6
+    assert booked(batch, "drafted") == 4
+    assert booked(batch, "accepted") == 3
+    assert booked(batch, "verify_steps") == 3
+    assert booked(batch, "expected_accepted") == pytest.approx(verified.values_N.sum())
+    # Tokens by what a plain one costs, less what the step took longer: with prefill, by forecast.
+    gain = 3 * 15.0 / 3 - (22.0 - 18.0)
+    predicted = verified.values_N.sum() * 15.0 / 3 - (22.0 - 18.0)
+    assert booked(batch, "gain_ms") == pytest.approx(gain)
+    assert booked(batch, "predicted_gain_ms") == pytest.approx(predicted)
+
+
+def test_shares_are_by_rows():
+    batch = mixed_batch()
+    verified, results = drafted_step(batch)
+    count_step(batch, verified, results, TIMES)
+    shares = [entry.request.stats.forward_ms / TIMES.forward for entry in batch.entries]
+    assert shares == pytest.approx([3 / 45, 3 / 45, 9 / 45, 30 / 45])
+    assert batch.entries[3].request.stats.verify_steps == 0
+
+
+def test_steps_add_up():
+    batch = mixed_batch()
+    for _ in range(3):
+        count_step(batch, *drafted_step(batch), TIMES)
+    assert booked(batch, "total_ms") == pytest.approx(3 * 24.5)
+    assert booked(batch, "verify_steps") == 9
+
+
+def test_nothing_is_gained_without_drafts_or_without_a_forecast():
+    batch, budget = mixed_batch(), FixedBudget()
+    verified = budget.choose(batch, None)
+    count_step(batch, verified, results_of(verified.trees), TIMES)
+    assert booked(batch, "gain_ms") == booked(batch, "predicted_ms") == 0
+    assert booked(batch, "total_ms") == pytest.approx(24.5)
+    verified = make_budget().choose(batch, None)
+    count_step(batch, verified, results_of(verified.trees), TIMES)
+    assert booked(batch, "gain_ms") == booked(batch, "predicted_gain_ms") == 0
+    assert booked(batch, "predicted_ms") == pytest.approx(verified.forecast.predicted_ms)
+
+
+def test_a_forecast_gains_what_its_shares_do():
+    batch = Batch(step=0, entries=[entry_of(k) for k in range(3)])
+    budget = make_budget()
+    proposed = chains(batch, 0.9)
+    verified = budget.choose(batch, proposed)
+    assert verified.trees.num_nodes
+    count_step(batch, verified, results_of(verified.trees, 2), TIMES)
+    assert booked(batch, "predicted_gain_ms") == pytest.approx(verified.forecast.predicted_gain_ms)
+
+
+def test_a_chunk_as_long_as_the_last_one_is_no_decode_step():
+    """The last chunk of a prompt, then a retraction: the first chunk again, as long, unsampled."""
+    budget = make_budget()
+    for samples in (True, False):
+        batch = Batch(step=0, entries=[entry_of(0, run_len=64, samples=samples, slots=0)])
+        verified = budget.choose(batch, None)
+        assert (verified.forecast is not None) == samples
+        results = [EntryResult(token_ids=[1] if samples else [])]
+        budget.observe(batch, verified, results, TIMES)
+        count_step(batch, verified, results, TIMES)
+
+
+def test_a_step_of_nobody_divides_by_nothing():
+    batch = Batch(step=0, entries=[])
+    count_step(batch, FixedBudget().choose(batch, None), [], TIMES)

@@ -1,0 +1,57 @@
+"""What ships the package agrees with it: images, the workflow, and the page on installing."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = set(PROJECT["project"]["optional-dependencies"])
+IMAGES = sorted((ROOT / "docker").iterdir())
+WORKFLOW = ROOT / ".github" / "workflows" / "package.yml"
+INSTALL = ROOT / "docs" / "install.md"
+
+
+@pytest.mark.parametrize("path", [*IMAGES, WORKFLOW, INSTALL], ids=lambda path: path.name)
+def test_torch_is_the_one_that_is_tested(path: Path) -> None:
+    tested = re.search(r"^TORCH \?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert tested is not None
+    named = re.findall(r"torch==[\d.]+\d", path.read_text())
+    assert set(named) == {tested[1]}
+
+
+@pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.name)
+def test_images_ask_for_extras_that_exist(path: Path) -> None:
+    (asked,) = re.findall(r"^ARG EXTRAS=(\S+)$", path.read_text(), re.MULTILINE)
+    assert set(asked.split(",")) <= EXTRAS
+
+
+def test_images_are_sent_all_that_the_wheel_is_made_of() -> None:
+    sent = re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
+    scikit = PROJECT["tool"]["scikit-build"]
+    needed = {*scikit["wheel"]["packages"].values(), "CMakeLists.txt", "pyproject.toml"}
+    needed |= {PROJECT["project"]["readme"], *PROJECT["project"]["license-files"]}
+    assert set(sent) == needed
+
+
+def test_every_extra_is_explained() -> None:
+    rows = re.findall(r"^\| `(\w+)`", INSTALL.read_text(), re.MULTILINE)
+    assert set(rows) == EXTRAS
+    assert len(rows) == len(EXTRAS)
+
+
+def test_the_workflow_publishes_nothing_that_was_not_tested() -> None:
+    workflow = yaml.safe_load(WORKFLOW.read_text())
+    jobs = workflow["jobs"]
+    assert set(jobs["publish"]["needs"]) == set(jobs) - {"publish"}
+    assert jobs["publish"]["if"] == "startsWith(github.ref, 'refs/tags/v')"
+    assert [job for job in jobs if "id-token" in jobs[job].get("permissions", {})] == ["publish"]
+    for job in jobs.values():
+        for step in job["steps"]:
+            for script in re.findall(r"\.ci/[\w.]+", step.get("run", "")):
+                assert (ROOT / script).exists()
