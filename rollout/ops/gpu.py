@@ -28,14 +28,10 @@ def runs_on(device: torch.device) -> bool:
 
 def supports(*tensors: torch.Tensor) -> bool:
     """Whether the Triton ops take these tensors: GPU, one known dtype, contiguous last dims."""
-    dtype, device = tensors[0].dtype, tensors[0].device
-    return (
-        runs_on(device)
-        and dtype in DTYPES
-        and all(
-            runs_on(tensor.device) and tensor.dtype is dtype and tensor.stride(-1) == 1
-            for tensor in tensors
-        )
+    dtype = tensors[0].dtype
+    return dtype in DTYPES and all(
+        runs_on(tensor.device) and tensor.dtype is dtype and tensor.stride(-1) == 1
+        for tensor in tensors
     )
 
 

@@ -35,17 +35,15 @@ class HostExchange:
     def all_gather_columns(
         self, x_TC: torch.Tensor, parts: Sequence[range], ahead: Memory = NO_MEMORY
     ) -> torch.Tensor:
-        stride, step = x_TC.stride()
-        if step != 1:
+        if x_TC.stride(1) != 1:
             x_TC = x_TC.contiguous()
-            stride = x_TC.stride(0)
-        rows, bytes_each = x_TC.shape[0], x_TC.itemsize
-        gathered_TC = x_TC.new_empty((rows, parts[-1].stop))
+        rows, bytes_each = len(x_TC), x_TC.element_size()
+        gathered_TC = x_TC.new_empty(rows, parts[-1].stop)
         try:
             self._exchange.gather_columns(
                 x_TC.data_ptr(),
                 rows,
-                stride * bytes_each,
+                x_TC.stride(0) * bytes_each,
                 [part.stop * bytes_each for part in parts],
                 gathered_TC.data_ptr(),
                 *ahead,

@@ -84,12 +84,7 @@ class ProcessRanks:
     def all_gather_columns(
         self, x_TC: torch.Tensor, parts: Sequence[range], ahead: Memory = NO_MEMORY
     ) -> torch.Tensor:
-        if self._lost:
-            self._require_all()
-        try:
-            return self._exchanges[-1].all_gather_columns(x_TC, parts, ahead)
-        except ConnectionError as error:
-            self._fail(error)
+        return self._run(lambda: self._exchanges[-1].all_gather_columns(x_TC, parts, ahead))
 
     def broadcast_floats(self, numbers: Sequence[float]) -> list[float]:
         return self._broadcast(torch.tensor(numbers, dtype=torch.float64)).tolist()

@@ -93,6 +93,7 @@ void Exchange::gather_columns(const std::byte* own, int64_t rows, int64_t stride
       }
     }
   }
+  ahead_ = {};
 }
 
 void Exchange::broadcast(std::byte* data, int64_t bytes) {
