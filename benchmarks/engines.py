@@ -80,9 +80,10 @@ class EngineProcess:
 
     def __init__(self, python: Path, asked: Mapping[str, Any], threads: int) -> None:
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+        cores = sorted(os.sched_getaffinity(0))[:threads]
         environment = os.environ | {
             "OMP_NUM_THREADS": str(threads),
-            "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
             "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # an engine waits for jobs without a busy loop
             "HF_HUB_OFFLINE": "1",
