@@ -57,13 +57,13 @@ def padding(linears: Mapping[str, tuple[int, int]]) -> Iterator[Row]:
             yield row(label, computed, "ratio", bar, at_most=True)
 
 
-def sweep(linears: Mapping[str, tuple[int, int]], device: str = "cuda") -> Iterator[Row]:
+def sweep(linears: Mapping[str, tuple[int, int]]) -> Iterator[Row]:
     """Rows of {name: (outputs, inputs)}."""
     for name, (outputs, inputs) in linears.items():
         num_copies = copies(2 * outputs * inputs)
-        weights = [normal(outputs, inputs, device=device) for _ in range(num_copies)]
+        weights = [normal(outputs, inputs, device="cuda") for _ in range(num_copies)]
         for rows in ROWS:
-            xs = [normal(rows, inputs, device=device) for _ in weights]
+            xs = [normal(rows, inputs, device="cuda") for _ in weights]
             used = tile_for(xs[0].dtype, rows, outputs, multiprocessors(xs[0].device))
             times: dict[Tile, float] = {}
             for tile in dict.fromkeys((used, *neighbours(rows))):

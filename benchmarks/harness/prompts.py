@@ -40,11 +40,11 @@ def chat(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def reasoning_prompts(count: int, task: str = "gsm_symbolic", seed: int = 11) -> list[Prompt]:
+def reasoning_prompts(count: int, task: str = "gsm_symbolic") -> list[Prompt]:
     """Problems of a reasoning-gym task; grade-school mathematics unless another is named."""
     import reasoning_gym
 
-    dataset: Any = reasoning_gym.create_dataset(task, size=count, seed=seed)
+    dataset: Any = reasoning_gym.create_dataset(task, size=count, seed=11)
     return [chat(dataset[i]["question"]) for i in range(count)]
 
 

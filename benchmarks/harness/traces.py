@@ -89,10 +89,10 @@ def _from_arrays(name: str, arrays: dict[str, NDArray]) -> Trace:
     return trace
 
 
-def synthetic_trace(seed: int = 0) -> Trace:
+def synthetic_trace() -> Trace:
     """8 samples each of 8 prompts, over 4 epochs: each response is a path through phrases of its
     prompt, with a phrase of its own now and then."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     end = SYNTHETIC_VOCABULARY
     phrases = [[rng.integers(0, end, rng.integers(3, 20)) for _ in range(24)] for _ in range(8)]
     responses: list[NDArray[np.int64]] = []

@@ -53,13 +53,12 @@ async def send_all(
     *,
     num_clients: int,
     timeout: float,
-    seed: int = 0,
 ) -> list[Outcome]:
     """Each over a connection of its own, ``num_clients`` at a time; in order.
 
     ``timeout``: seconds one client waits for its answer.
     """
-    randomness = random.Random(seed)
+    randomness = random.Random(0)
     room = asyncio.Semaphore(num_clients)
 
     async def send_one(request: BadRequest, leave_after: float | None) -> Outcome:

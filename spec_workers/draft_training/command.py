@@ -47,7 +47,7 @@ from spec_workers.draft_training.training_run import (
     RunOptions,
     RunProgress,
     TrainingRun,
-    read_log,
+    read_training_log,
 )
 
 EXIT_SIGNAL = 128  # plus the signal's number, as shells do
@@ -247,7 +247,7 @@ _MAX_POINTS = 1000  # of a line
 
 def plot_training(log: Path, plot: Path) -> None:
     """Draw a log. Raises InvalidInputError if it cannot be read."""
-    records = read_log(log)
+    records = read_training_log(log)
     steps = [record for record in records if record["event"] == "step"]
     steps = steps[:: 1 + len(steps) // _MAX_POINTS]
     checks = [record for record in records if record["event"] == "held out"]

@@ -38,7 +38,7 @@ class TrainingLog:
     def __init__(self, path: Path, resumed_steps: int = 0) -> None:
         """Open a log. Records of the first ``resumed_steps`` steps stay; a run that did not save
         logged the later ones."""
-        former = read_log(path) if resumed_steps and path.exists() else []
+        former = read_training_log(path) if resumed_steps and path.exists() else []
         self._file = path.open("w", encoding="utf-8")
         for record in former:
             if record["step"] <= resumed_steps:
@@ -54,7 +54,7 @@ class TrainingLog:
         self._file.close()
 
 
-def read_log(path: Path) -> list[Record]:
+def read_training_log(path: Path) -> list[Record]:
     """The complete records of a log. Raises InvalidInputError if it cannot be read."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)

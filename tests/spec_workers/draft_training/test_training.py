@@ -47,7 +47,7 @@ from spec_workers.draft_training.training_run import (
     LOG,
     RunOptions,
     TrainingRun,
-    read_log,
+    read_training_log,
     save_draft,
 )
 from tests.helpers.dense_attention import DenseAttention
@@ -339,7 +339,7 @@ def test_resumed_runs_end_where_others_do(target, rollouts, tmp_path):
     assert whole.steps == second.steps == 10
     for name, parameter in whole.draft.state_dict().items():
         assert torch.equal(second.draft.state_dict()[name], parameter), name
-    logs = [read_log(tmp_path / name / LOG) for name in ("whole", "parts")]
+    logs = [read_training_log(tmp_path / name / LOG) for name in ("whole", "parts")]
     steps = [[each for each in log if each["event"] == "step"] for log in logs]
     assert steps[0] == steps[1]
 
