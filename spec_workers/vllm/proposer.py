@@ -31,7 +31,7 @@ _AWAY = 2
 """Requests remembered that are in no row, as a multiple of vLLM's rows: vLLM does not say which of
 them have ended and which were preempted."""
 
-_NODES = 2
+_NODES = 4
 """Nodes of a tree that the corpus grows for each token of the chain that is taken of it."""
 
 
