@@ -165,11 +165,13 @@ $(AGENTS_VENV)/.installed: pyproject.toml $(NATIVE)
 	test -x $(AGENTS_VENV)/bin/python || $(PYTHON) -m venv $(AGENTS_VENV)
 	$(AGENTS_VENV)/bin/python -m pip install -q --no-compile $(TORCH) $(BUILD_REQUIRES)
 	$(AGENTS_VENV)/bin/python -m pip install -q --no-compile $(TORCH) --no-build-isolation \
-	  -e ".[demo,server]" langchain-openai==1.7.3 verifiers==0.3.1
+	  -e ".[demo,server]" langchain-openai==1.7.3 verifiers==0.3.1 \
+	  sglang-router==0.3.2 vllm-router==0.1.17 smg==1.13.0
+	$(AGENTS_VENV)/bin/python -m pip install -q --no-compile --no-deps skyrl==0.3.0
 	touch $@
 
 .PHONY: test-agents
-test-agents: $(STAMP) $(AGENTS_VENV)/.installed  ## langchain's and verifiers' own clients against this server
+test-agents: $(STAMP) $(AGENTS_VENV)/.installed  ## agents' own clients, SkyRL's, and gateways against this server
 	AGENTS_PYTHON=$(AGENTS_VENV)/bin/python $(BIN)/python -m pytest tests/frameworks/agents
 
 .PHONY: demo-agents

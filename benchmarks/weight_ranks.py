@@ -35,6 +35,7 @@ from rollout.weights.shared_memory import SharedMemorySender
 MIB = 2**20
 SECONDS = 300.0  # that a rank waits for the others
 BAR = 1.15  # of an update to one rank
+SEGMENTS = 4  # of shared memory: one is filled while others are read, or wait for it
 SHAPE = replace(SHAPES["demo"], num_heads=8, num_kv_heads=2, vocab_size=49_151)
 """The demo model's sizes, as far as two ranks can split it; neither half of its tables is even."""
 
@@ -117,10 +118,10 @@ class RankUpdates:
         return groups.num_bytes("bench") - before or engine.worker.weights.num_bytes
 
     def _handles(self) -> Iterator[dict[str, Any]]:
-        """Each is asked for while the one before is read: the sender has two segments."""
+        """Says of each when it has been read."""
         while (handle := self._commands.recv()) is not None:
-            self._commands.send("next")
             yield handle
+            self._commands.send("read")
 
     def _from_rank_0(self) -> None:
         """As a server's rank 0 brings it to all; alone it reads what it has packed."""
@@ -179,7 +180,7 @@ class Ranks:
             group_name="bench", timeout=SECONDS, store=store,
         )  # fmt: skip
         self._sender = DistributedSender(group)
-        self._shared = SharedMemorySender()
+        self._shared = SharedMemorySender(num_segments=SEGMENTS)
         self.shares = [each.recv() for each in self._connections]
 
     def update(self, way: str) -> list[int]:
@@ -187,16 +188,29 @@ class Ranks:
         for each in self._connections:
             each.send(way)
         if way == "shared memory":
-            for handle in self._shared.handles(self._weights):
-                for each in self._connections:
-                    each.send(handle)
-                for each in self._connections:
-                    each.recv()
-            for each in self._connections:
-                each.send(None)
+            self._share()
         elif way == "gloo":
             self._sender.send(self._weights)
         return [each.recv() for each in self._connections]
+
+    def _share(self) -> None:
+        """Hand out handles, each once its segment is filled. No rank reads that any more."""
+        handed_out = 0
+        for handle in self._shared.handles(self._weights):
+            for each in self._connections:
+                each.send(handle)
+            handed_out += 1
+            if handed_out == SEGMENTS:
+                self._await_reading()
+                handed_out -= 1
+        for each in self._connections:
+            each.send(None)
+        for _ in range(handed_out):
+            self._await_reading()
+
+    def _await_reading(self) -> None:
+        for each in self._connections:
+            each.recv()
 
     def close(self) -> None:
         self._shared.close()

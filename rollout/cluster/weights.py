@@ -16,6 +16,7 @@ from rollout.cluster.replica import Replica
 from rollout.cluster.replica_manager import WAIT_SECONDS, ReplicaManager
 from rollout.cluster.replica_weight_sync import ReplicaWeightSync
 from rollout.errors import IntegrityError, InvalidInputError, RolloutError, WeightUpdateError
+from rollout.validation import checked_int
 from rollout.weights.bucket import (
     CACHED_BUCKET_BYTES,
     FlattenedBucket,
@@ -33,6 +34,7 @@ from rollout.weights.manifest import (
     manifest_of,
 )
 from rollout.weights.refusals import refuse_not_finite
+from rollout.weights.versions import TARGET, next_versions
 
 log = logging.getLogger(__name__)
 
@@ -94,10 +96,7 @@ class ClusterWeights:
                 "lora_scaling", checked.lora_scaling,
                 "a cluster takes merged weights: a replica that joins later has no base to add to",
             )  # fmt: skip
-        if checked.weight_version == 0:
-            raise InvalidInputError(
-                "weight_version", 0, "must be >= 1: a replica that starts has version 0"
-            )
+        _check_version(checked.weight_version)
         self._abandon_if_silent()
         if self._update is not None:
             raise WeightUpdateError("an update is under way; end or abandon it first")
@@ -114,15 +113,20 @@ class ClusterWeights:
             self.abandon_weight_update()
             raise
 
-    def end_weight_update(self) -> None:
+    def end_weight_update(self, weight_version: int | None = None) -> None:
         """Commit on every replica."""
         update = self._under_way()
+        if weight_version is not None:
+            _check_version(weight_version)
+            if update.version is not None:
+                next_versions(self._versions, frozenset({TARGET}), weight_version)
+                update.version = weight_version
         if update.options.abort_all_requests:
             self._abort_all()
             self._under_way()
         self.sync.note_commit()
         self._last_version = update.version or self._last_version
-        done, failed = self._ask_all("end_weight_update")
+        done, failed = self._ask_all("end_weight_update", weight_version)
         if not done:
             reason = next(iter(failed.values()), WeightUpdateError("every replica died"))
             self.abandon_weight_update(f"it failed: {reason}")
@@ -376,3 +380,10 @@ class ClusterWeights:
         joined = self._replicas.joined.values()
         update = self._update
         return [each for each in joined if update is None or each in update.replicas]
+
+
+def _check_version(weight_version: int | None) -> None:
+    if weight_version is not None and checked_int(weight_version, "weight_version") < 1:
+        raise InvalidInputError(
+            "weight_version", weight_version, "must be >= 1: a replica that starts has version 0"
+        )

@@ -19,6 +19,7 @@ from rollout.validation import (
     checked_name,
     checked_path,
 )
+from rollout.weights.adapter_folder import AdapterFolder, is_adapter_folder
 from rollout.weights.bucket import (
     FlattenedBucket,
     PackedBucket,
@@ -28,6 +29,7 @@ from rollout.weights.bucket import (
 )
 from rollout.weights.bucket_layout import BucketLayout
 from rollout.weights.groups import WeightGroups
+from rollout.weights.local_checkpoint import refuse_half_pulled
 from rollout.weights.manifest import (
     Manifest,
     NamedTensors,
@@ -82,8 +84,11 @@ class WeightUpdates:
         with self._worker.weights.broadcast_failures():
             self._worker.weights.begin(UpdateOptions.of(options), manifest)
 
-    def end_weight_update(self) -> None:
+    def end_weight_update(self, weight_version: int | None = None) -> None:
         """Commit: the next step samples from the new weights.
+
+        ``weight_version``: for a caller that begins without knowing it; one that is in use is
+        refused, and the update stays open.
 
         The prefix cache is dropped and the n-gram corpus kept. Requests in flight go on with all
         their KV recomputed; with ``flush_cache=False`` they keep it. Where only drafts have new
@@ -91,6 +96,8 @@ class WeightUpdates:
         """
         self._steps.drain()
         weights = self._worker.weights
+        if weight_version is not None:
+            weights.renumber(checked_int(weight_version, "weight_version", minimum=0))
         if weights.is_under_way and weights.state is WeightState.LOADING:
             # Before they serve: nothing the old weights computed may be met by the new ones,
             # whatever happens in between.
@@ -149,7 +156,8 @@ class WeightUpdates:
             self._load(unflattened([bucket.unpacked()]), options, direct=direct)
 
     def update_weights_from_disk(self, /, model_path: str | Path, **options: Any) -> None:
-        """Take the weights of a safetensors folder, sharded or not.
+        """Take the weights of a safetensors folder, sharded or not, or a LoRA adapter that PEFT
+        has saved, which is the update then, with its own ``lora_scaling``.
 
         With a selector of drafts alone it is a draft's folder, in any layout that one can be loaded
         from. Raises CheckpointError for a missing, truncated or damaged file, and for the folder of
@@ -158,8 +166,20 @@ class WeightUpdates:
         folder = Path(checked_path(model_path, "model_path"))
         weights = self._worker.weights
         with weights.broadcast_failures():
-            selector = (UpdateOptions.of(options) if options else weights.options).selector
-            self._load(weights.parts.source(folder, selector), options)
+            refuse_half_pulled(folder)
+            given = UpdateOptions.of(options) if options else weights.options
+            if not is_adapter_folder(folder):
+                self._load(weights.parts.source(folder, given.selector), options)
+                return
+            adapter = AdapterFolder(folder)
+            if given.lora_scaling not in (None, adapter.scaling) or (
+                weights.is_under_way and given.lora_scaling is None
+            ):
+                raise InvalidInputError(
+                    "lora_scaling", given.lora_scaling, f"is {adapter.scaling} in {folder}"
+                )
+            own = {} if weights.is_under_way else {"lora_scaling": adapter.scaling}
+            self._load(adapter, options | own)
 
     def update_weights_from_ipc(
         self, /, handles: Mapping[str, Any] | Iterable[Mapping[str, Any]], **options: Any

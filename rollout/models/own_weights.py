@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from itertools import pairwise
 
 import torch
 
@@ -15,7 +16,7 @@ class OwnWeights(ABC):
 
     @abstractmethod
     def linears(self) -> list[Linear]:
-        """The network's own matrix products."""
+        """The network's own matrix products, by and large in the order of a forward."""
         ...
 
     @abstractmethod
@@ -25,8 +26,11 @@ class OwnWeights(ABC):
 
     def finish_loading(self) -> None:
         """Call after the last write of a load or update."""
-        for linear in self.linears():
+        linears = self.linears()
+        for linear in linears:
             linear.pack()
+        for linear, following in pairwise(linears):
+            linear.next = following
 
     def release(self) -> int:
         """Free the memory of every weight. Returns the bytes. Only ``allocate`` may be called

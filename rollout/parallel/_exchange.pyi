@@ -20,7 +20,14 @@ class Exchange:
     @property
     def path(self) -> str: ...
     def gather_columns(
-        self, own: int, rows: int, stride: int, ends: Sequence[int], out: int
+        self,
+        own: int,
+        rows: int,
+        stride: int,
+        ends: Sequence[int],
+        out: int,
+        ahead: int,
+        ahead_bytes: int,
     ) -> None: ...
     def broadcast(self, data: int, bytes: int) -> None: ...
     def gone(self) -> list[int]:

@@ -11,11 +11,15 @@ from typing import Any, Protocol
 import torch
 from torch.nn.functional import pad
 
+from rollout.parallel.rank_group import NO_MEMORY, Memory
+
 
 class Exchange(Protocol):
     """Collectives of all ranks. Each raises ConnectionError if a rank does not come in time."""
 
-    def all_gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
+    def all_gather_columns(
+        self, x_TC: torch.Tensor, parts: Sequence[range], ahead: Memory = NO_MEMORY
+    ) -> torch.Tensor:
         """See `RankGroup.all_gather_columns`."""
         ...
 
@@ -39,7 +43,9 @@ class GroupExchange:
     def __init__(self, group: Any) -> None:
         self._group = group
 
-    def all_gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
+    def all_gather_columns(
+        self, x_TC: torch.Tensor, parts: Sequence[range], ahead: Memory = NO_MEMORY
+    ) -> torch.Tensor:
         rows, width = len(x_TC), max(map(len, parts))
         x_TC = pad(x_TC, (0, width - x_TC.shape[1])).contiguous()
         gathered_NTC = x_TC.new_empty(len(parts), rows, width)

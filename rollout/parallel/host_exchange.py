@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from rollout.parallel.exchange import Exchange
+from rollout.parallel.rank_group import NO_MEMORY, Memory
 
 try:
     from rollout.parallel import _exchange as native
@@ -31,7 +32,9 @@ class HostExchange:
     def __init__(self, exchange: native.Exchange) -> None:
         self._exchange = exchange
 
-    def all_gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
+    def all_gather_columns(
+        self, x_TC: torch.Tensor, parts: Sequence[range], ahead: Memory = NO_MEMORY
+    ) -> torch.Tensor:
         if x_TC.stride(1) != 1:
             x_TC = x_TC.contiguous()
         rows, bytes_each = len(x_TC), x_TC.element_size()
@@ -43,6 +46,7 @@ class HostExchange:
                 x_TC.stride(0) * bytes_each,
                 [part.stop * bytes_each for part in parts],
                 gathered_TC.data_ptr(),
+                *ahead,
             )
         except RuntimeError as error:
             raise ConnectionError(str(error)) from error

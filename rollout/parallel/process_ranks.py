@@ -23,7 +23,7 @@ from rollout.errors import ParallelError
 from rollout.parallel.exchange import Exchange, GroupExchange
 from rollout.parallel.host_exchange import open_host_exchange
 from rollout.parallel.partition import consecutive
-from rollout.parallel.rank_group import CLOSED
+from rollout.parallel.rank_group import CLOSED, NO_MEMORY, Memory
 from rollout.parallel.time_limit import answered
 
 T = TypeVar("T")
@@ -81,8 +81,10 @@ class ProcessRanks:
         gathered = self.all_gather_columns(x.reshape(1, x.numel()), parts)
         return gathered.view(self.size, *x.shape)
 
-    def all_gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
-        return self._run(lambda: self._exchanges[-1].all_gather_columns(x_TC, parts))
+    def all_gather_columns(
+        self, x_TC: torch.Tensor, parts: Sequence[range], ahead: Memory = NO_MEMORY
+    ) -> torch.Tensor:
+        return self._run(lambda: self._exchanges[-1].all_gather_columns(x_TC, parts, ahead))
 
     def broadcast_floats(self, numbers: Sequence[float]) -> list[float]:
         return self._broadcast(torch.tensor(numbers, dtype=torch.float64)).tolist()
@@ -130,18 +132,19 @@ class ProcessRanks:
         return self.collect(topic)
 
     def _awaited(self, keys: Sequence[str]) -> list[str]:
-        deadline, pause = time.monotonic() + self._timeout, 0.001
+        started = time.monotonic()
         while not self._store.check(list(keys)):
             gone = self._exchanges[0].gone() if self._exchanges else []
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             for rank in missing:
                 if rank in gone:
                     raise ConnectionError(f"rank {rank} has ended or left")
-            if missing and time.monotonic() > deadline:
+            waited = time.monotonic() - started
+            if missing and waited > self._timeout:
                 names = " and ".join(f"rank {rank}" for rank in missing)
                 raise TimeoutError(f"{names} did not come in {self._timeout:g} seconds")
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
+            # The end is seen late by a twentieth of the wait at most.
+            time.sleep(min(max(0.001, waited / 20), 0.05))
         return [self._store.get(key).decode() for key in keys]
 
     def close(self, reason: str = CLOSED) -> None:

@@ -15,6 +15,11 @@ import torch
 
 from rollout.errors import ParallelError
 
+Memory = tuple[int, int]
+"""An address and a number of bytes."""
+
+NO_MEMORY: Memory = (0, 0)
+
 CLOSED = "the group is closed"
 """The reason of a rank that leaves because all is done."""
 
@@ -40,10 +45,15 @@ class RankGroup(Protocol):
         """Every rank's tensor, all of the same shape and dtype: [size, *x.shape]."""
         ...
 
-    def all_gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
+    def all_gather_columns(
+        self, x_TC: torch.Tensor, parts: Sequence[range], ahead: Memory = NO_MEMORY
+    ) -> torch.Tensor:
         """Every rank's columns of the same rows, side by side: [T, all columns].
 
-        ``parts``: the columns of each rank, consecutive.
+        Args:
+            parts: the columns of each rank, consecutive.
+            ahead: what this rank reads next. Where ranks share memory, it is fetched into the
+                processor's cache while they wait.
         """
         ...
 
@@ -89,7 +99,9 @@ class SingleRank:
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return x[None]
 
-    def all_gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
+    def all_gather_columns(
+        self, x_TC: torch.Tensor, parts: Sequence[range], ahead: Memory = NO_MEMORY
+    ) -> torch.Tensor:
         return x_TC
 
     def broadcast_floats(self, numbers: Sequence[float]) -> list[float]:

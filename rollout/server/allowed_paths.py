@@ -33,6 +33,10 @@ class AllowedPaths:
             raise InvalidInputError(field, path, "there is no such file")
         return found
 
+    def new_folder(self, field: str, path: str) -> Path:
+        """A folder to write, which need not exist. Raises InvalidInputError naming ``field``."""
+        return self._resolved(field, path)
+
     def folder(self, field: str, path: str) -> Path:
         """A folder whose own entries do not lead elsewhere. Raises InvalidInputError."""
         found = self._resolved(field, path)

@@ -14,8 +14,8 @@ from rollout.server.http_metrics import CountRequests
 from rollout.server.middleware import AnswerAtEnd, BodyLimit, RequireUser, SameOrigin, require_admin
 from rollout.server.openai import chat, completions, route
 from rollout.server.serving import Serving
-from rollout.server.sglang import control, corpora, info, weights
-from rollout.server.vllm import chat_prompt, tokenize
+from rollout.server.sglang import control, corpora, info, published_weights, weights
+from rollout.server.vllm import chat_prompt, lora, tokenize
 from rollout.server.vllm import control as vllm_control
 from rollout.server.vllm import generate as token_generate
 from rollout.server.vllm import info as vllm_info
@@ -45,10 +45,12 @@ USER: tuple[Routes, ...] = (
 ADMIN: tuple[Routes, ...] = (
     control.admin_routes,
     weights.routes,
+    published_weights.routes,
     corpora.routes,
     control.memory_routes,
     vllm_control.routes,
     vllm_weights.routes,
+    lora.routes,
 )
 """Routes that change the engine for all. They take the admin key, if any key is configured."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rollout.engine.protocol import Engine
@@ -29,17 +30,43 @@ class HttpWeightUpdate:
         self._manifest: Manifest | None = None  # what `begin` was told is going to come
         self._has_loaded = False
         self._ends_with_pause = False
+        self.adapter_name: str | None = None  # of the LoRA adapter that is in the weights
 
     def begin(self, engine: Engine, manifest: Manifest | None, options: Options) -> None:
         """Raises what `RolloutEngine.begin_weight_update` does."""
         engine.begin_weight_update(manifest, **options)
         self._options, self._manifest = options, manifest
         self._has_loaded = self._ends_with_pause = False
+        self.adapter_name = None
 
-    def end(self, engine: Engine) -> None:
+    def load_adapter(self, engine: Engine, name: str, folder: Path) -> None:
+        """Put PEFT's adapter in a folder into the weights, in place of an earlier one.
+
+        Raises what `RolloutEngine.update_weights_from_disk` does.
+        """
+        self._require_none()
+        engine.update_weights_from_disk(folder)
+        self.adapter_name = name
+
+    def unload_adapter(self, engine: Engine) -> None:
+        """Take the adapter out again: the weights are the base, bit for bit."""
+        self._require_none()
+        engine.update_weights_from_tensor({}, lora_scaling=1.0)
+        self.adapter_name = None
+
+    def _require_none(self) -> None:
+        if self._options is not None:
+            raise WeightUpdateError("an update is under way; end or abandon it first")
+
+    def end(self, engine: Engine, weight_version: int | None = None) -> None:
         """Commit. Raises what `RolloutEngine.end_weight_update` does."""
-        self._options = None
-        engine.end_weight_update()
+        options, self._options = self._options, None
+        try:
+            engine.end_weight_update(weight_version)
+        except InvalidInputError as error:
+            if error.field == "weight_version":  # the update is still open
+                self._options = options
+            raise
 
     def abandon(self, engine: Engine, reason: str) -> None:
         """Give the update up."""
@@ -63,6 +90,7 @@ class HttpWeightUpdate:
             self._open_for_bucket(engine, manifest, options)
         if self._options is None:
             load(options)
+            self.adapter_name = None
             return f"the weights are version {engine.weight_version}"
         try:
             load(self._new_options(engine, options))

@@ -67,13 +67,23 @@ class Serving:
 
     # Before a request is queued
 
-    def require_model(self, name: str | None) -> None:
+    def require_model(self, name: str | None, *, any_weights: bool = False) -> None:
         """Raises ModelNotFoundError unless ``name`` is the served model's.
 
         That is its name, with an organisation's before it or without, and the path that the server
-        was started with. None and what gateways send for it ask for no other.
+        was started with; while a LoRA adapter is loaded, that one's alone, unless ``any_weights``
+        would do. None and what gateways send for it ask for no other.
         """
-        if name is None or name in _ANY_MODEL or name == self.model_path:
+        if name is None or name in _ANY_MODEL:
+            return
+        if (adapter := self.open_update.adapter_name) is not None:
+            if name == adapter:
+                return
+            if not any_weights:
+                raise ModelNotFoundError(
+                    f"the model {name!r} is not served while the adapter {adapter!r} is loaded"
+                )
+        if name == self.model_path:
             return
         if self.model_name not in (name, name.rpartition("/")[2]):
             raise ModelNotFoundError(

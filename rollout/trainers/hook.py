@@ -55,6 +55,8 @@ class RolloutHook:
         model: the trainer's: see `weight_source` for what it may be.
         every: `step` syncs each ``every``-th optimizer step.
         bucket_bytes, dtype: of `weight_source`. A sync takes one bucket of extra memory.
+        adapters_only: send LoRA adapters without their weights, which the engine has from the start
+            (the model's folder) or from an earlier update.
         after_sync: called after each sync, on ranks that have an engine: to co-train its draft, for
             one. The other ranks do not wait for it here, but in their next collective.
         options: of every ``update_weights_from_tensor``: ``flush_cache``, ``check_finite``, ...
@@ -70,6 +72,7 @@ class RolloutHook:
         *,
         bucket_bytes: int = BUCKET_BYTES,
         dtype: str | torch.dtype | None = None,
+        adapters_only: bool = False,
         after_sync: Callable[[WeightSync], object] | None = None,
         **options: Any,
     ) -> None:
@@ -83,6 +86,8 @@ class RolloutHook:
         self.engine = engine
         self.every = every
         self.source = weight_source(model, bucket_bytes=bucket_bytes, dtype=dtype)
+        if adapters_only:
+            self.source.stream_adapters_only()
         self.after_sync = after_sync
         self.options = options
         self.num_steps = 0
@@ -129,7 +134,10 @@ class RolloutHook:
 
     def _take(self, stream: WeightStream, version: int) -> None:
         if self.engine is not None:
-            self.engine.update_weights_from_tensor(stream, weight_version=version, **self.options)
+            options = self.options
+            if self.source.adapters_only:
+                options = {"lora_scaling": self.source.lora_scaling, **options}
+            self.engine.update_weights_from_tensor(stream, weight_version=version, **options)
         for name, _ in stream.sliced({}) if self.engine is None else stream:
             if self.engine is not None:
                 raise WeightUpdateError(f"the engine returned before it had taken {name}")

@@ -6,6 +6,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import Self
 
 import torch
 from torch import nn
@@ -18,15 +19,19 @@ from rollout.trainers.weight_stream import WeightStream
 from rollout.weights.manifest import Manifest, TensorSpec
 
 
-def weights_of(model: nn.Module, refs: Sequence[ParamRef]) -> list[Weight]:
-    """The weights to stream of ``model``, adapters merged.
+def weights_of(
+    model: nn.Module, refs: Sequence[ParamRef], *, adapters_only: bool = False
+) -> list[Weight]:
+    """The weights to stream of ``model``, adapters merged, or alone.
 
     Raises InvalidInputError for parameters that cannot be streamed, by name.
     """
     if (peft := sys.modules.get("peft")) is not None and _has_adapters(peft, model):
-        from rollout.trainers.peft import merged_weights
+        from rollout.trainers.peft import adapter_weights, merged_weights
 
-        weights = merged_weights(model, refs)
+        weights = (adapter_weights if adapters_only else merged_weights)(model, refs)
+    elif adapters_only:
+        raise InvalidInputError("model", type(model).__name__, "has no adapters to stream")
     else:
         weights = [Weight(checkpoint_name(ref.name), (ref,)) for ref in refs]
     names: set[str] = set()
@@ -89,6 +94,7 @@ class ParameterSource(ABC):
         self.model = model
         self.bucket_bytes = bucket_bytes
         self.dtype = _dtype(dtype)
+        self.adapters_only = False
         self.weights()  # refuses here what could not be streamed later
 
     ranks = TrainerRanks()
@@ -123,9 +129,30 @@ class ParameterSource(ABC):
         """The unit gathered for a ref, by any name that tells it from others, and its bytes."""
         return (id(ref.module), ref.attribute), ref.numel * ref.dtype.itemsize
 
+    def stream_adapters_only(self) -> Self:
+        """From now on stream LoRA's A and B and what is trained beside them, under PEFT's names.
+
+        They are for an engine that has the trainer's base. Raises InvalidInputError for a model
+        without adapters, and for adapters that are more than A, B and one scaling.
+        """
+        self.adapters_only = True
+        self.weights()
+        self._scaling()
+        return self
+
+    @property
+    def lora_scaling(self) -> float | None:
+        """What B @ A is multiplied by; None where adapters come merged."""
+        return self._scaling() if self.adapters_only else None
+
+    def _scaling(self) -> float:
+        from rollout.trainers.peft import lora_scaling
+
+        return lora_scaling(self.model, self.refs())
+
     def weights(self) -> list[Weight]:
         """The checkpoint's tensors, and the parameters each is made of."""
-        return weights_of(self.model, self.refs())
+        return weights_of(self.model, self.refs(), adapters_only=self.adapters_only)
 
     def manifest(self) -> Manifest:
         """The names, shapes and dtypes that a pass which begins now will yield."""

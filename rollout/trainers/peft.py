@@ -1,4 +1,5 @@
-"""LoRA adapters merged into the weights as they are streamed; the trainer's model stays as it is.
+"""LoRA adapters merged into the weights as they are streamed, or streamed alone; the trainer's
+model stays as it is.
 
 Each sum is rounded where PEFT's own merge rounds it, so the stream is bitwise what
 ``merge_and_unload`` of a copy would leave, on the same device.
@@ -37,6 +38,57 @@ class Adapter:
         transposed = self.fan_in_fan_out or self.is_embedding
         delta = lora_delta(a, b, self.scaling, transposed=transposed)
         value += delta.to(value.dtype) if self.is_embedding else delta
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """Adds adapters to a weight: inputs are that, then A and B of each."""
+
+    adapters: tuple[Adapter, ...]
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        value = tensors[0].clone()
+        for index, adapter in enumerate(self.adapters):
+            adapter.add(value, tensors[2 * index + 1], tensors[2 * index + 2])
+        return value
+
+
+def adapter_weights(model: nn.Module, refs: Sequence[ParamRef]) -> list[Weight]:
+    """A and B of each adapted weight, and whole what else is trained: for an engine that has the
+    base.
+
+    Raises what `merged_weights` does, and InvalidInputError for what only a merge can express.
+    """
+    found: list[Weight] = []
+    for weight in merged_weights(model, refs):
+        match weight.combine:
+            case None:
+                found += [weight] if weight.inputs[0].parameter.requires_grad else []
+            case Merge(adapters=(Adapter(is_embedding=False, fan_in_fan_out=False),)):
+                stem = weight.name.removesuffix("weight")
+                for kind, ref in zip(("lora_A", "lora_B"), weight.inputs[1:], strict=True):
+                    found.append(Weight(f"{stem}{kind}.weight", (ref,)))
+            case _:
+                raise InvalidInputError(
+                    "adapters_only", weight.name,
+                    "its adapter is not one A and B of a linear layer: have it merged",
+                )  # fmt: skip
+    return found
+
+
+def lora_scaling(model: nn.Module, refs: Sequence[ParamRef]) -> float:
+    """The one scaling of all adapters. Raises InvalidInputError where they differ, or none are."""
+    found = {
+        adapter.scaling
+        for weight in merged_weights(model, refs)
+        if isinstance(weight.combine, Merge)
+        for adapter in weight.combine.adapters
+    }
+    if len(found) != 1:
+        raise InvalidInputError(
+            "adapters_only", sorted(found), "adapters need one scaling: have them merged"
+        )
+    return found.pop()
 
 
 def merged_weights(model: nn.Module, refs: Sequence[ParamRef]) -> list[Weight]:
@@ -136,17 +188,10 @@ def _merges(
         if layer.lora_bias[adapter]:
             biases.append(refs_by_owner[id(b), "bias"])
     if adapters:
-        yield "weight", inputs, lambda tensors: _merged(adapters, tensors)
+        yield "weight", inputs, Merge(tuple(adapters))
     if biases:
         scalings = [adapter.scaling for adapter in adapters if layer.lora_bias[adapter.name]]
         yield "bias", biases, lambda tensors: _with_biases(scalings, tensors)
-
-
-def _merged(adapters: Sequence[Adapter], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    value = tensors[0].clone()
-    for index, adapter in enumerate(adapters):
-        adapter.add(value, tensors[2 * index + 1], tensors[2 * index + 2])
-    return value
 
 
 def _with_biases(scalings: Sequence[float], tensors: Sequence[torch.Tensor]) -> torch.Tensor:

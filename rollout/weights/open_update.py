@@ -107,7 +107,7 @@ class OpenUpdate:
     def check_complete(self) -> None:
         """Raise unless all has come that has to."""
         self.changes.refuse_unpaired()
-        if not self.loaded:
+        if not self.is_loading:
             raise InvalidInputError("named_tensors", [], "an update must bring a tensor")
         self._refuse_mismatches(self.loaded, partial=self.options.partial)
 
@@ -237,6 +237,11 @@ class OpenUpdate:
         own.write(change.applied(part, loader))
         self.loaded[change.name] = self.checked[change.name]
         self.num_bytes += change.num_bytes
+
+    @property
+    def restores_bases(self) -> bool:
+        """Whether weights without an adapter are written by `settle_bases`, whatever has come."""
+        return self.options.lora_scaling is not None and bool(self.lora_bases)
 
     def settle_bases(self) -> None:
         """After the last write: weights without an adapter now get their base again, and what was

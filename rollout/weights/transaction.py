@@ -233,6 +233,7 @@ class WeightTransaction:
                 manifest = manifest_of(named_tensors)
                 update.check_source(named_tensors, manifest, direct)
             update.load(named_tensors, manifest, direct)
+            update.is_loading |= update.restores_bases
             update.num_loads += 1
             if update.source is None:
                 # What one rank has read may be gone for the others once this call returns.
@@ -241,6 +242,11 @@ class WeightTransaction:
             self.abandon(f"it failed: {error}")
             raise
         update.last_call = self._clock()
+
+    def renumber(self, weight_version: int) -> None:
+        """Give the open update this version. Raises InvalidInputError for one that is in use."""
+        update = self._under_way()
+        update.versions = next_versions(self.versions, update.parts, weight_version)
 
     def commit(self) -> None:
         """End the open update: its version is the weights' from now on.

@@ -21,12 +21,14 @@ from rollout.errors import ParallelError
 from rollout.parallel import ProcessRanks, host_exchange
 from rollout.parallel.exchange import GroupExchange
 from rollout.parallel.partition import consecutive
+from rollout.parallel.rank_group import NO_MEMORY
 from tests.helpers.hang import HANG_SECONDS
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 LATE_SECONDS = 3.0
 SLOT = host_exchange.native.SLOT_BYTES
 WIDTHS = [(5, 5, 5), (33, 33, 31), (1, 1, 0), (0, 4, 9)]
+NOBODYS_MEMORY = (64, 1 << 30)  # as where weights were given back meanwhile
 LARGE = [(1, (SLOT // 4 + 3, SLOT // 4 + 3, 7)), (3, (SLOT, 1, SLOT // 3)), (700, (513, 513, 511))]
 
 
@@ -76,9 +78,10 @@ def differing(ranks: Ranks) -> list[str]:
             sent_TC = random_bits(rows, sum(widths), dtype=dtype, seed=seed)
             own_TC = sent_TC[:, parts[RANK].start : parts[RANK].stop]  # its rows are not adjacent
             found += [
-                f"{type(exchange).__name__} {dtype} {rows} {widths}"
+                f"{type(exchange).__name__} {dtype} {rows} {widths} {ahead}"
                 for exchange in (host, gloo)
-                if not same_bits(exchange.all_gather_columns(own_TC, parts), sent_TC)
+                for ahead in (NO_MEMORY, (sent_TC.data_ptr(), sent_TC.nbytes), NOBODYS_MEMORY)
+                if not same_bits(exchange.all_gather_columns(own_TC, parts, ahead), sent_TC)
             ]
         for size in (0, 1, 3, SLOT + 5):
             sent = random_bits(size, dtype=dtype, seed=size)

@@ -3,6 +3,7 @@ import torch
 from torch.nn.functional import linear as reference
 
 from rollout.models.layers.linear import Linear
+from rollout.parallel.rank_group import NO_MEMORY
 from tests.helpers.packing import packs
 
 CPU = torch.device("cpu")
@@ -95,6 +96,23 @@ def test_weights_keep_their_address():
         linear.weight_rows(2, 5).write(torch.ones(3, 8))
         linear.pack()
         assert address() == before
+
+
+def test_a_packed_weight_is_found_by_the_product_before_it():
+    packed, _, _ = filled(24, 70)
+    if not packed.is_packed:
+        pytest.skip("this processor packs no weights of this dtype")
+    before, _, _ = filled(8, 8, packing=False)
+    assert before.memory == before.next_memory == NO_MEMORY
+    before.next = packed
+    opaque = packed._packed.opaque
+    assert before.next_memory == packed.memory
+    assert packed.memory == (torch.ops.mkldnn.data_ptr(opaque), torch.ops.mkldnn._nbytes(opaque))
+    packed._packed.panels_PUL = None  # as of an unknown layout, which is packed anew
+    packed.weight_rows(2, 5).write(torch.ones(3, 24))
+    assert packed.memory[0] == torch.ops.mkldnn.data_ptr(packed._packed.opaque)
+    packed.release()
+    assert before.next_memory == NO_MEMORY
 
 
 def test_a_tied_weight_follows_its_table_and_leaves_it_in_place():

@@ -71,6 +71,9 @@ def test_openais_and_vllms_calls_have_them_in_numpys_form(client, folder):
         routes = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
         assert np.array_equal(routes, expected.routed_experts)
         assert "routed_experts" not in client.post(path, json=body).json()["choices"][0]
+    (choice,) = client.post("/skyrl/v1/generate", json=body).json()["choices"]
+    assert choice["routed_experts"] == expected.routed_experts.tolist()
+    assert client.post("/skyrl/v1/generate", json=body | {"stream": True}).status_code == 400
 
 
 @pytest.mark.parametrize("start", [-1, 5])

@@ -8,6 +8,7 @@ import json
 import pytest
 
 NO_FIELDS: dict[str, object] = {}
+ADAPTER = {"lora_name": "x", "lora_path": "x"}
 BODIES: dict[str, dict[str, object]] = {
     "/generate": {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}},
     "/v1/completions": {"prompt": [5], "max_tokens": 1},
@@ -19,6 +20,7 @@ BODIES: dict[str, dict[str, object]] = {
         "messages": [{"role": "user", "content": "one"}], "tokens": [5], "max_tokens": 1,
     },
     "/inference/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 1}},
+    "/skyrl/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 1}},
     "/abort_request": {"rid": "nobody"},
     "/pause_generation": NO_FIELDS,
     "/continue_generation": NO_FIELDS,
@@ -53,10 +55,17 @@ BODIES: dict[str, dict[str, object]] = {
     "/start_weight_update": NO_FIELDS,
     "/update_weights": {"weight_dir": "nowhere"},
     "/finish_weight_update": NO_FIELDS,
+    "/shutdown_weight_transfer_engine": NO_FIELDS,
+    "/pull_weights": {"local_checkpoint_dir": "x", "source_dir": "x", "target_version": 0},
+    "/load_lora_adapter": ADAPTER,
+    "/v1/load_lora_adapter": ADAPTER,
+    "/skyrl/v1/load_lora_adapter": ADAPTER,
+    "/unload_lora_adapter": {"lora_name": "x"},
+    "/v1/unload_lora_adapter": {"lora_name": "x"},
     "/collective_rpc": {"method": "none"},
 }  # fmt: skip
 """By path, the fields that a call must have."""
-OPENAI_CLIENTS = ("/v1/", "/inference/", "/tokenize", "/detokenize")
+OPENAI_CLIENTS = ("/v1/c", "/inference/", "/skyrl/v1/generate", "/tokenize", "/detokenize")
 
 
 @pytest.fixture(scope="module")

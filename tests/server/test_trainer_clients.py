@@ -126,6 +126,38 @@ def test_slime_with_a_shared_disk_and_sleep(shared, post, policies):
             assert answer["output_ids"] == weights.output_ids
 
 
+def test_slime_with_differences(shared, post, policies, root):
+    pytest.importorskip("zstandard")
+    pytest.importorskip("blake3")
+    from tests.helpers.slime_publisher import publish
+
+    first, second = policies
+    local, source = root / "local", root / "published"
+    source.mkdir()
+    pull = {"local_checkpoint_dir": str(local), "source_dir": str(source)}
+    post("/pull_weights", pull | {"target_version": 0})
+    with shared.client() as client:
+        for number, (old, new) in enumerate([(first, second), (second, first)], start=1):
+            publish(source, number, old.tensors, new.tensors)
+            post("/pull_weights", pull | {"target_version": number})
+            post("/pause_generation")
+            assert client.get("/flush_cache").status_code == 200
+            body = {"model_path": str(local), "weight_version": str(100 + number)}
+            post("/update_weights_from_disk", body)
+            post("/continue_generation")
+            answer = post("/generate", {"input_ids": PROMPT, "sampling_params": seeded()})
+            assert answer["output_ids"] == new.output_ids
+        for wrong, named in (
+            ({"local_checkpoint_dir": "/tmp/elsewhere"}, "local_checkpoint_dir"),
+            ({"source_dir": str(root / "absent")}, "source_dir"),
+            ({"target_version": 7}, "version 7 was not published"),
+            ({"local_checkpoint_dir": str(second.folder)}, "something else"),
+        ):
+            answer = client.post("/pull_weights", json=pull | {"target_version": 2} | wrong)
+            assert answer.status_code == 400, answer.text
+            assert named in answer.json()["message"]
+
+
 def test_a_step_of_areal(shared, post, policies):
     first, second = policies
     with shared.client() as client:

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.ports import free_port
@@ -200,6 +201,66 @@ def test_skyrl(client, policies):
     assert post(client, "/detokenize", {"tokens": ids}) == {"prompt": "one two"}
 
 
+def send_sparse(client, trainer, old, new, **fields: Any) -> httpx.Response:
+    """One call of vLLM's sparse sender: of each tensor the places that changed, then the values."""
+    info = update_info(new)["update_info"]
+    places = [(new[name] != old[name]).flatten().nonzero().flatten().int() for name in new]
+    info["num_updates_list"] = [len(each) for each in places]
+    parts = {}
+    for name, indices in zip(new, places, strict=True):
+        parts |= {f"{name} places": indices, f"{name} values": new[name].flatten()[indices]}
+    answers = []
+    body = {"update_info": info} | fields
+    trainer.send_during(lambda: answers.append(client.post("/update_weights", json=body)), parts)
+    return answers[0]
+
+
+def test_vllm_sparse(client, policies):
+    old, new = policies[1], policies[0]
+    with joined(client) as trainer:
+        for number, (before, after) in enumerate([(old, new), (new, old)], start=94):
+            post(client, "/start_weight_update")
+            for last in (False, True):
+                chunk = after.part(last=last)
+                answer = send_sparse(client, trainer, before.tensors, chunk)
+                assert answer.status_code == 200, answer.text
+            post(client, "/finish_weight_update", {"weight_version": str(number)})
+            assert client.get("/get_weight_version").json() == {"weight_version": str(number)}
+            assert output_ids(client) == after.output_ids
+        assert send_sparse(client, trainer, old.tensors, new.tensors).status_code == 200
+        assert output_ids(client) == new.output_ids
+        # Another trainer's weights, of which this one does not know:
+        post(client, "/update_weights_from_disk", {"model_path": str(old.folder)})
+        refused = send_sparse(client, trainer, new.tensors, old.tensors)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "base_version"
+        assert output_ids(client) == old.output_ids
+        assert send_sparse(
+            client, trainer, old.tensors, new.tensors, base_version=97
+        ).status_code == 200  # fmt: skip
+        assert output_ids(client) == new.output_ids
+        body = update_info(old.tensors)
+        trainer.send_during(lambda: post(client, "/update_weights", body), old.tensors)
+        assert output_ids(client) == old.output_ids
+        for wrong, named in (
+            ({"num_updates_list": [1]}, "update_info.num_updates_list"),
+            ({"num_updates_list": [1] * len(body["update_info"]["names"]), "packed": True},
+             "update_info.packed"),
+        ):  # fmt: skip
+            answer = client.post(
+                "/update_weights", json={"update_info": body["update_info"] | wrong}
+            )
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, named)
+        post(client, "/start_weight_update")
+        trainer.send_during(lambda: post(client, "/update_weights", body), old.tensors)
+        in_use = {"weight_version": client.get("/get_weight_version").json()["weight_version"]}
+        assert "weight_version" in client.post("/finish_weight_update", json=in_use).text
+        post(client, "/finish_weight_update", {"weight_version": "120"})
+        post(client, "/shutdown_weight_transfer_engine")
+        assert client.post("/update_weights", json=body).status_code == 400
+    assert output_ids(client) == old.output_ids
+
+
 def test_prime_rl(client, policies):
     for weights in policies:
         assert client.get("/liveness").status_code == 200
@@ -210,18 +271,56 @@ def test_prime_rl(client, policies):
         assert output_ids(client) == weights.output_ids
 
 
+def test_prime_rl_with_an_adapter(client, policies, root):
+    peft = pytest.importorskip("peft")
+    base = AutoModelForCausalLM.from_pretrained(policies[1].folder, dtype=torch.float32)
+    config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(base, config)
+    model.save_pretrained(root / "adapter")
+    model.merge_and_unload().save_pretrained(root / "merged")
+    load = {"lora_name": "policy", "lora_path": (root / "adapter").as_posix()}
+    post(client, "/load_lora_adapter", load)
+    adapted = output_ids(client)
+    assert adapted != policies[1].output_ids
+    assert [each["id"] for each in client.get("/v1/models").json()["data"]][1:] == ["policy"]
+    asked = {"prompt": PROMPT, "max_tokens": 1}
+    post(client, "/v1/completions", asked | {"model": "policy"})
+    post(client, "/v1/completions", asked | {"model": policies[1].folder.name}, status=404)
+    post(client, "/load_lora_adapter", load)  # each step of training, under one name
+    assert output_ids(client) == adapted
+    for path, wrong, status in (
+        ("/load_lora_adapter", load | {"lora_path": str(root / "late")}, 404),
+        ("/v1/load_lora_adapter", load | {"lora_path": "/etc"}, 400),
+        ("/v1/load_lora_adapter", {"lora_name": "x"}, 422),
+        ("/v1/unload_lora_adapter", {"lora_name": "x"}, 404),
+    ):
+        assert client.post(path, json=wrong).status_code == status, path
+    post(client, "/v1/unload_lora_adapter", {"lora_name": "policy"})
+    assert output_ids(client) == policies[1].output_ids
+    post(client, "/v1/completions", asked | {"model": "policy"}, status=404)
+    post(client, "/v1/load_lora_adapter", load)
+    post(client, "/update_weights_from_disk", {"model_path": str(root / "merged")})
+    assert output_ids(client) == adapted
+    post(client, "/v1/completions", asked | {"model": "policy"}, status=404)
+    post(client, "/update_weights", {"weight_dir": str(policies[1].folder)})
+
+
 def test_what_fails_is_named_and_commits_nothing(client, policies):
     before = output_ids(client)
     pickled = update_info({}, ipc_handles_pickled="gASVAAAA")
     init = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
     for path, body, named in (
-        (JOIN, {"init_info": init}, "init_info.backend"),
+        (JOIN, {"init_info": init | {"packed_num_buffers": 2}}, "init_info.backend"),
+        (
+            JOIN,
+            {"init_info": init | {"backend": "gloo", "packed_buffer_size_bytes": 5}},
+            "init_info.packed_buffer_size_bytes",
+        ),
         ("/update_weights", pickled, "update_info.ipc_handles_pickled"),
         (RPC, {"method": "update_weights_ipc", "kwargs": pickled}, "ipc_handles_pickled"),
         (RPC, {"method": "save_model"}, "method"),
         (RPC, {"method": "skyrl_start_weight_update", "kwargs": {"x": 1}}, "kwargs.x"),
         ("/start_weight_update", {"is_checkpoint_format": False}, "is_checkpoint_format"),
-        ("/finish_weight_update", {"weight_version": "7"}, "weight_version"),
         ("/update_weights", {}, "update_info"),
         ("/update_weights", {"weight_dir": "/etc"}, "weight_dir"),
         ("/update_weights", update_info({}, group_name="nobody"), "group_name"),

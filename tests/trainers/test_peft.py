@@ -18,6 +18,7 @@ from peft import (
     get_peft_model_state_dict,
 )
 
+from rollout import SamplingParams
 from rollout.errors import InvalidInputError
 from rollout.trainers import RolloutHook, weight_source
 from tests.helpers.tiny_model import save_tiny_llama
@@ -153,6 +154,87 @@ def test_adapters_alone_give_the_engine_what_the_merged_weights_give(folder, bas
     assert engine.weights_digest() == plain
     engine.update_weights_from_tensor(adapters, lora_scaling=2.0)
     assert engine.weights_digest() == wanted
+
+
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True, "modules_to_save": ["norm"]}])
+def test_a_hook_sends_adapters_alone(folder, base, options):
+    saved = {
+        name: parameter.detach().clone()
+        for name, parameter in base.named_parameters()
+        if "modules_to_save" in options and name.endswith("norm.weight")  # as PEFT reads it
+    }
+    model = with_lora(base, **options)
+    engine = engine_of(folder)
+    plain = engine.weights_digest()
+    hook = RolloutHook(engine, model, adapters_only=True)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(2):
+        sent = hook.sync()
+        wanted = digest_of_plain_update(folder, merged_by_peft(model), "float32")
+        assert engine.weights_digest() == wanted != plain
+        assert sent.num_bytes < 0.5 * sum(each.nbytes for each in base.parameters())
+        assert gap(engine, logprobs_of(model)) < 1e-4
+        loss_of(model).backward()
+        optimizer.step()
+    engine.update_weights_from_tensor(saved, lora_scaling=1.0)
+    assert engine.weights_digest() == plain
+
+
+def test_adapters_that_only_a_merge_can_express_are_refused(base):
+    for options, says in (
+        ({"target_modules": ["embed_tokens"]}, "embed_tokens.weight"),
+        ({"rank_pattern": {"q_proj": 2}}, "one scaling"),
+    ):
+        with pytest.raises(InvalidInputError, match=says):
+            RolloutHook(None, with_lora(copy.deepcopy(base), **options), adapters_only=True)
+    with pytest.raises(InvalidInputError, match="no adapters"):
+        RolloutHook(None, base, adapters_only=True)
+
+
+def test_a_folder_of_an_adapter_is_an_update(folder, base, tmp_path):
+    engine = engine_of(folder)
+    plain = engine.weights_digest()
+    for number, options in enumerate(({}, {"use_rslora": True, "modules_to_save": ["norm"]})):
+        model = with_lora(copy.deepcopy(base), **options)
+        model.save_pretrained(tmp_path / str(number))
+        engine.update_weights_from_disk(tmp_path / str(number))
+        wanted = digest_of_plain_update(folder, merged_by_peft(model), "float32")
+        assert engine.weights_digest() == wanted != plain
+    before = engine.weights_digest()
+    for options, says in (
+        ({"use_dora": True}, "use_dora=True"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"bias": "all"}, "bias='all'"),
+    ):
+        with_lora(copy.deepcopy(base), **options).save_pretrained(tmp_path / says)
+        with pytest.raises(InvalidInputError, match=rf"adapter_config\.json\.{says}"):
+            engine.update_weights_from_disk(tmp_path / says)
+    with pytest.raises(InvalidInputError, match=r"lora_scaling=3\.0: is 4\.0"):
+        engine.update_weights_from_disk(tmp_path / "1", lora_scaling=3.0)
+    engine.begin_weight_update(lora_scaling=2.0)
+    engine.update_weights_from_disk(tmp_path / "0")
+    engine.end_weight_update()
+    assert engine.weights_digest() != before
+    engine.update_weights_from_disk(folder)
+    assert engine.weights_digest() == plain
+
+
+def test_no_adapters_give_the_base_again(folder, base):
+    """And what it has computed is not that of the adapted weights."""
+    engine = engine_of(folder)
+    plain, first = (
+        engine.weights_digest(),
+        engine.generate([[5, 6, 7, 8]] * 2, SamplingParams(max_new_tokens=6)),
+    )
+    with pytest.raises(InvalidInputError, match="must bring"):
+        engine.update_weights_from_tensor({}, lora_scaling=1.0)
+    engine.update_weights_from_tensor(adapters_of(with_lora(base)), lora_scaling=2.0)
+    adapted = engine.generate([[5, 6, 7, 8]] * 2, SamplingParams(max_new_tokens=6))
+    engine.update_weights_from_tensor({}, lora_scaling=1.0)
+    assert engine.weights_digest() == plain
+    again = engine.generate([[5, 6, 7, 8]] * 2, SamplingParams(max_new_tokens=6))
+    assert [each.logprobs for each in again] == [each.logprobs for each in first]
+    assert [each.logprobs for each in again] != [each.logprobs for each in adapted]
 
 
 def test_wrong_adapters_are_refused_before_anything_is_written(folder, base):

@@ -118,12 +118,14 @@ def test_a_resumed_run_is_the_run_it_would_have_been(model: Path, tmp_path: Path
         assert torch.equal(weight, resumed.weights[name])
 
 
-def test_adapters_are_merged_on_the_way(model: Path, tmp_path: Path) -> None:
+def test_adapters_come_merged_or_alone(model: Path, tmp_path: Path) -> None:
     lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    trainer = by_generation(model, tmp_path, arguments={"peft_config": lora})
-    record = run(trainer)
-    assert max(record.column("sampling/sampling_logp_difference/max")) < 2e-5
-    assert any("lora_A" in name for name in record.weights)
+    peft = {"arguments": {"peft_config": lora}}
+    merged = run(by_generation(model, tmp_path / "merged", **peft))
+    assert max(merged.column("sampling/sampling_logp_difference/max")) < 2e-5
+    assert any("lora_A" in name for name in merged.weights)
+    ours = {"ours": {"adapters_only": True}, "vllm_enable_sleep_mode": True}
+    assert_same_run(merged, run(by_generation(model, tmp_path / "alone", **peft, **ours)))
 
 
 def test_memory_sleeps_between_batches(model: Path, tmp_path: Path) -> None:
@@ -217,6 +219,7 @@ OURS: dict[str, Any] = {
     "model_path": None,
     "cluster": "none",
     "cluster_options": None,
+    "adapters_only": False,
     "overrides": {},
 }
 

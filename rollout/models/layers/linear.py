@@ -15,6 +15,7 @@ from rollout.models.layers.storage import allocate_storage, free_storage
 from rollout.models.layers.weight_loader import WeightLoader, fill
 from rollout.ops.matmul import matmul
 from rollout.ops.matmul.tiles import Tile
+from rollout.parallel.rank_group import NO_MEMORY, Memory
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ class Linear:
             torch's own, which may be faster.
         left_out_tiles: tiles that a GPU's product does not use.
         min_rows: rows from which a packed product is row-invariant; callers pad fewer rows.
+
+    ``next``: the product that probably follows in a forward; None for the last.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Linear:
         self.row_invariant = False
         self.left_out_tiles: frozenset[Tile] = frozenset()
         self.min_rows = 1
+        self.next: Linear | None = None
         self.bias_O = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self._packed: PackedWeight | None = None
         self._table_OI = table_OI
@@ -80,6 +84,16 @@ class Linear:
     def is_packed(self) -> bool:
         """Whether the weight is in oneDNN's packed layout."""
         return self._packed is not None
+
+    @property
+    def memory(self) -> Memory:
+        """Where a packed weight is; a plain one's is not told."""
+        return NO_MEMORY if self._packed is None else self._packed.memory
+
+    @property
+    def next_memory(self) -> Memory:
+        """Where the packed weight of ``next`` is."""
+        return NO_MEMORY if self.next is None else self.next.memory
 
     def pack(self) -> None:
         """Pack the weight, if this build and processor can; else it stays plain."""

@@ -13,6 +13,7 @@ import torch
 
 from rollout.models.layers.storage import prefer_huge_pages
 from rollout.ops.panels import LANES, read_panels, write_panels
+from rollout.parallel.rank_group import Memory
 
 
 class PackedWeight:
@@ -25,8 +26,7 @@ class PackedWeight:
 
     def __init__(self, weight_OI: torch.Tensor, opaque: torch.Tensor) -> None:
         """``opaque``: the weight as oneDNN reordered it."""
-        self.opaque = opaque  # [O, I], layout torch._mkldnn
-        prefer_huge_pages(torch.ops.mkldnn.data_ptr(opaque), self.num_bytes)
+        self._take(opaque)
         self.panels_PUL = _panels(opaque)
         if self.panels_PUL is not None and not _same_bits(self._unpacked(), weight_OI):
             self.panels_PUL = None
@@ -40,10 +40,17 @@ class PackedWeight:
             return None
         return PackedWeight(weight_OI, opaque)
 
+    def _take(self, opaque: torch.Tensor) -> None:
+        """Store a packed weight [O, I], of layout torch._mkldnn."""
+        self.opaque = opaque
+        num_bytes = int(torch.ops.mkldnn._nbytes(opaque))  # padding included
+        self.memory: Memory = (torch.ops.mkldnn.data_ptr(opaque), num_bytes)
+        prefer_huge_pages(*self.memory)
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the packed copy, padding included."""
-        return int(torch.ops.mkldnn._nbytes(self.opaque))
+        return self.memory[1]
 
     def write(self, first_row: int, rows_MI: torch.Tensor) -> None:
         """Replace rows from ``first_row`` on by contiguous CPU rows of the same dtype."""
@@ -52,7 +59,7 @@ class PackedWeight:
         else:
             weight_OI = self.opaque.to_dense()
             weight_OI[first_row : first_row + len(rows_MI)] = rows_MI
-            self.opaque = torch.ops.mkldnn._reorder_linear_weight(weight_OI, None)
+            self._take(torch.ops.mkldnn._reorder_linear_weight(weight_OI, None))
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """A plain copy of rows [start, stop)."""

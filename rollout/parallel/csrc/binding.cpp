@@ -22,8 +22,9 @@ using Unlocked = nb::call_guard<nb::gil_scoped_release>;
 std::byte* at(Address address) { return reinterpret_cast<std::byte*>(address); }
 
 void gather_columns(Exchange& exchange, Address own, int64_t rows, int64_t stride,
-                    const std::vector<int64_t>& ends, Address out) {
-  exchange.gather_columns(at(own), rows, stride, ends, at(out));
+                    const std::vector<int64_t>& ends, Address out, Address ahead,
+                    size_t ahead_bytes) {
+  exchange.gather_columns(at(own), rows, stride, ends, at(out), {at(ahead), ahead_bytes});
 }
 
 void broadcast(Exchange& exchange, Address data, int64_t bytes) {
@@ -43,7 +44,7 @@ NB_MODULE(_exchange, m) {
                   "Another rank's, of rank 0's path.")
       .def_prop_ro("path", &Exchange::path)
       .def("gather_columns", &gather_columns, "own"_a, "rows"_a, "stride"_a, "ends"_a, "out"_a,
-           Unlocked())
+           "ahead"_a, "ahead_bytes"_a, Unlocked())
       .def("broadcast", &broadcast, "data"_a, "bytes"_a, Unlocked())
       .def("gone", &Exchange::gone, "Ranks that have ended or left.")
       .def("leave", &Exchange::leave);

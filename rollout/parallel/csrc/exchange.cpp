@@ -12,6 +12,11 @@ namespace {
 
 constexpr double kLookSeconds = 0.1;  // between two looks whether an awaited rank lives
 
+// Of memory that is fetched ahead. More would not stay in a core's own cache until it is read.
+constexpr size_t kAheadBytes = 512 << 10;
+constexpr size_t kLineBytes = 64;
+constexpr size_t kLinesAtOnce = 4;  // between two looks at an awaited number
+
 struct Rows {
   std::byte* data;
   int64_t stride;
@@ -57,7 +62,9 @@ Exchange::Exchange(SharedMemory memory, int rank, int size, double timeout)
 }
 
 void Exchange::gather_columns(const std::byte* own, int64_t rows, int64_t stride,
-                              std::span<const int64_t> ends, std::byte* out) {
+                              std::span<const int64_t> ends, std::byte* out,
+                              std::span<const std::byte> ahead) {
+  ahead_ = ahead.first(std::min(ahead.size(), kAheadBytes));
   const int64_t out_stride = ends.back();
   const auto start = [&](int rank) { return rank == 0 ? 0 : ends[rank - 1]; };
   int64_t widest = 0;
@@ -86,6 +93,7 @@ void Exchange::gather_columns(const std::byte* own, int64_t rows, int64_t stride
       }
     }
   }
+  ahead_ = {};
 }
 
 void Exchange::broadcast(std::byte* data, int64_t bytes) {
@@ -131,7 +139,9 @@ const std::byte* Exchange::part_of(int rank) {
 
 void Exchange::await(int rank, uint32_t number) {
   PostedNumber& posted = ranks_[rank].posted;
-  if (posted.has_reached(number) || posted.soon_reaches(number)) return;
+  if (posted.has_reached(number)) return;
+  fetch_ahead_until(posted, number);
+  if (posted.soon_reaches(number)) return;
   using Clock = std::chrono::steady_clock;
   const auto start = Clock::now();
   while (!posted.has_reached(number)) {
@@ -145,6 +155,16 @@ void Exchange::await(int rank, uint32_t number) {
       give_up(rank, text);
     }
     posted.sleep_for(number, std::min(kLookSeconds, timeout_ - waited));
+  }
+}
+
+void Exchange::fetch_ahead_until(const PostedNumber& posted, uint32_t number) {
+  constexpr size_t kStep = kLinesAtOnce * kLineBytes;
+  while (ahead_.size() >= kStep && !posted.has_reached(number)) {
+    for (size_t line = 0; line < kLinesAtOnce; ++line) {
+      __builtin_prefetch(ahead_.data() + line * kLineBytes, 0, 2);
+    }
+    ahead_ = ahead_.subspan(kStep);
   }
 }
 

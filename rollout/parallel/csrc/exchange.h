@@ -33,8 +33,10 @@ class Exchange {
 
   // Every rank's columns of the same rows, side by side. Bytes, not elements: `ends` of each rank's
   // columns in `out`, whose rows are adjacent; `stride` between the rows of `own`.
+  // While it waits it fetches `ahead`, memory that this rank reads next, into the cache.
   void gather_columns(const std::byte* own, int64_t rows, int64_t stride,
-                      std::span<const int64_t> ends, std::byte* out);
+                      std::span<const int64_t> ends, std::byte* out,
+                      std::span<const std::byte> ahead);
   // Copies rank 0's bytes over the others'. Rank 0 does not wait until they have read them.
   void broadcast(std::byte* data, int64_t bytes);
 
@@ -54,6 +56,8 @@ class Exchange {
   // A rank's part of the call, once it has posted it.
   const std::byte* part_of(int rank);
   void await(int rank, uint32_t number);
+  // Fetches what is left of ahead_ until the rank has posted the number.
+  void fetch_ahead_until(const PostedNumber& posted, uint32_t number);
   [[noreturn]] void give_up(int rank, const std::string& why) const;
   std::byte* slot(int rank) const;
 
@@ -63,6 +67,7 @@ class Exchange {
   double timeout_;
   Rank* ranks_;
   uint32_t call_ = 0;
+  std::span<const std::byte> ahead_;  // of the call that is under way
 };
 
 }  // namespace rollout

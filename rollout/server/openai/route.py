@@ -59,19 +59,20 @@ def routes(serving: Serving) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(serving)]}
+        names = [serving.model_name, serving.open_update.adapter_name]
+        return {"object": "list", "data": [_model(serving, name) for name in names if name]}
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         serving.require_model(name)
-        return _model(serving)
+        return _model(serving, serving.open_update.adapter_name or serving.model_name)
 
     return router
 
 
-def _model(serving: Serving) -> dict[str, Any]:
+def _model(serving: Serving, name: str) -> dict[str, Any]:
     return {
-        "id": serving.model_name,
+        "id": name,
         "object": "model",
         "created": int(serving.started),
         "owned_by": "specrollout",

@@ -200,14 +200,19 @@ async def load_part(
     return await change(serving, run)
 
 
-async def receive_tensors(serving: Serving, body: DistributedBody) -> JsonAnswer:
-    """Receive what a group's sender broadcasts meanwhile."""
+async def receive_tensors(
+    serving: Serving,
+    body: DistributedBody,
+    received: Callable[[Engine], None] = lambda engine: None,
+) -> JsonAnswer:
+    """Receive what a group's sender broadcasts meanwhile; then call ``received``."""
 
     def receive(engine: Engine, options: dict[str, Any]) -> None:
         engine.update_weights_from_distributed(
             body.names, body.dtypes, body.shapes, body.group_name,
             load_format=body.load_format, **options,
         )  # fmt: skip
+        received(engine)
 
     return await load_part(serving, body.options, receive, lambda: _announced(body))
 

@@ -107,8 +107,11 @@ class _TokenAnswer:
         prompt_ids: Sequence[int],
         params: SamplingParams,
         spelling: TokenSpelling,
+        *,
+        lists_experts: bool,
     ) -> None:
         self._body = body
+        self._lists_experts = lists_experts
         self._tells_mask = params.sampling_mask
         self._request_id = request_id
         self._prompt_ids = prompt_ids
@@ -122,7 +125,7 @@ class _TokenAnswer:
             "request_id": self._request_id,
             **prompt_ids,
             "choices": [
-                self._choice(index, rollout) | finish(rollout)
+                self._choice(index, rollout) | finish(rollout) | self._experts(rollout)
                 for index, rollout in enumerate(rollouts)
             ],
             "prompt_logprobs": of_prompt,
@@ -153,6 +156,12 @@ class _TokenAnswer:
             **sampling_mask(tokens, self._tells_mask),
         }
 
+    def _experts(self, rollout: Rollout) -> dict[str, Any]:
+        """By position and layer those that a token went to, for SkyRL: as lists."""
+        if not self._lists_experts or rollout.routed_experts is None:
+            return {}
+        return {"routed_experts": rollout.routed_experts.tolist()}
+
     def _usage(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
         count = sum(len(rollout.token_ids) for rollout in rollouts)
         cached = max((rollout.stats.cached_tokens for rollout in rollouts), default=0)
@@ -171,6 +180,19 @@ def routes(serving: Serving) -> APIRouter:
     @router.post("/inference/v1/generate", responses=EVENTS)
     async def generate(body: TokenGenerateBody, request: Request) -> Response:
         """The ids that follow a prompt, with the logprobs of the distribution they came from."""
+        return await answered(body, request)
+
+    @router.post("/skyrl/v1/generate")
+    async def skyrl_generate(body: TokenGenerateBody, request: Request) -> Response:
+        """The same for SkyRL, which replays the experts of each token in training."""
+        if body.stream:
+            raise InvalidInputError("stream", True, "/inference/v1/generate streams")
+        asked = body.model_copy(update={"return_routed_experts": True})
+        return await answered(asked, request, lists_experts=True)
+
+    async def answered(
+        body: TokenGenerateBody, request: Request, *, lists_experts: bool = False
+    ) -> Response:
         serving.require_model(body.model)
         refuse_unknown(body.model_extra, HARMLESS)
         sampling = body.sampling_params
@@ -192,7 +214,9 @@ def routes(serving: Serving) -> APIRouter:
             SampleRequest(prompt_ids=prompt_ids, params=params, sample_index=index, rid=request_id)
             for index in range(sampling.num_samples)
         ]
-        answer = _TokenAnswer(body, request_id, prompt_ids, params, spelling)
+        answer = _TokenAnswer(
+            body, request_id, prompt_ids, params, spelling, lists_experts=lists_experts
+        )
         if body.stream:
             await while_connected(request, serving.prepare(samples))
             deltas = await open_stream(request, serving.stream(samples))

@@ -64,7 +64,7 @@ def routes(serving: Serving) -> APIRouter:
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         """The token ids that a prompt of this text, or of these messages, has."""
-        serving.require_model(body.model)
+        serving.require_model(body.model, any_weights=True)
         if isinstance(body, TokenizeChat):
             body.check_fields()
             ids = await chat_prompt_ids(serving, chat_format, body)
@@ -85,7 +85,7 @@ def routes(serving: Serving) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
         """The text of tokens, special ones spelled out."""
-        serving.require_model(body.model)
+        serving.require_model(body.model, any_weights=True)
         refuse_unknown(body.model_extra, HARMLESS)
         if encoder.tokenizer is None:
             raise _no_tokenizer("tokens")

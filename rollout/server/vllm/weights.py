@@ -26,6 +26,7 @@ from rollout.server.sglang.weights import load_part, receive_tensors, weights_ro
 
 BodyType = TypeVar("BodyType", bound=Body)
 
+_PACKED_BYTES = 2**30  # of vLLM's buffers
 _NO_PICKLES = "is a pickle, which this server does not read: send tensors through a group"
 
 
@@ -40,6 +41,8 @@ class InitInfo(Body):
     group_name: str = "weight_update_group"
     timeout: float = 300.0
     packed: bool = False  # what updates do that do not say it
+    packed_buffer_size_bytes: int = _PACKED_BYTES
+    packed_num_buffers: int = 2  # unread: the sender's own
 
 
 class InitBody(Body):
@@ -59,6 +62,10 @@ class UpdateInfo(Body):
     dtype_names: PerTensor[Listed[str]]
     shapes: PerTensor[Listed[Listed[int]]]
     packed: bool | None = None  # joined to buffers of a GiB, as vLLM's senders do
+    num_updates_list: PerTensor[Listed[int]] | None = Field(
+        None, description="of a sparse update: the changed elements of each tensor, for each of "
+        "which come places (int32) and values, by themselves",
+    )  # fmt: skip
     is_checkpoint_format: bool = True
     group_name: str = "weight_update_group"
     ipc_handles: Any = None  # pickles, which are refused
@@ -70,6 +77,23 @@ class UpdateInfo(Body):
         for name in ("ipc_handles", "ipc_handles_pickled"):
             if getattr(self, name) is not None:
                 raise InvalidInputError(f"update_info.{name}", "...", _NO_PICKLES)
+        counts = self.num_updates_list
+        if counts is not None and not (len(counts) == len(self.names) == len(self.dtype_names)):
+            raise InvalidInputError(
+                "update_info.num_updates_list", len(counts),
+                f"must have a number for each of {len(self.names)} names, as dtype_names has",
+            )  # fmt: skip
+        if counts is not None and self.packed:
+            raise InvalidInputError("update_info.packed", True, "sparse updates are not packed")
+
+    def announced(self) -> dict[str, Any]:
+        """Names, dtypes and shapes of what is broadcast, in this order."""
+        names, dtypes, shapes = self.names, self.dtype_names, self.shapes
+        if self.num_updates_list is not None:
+            names = [f"{name}:{kind}" for name in names for kind in ("elements", "values")]
+            dtypes = [each for dtype in dtypes for each in ("int32", dtype)]
+            shapes = [[count] for count in self.num_updates_list for _ in range(2)]
+        return {"names": names, "dtypes": dtypes, "shapes": shapes}
 
 
 class UpdateBody(UpdateFields):
@@ -102,6 +126,11 @@ def routes(serving: Serving) -> APIRouter:
         its members have come."""
         return await transfer.join(body.init_info)
 
+    @router.post("/shutdown_weight_transfer_engine", responses=CHANGED)
+    async def shutdown_weight_transfer_engine(body: Body | None = None) -> JsonAnswer:
+        """Leave the trainer's groups."""
+        return await transfer.leave()
+
     @router.post("/start_weight_update", responses=CHANGED)
     async def start_weight_update(body: StartBody | None = None) -> JsonAnswer:
         """Open an update of several calls."""
@@ -133,6 +162,7 @@ class _Transfer:
         self._serving = serving
         self._root = weights_root(serving)
         self._joined: dict[str, bool] = {}  # by the group's name, whether its sender packs
+        self._known_version = 0  # of the weights that the trainer has sent, or found as it joined
 
     async def join(self, info: InitInfo) -> JsonAnswer:
         if info.backend is None:
@@ -140,6 +170,12 @@ class _Transfer:
                 "init_info.backend", None,
                 "name the one of the trainer's torch.distributed group, gloo or nccl: this server "
                 "does not speak vLLM's own communicator, which begins with a pickle",
+            )  # fmt: skip
+            return await refuse(self._serving, wrong)
+        if info.packed_buffer_size_bytes != _PACKED_BYTES:
+            wrong = InvalidInputError(
+                "init_info.packed_buffer_size_bytes", info.packed_buffer_size_bytes,
+                f"must be {_PACKED_BYTES}, vLLM's default",
             )  # fmt: skip
             return await refuse(self._serving, wrong)
         backend = info.backend
@@ -152,9 +188,19 @@ class _Transfer:
                 info.world_size, info.group_name, backend, info.timeout, "torch",
             )  # fmt: skip
             self._joined[info.group_name] = info.packed
+            self._note_version(engine)
             return {"message": "Weight transfer initialized"}
 
         return await change(self._serving, join)
+
+    async def leave(self) -> JsonAnswer:
+        def leave(engine: Engine) -> Answer:
+            for name in list(self._joined):
+                del self._joined[name]
+                engine.destroy_weights_update_group(name)
+            return {"message": "Weight transfer engine shut down"}
+
+        return await change(self._serving, leave)
 
     async def start(self, body: StartBody) -> JsonAnswer:
         def begin(engine: Engine) -> Answer:
@@ -177,29 +223,32 @@ class _Transfer:
             packed = (
                 self._joined.get(info.group_name, False) if info.packed is None else info.packed
             )
+            options = body.options
+            if info.num_updates_list is not None:
+                options.setdefault("base_version", self._known_version)
             announced = DistributedBody(
-                names=info.names, dtypes=info.dtype_names, shapes=info.shapes,
-                group_name=info.group_name, load_format="packed" if packed else None,
-                **body.options,
+                **info.announced(), group_name=info.group_name,
+                load_format="packed" if packed else None, **options,
             )  # fmt: skip
-            return await receive_tensors(self._serving, announced)
+            return await receive_tensors(self._serving, announced, self._note_version)
 
         def read(engine: Engine, options: dict[str, Any]) -> None:
             assert folder is not None
             engine.update_weights_from_disk(self._root.folder("weight_dir", folder), **options)
+            self._note_version(engine)
 
         return await load_part(self._serving, body.options, read)
 
     async def finish(self, body: FinishBody) -> JsonAnswer:
         def end(engine: Engine) -> Answer:
-            if body.weight_version is not None:
-                raise InvalidInputError(
-                    "weight_version", body.weight_version, "belongs to /start_weight_update"
-                )
-            self._serving.open_update.end(engine)
+            self._serving.open_update.end(engine, body.weight_version)
+            self._note_version(engine)
             return {"message": f"the weights are version {engine.weight_version}"}
 
         return await change(self._serving, end)
+
+    def _note_version(self, engine: Engine) -> None:
+        self._known_version = engine.weight_version
 
     async def call(self, body: RpcBody) -> JsonAnswer:
         if body.args:

@@ -67,16 +67,23 @@ class ColocatedEngine:
 
     With ``sleep`` its weights and KV have memory only from a `sync` or the start of a batch to the
     batch's end. The weights' values are kept only where a `sync` is a collective, for `generate` is
-    none; elsewhere they are taken anew from the trainer's model.
+    none, or brings ``adapters_only``; elsewhere they are taken anew from the trainer's model.
     """
 
     def __init__(
-        self, engine: Engine, model: nn.Module, seeds: TrlSampleSeeds, *, sleep: bool = False
+        self,
+        engine: Engine,
+        model: nn.Module,
+        seeds: TrlSampleSeeds,
+        *,
+        sleep: bool = False,
+        adapters_only: bool = False,
     ) -> None:
         self.engine = engine
         self._model = model
         self._seeds = seeds
         self._sleep = sleep
+        self._adapters_only = adapters_only
         self._hook: RolloutHook | None = None
         self._values_kept = True  # of the weights, by an engine that sleeps
         self._ranks: RankGroup = SingleRank()
@@ -89,7 +96,7 @@ class ColocatedEngine:
         if (
             self._hook is None
         ):  # not before: the trainer shards and wraps the model after it is made
-            self._hook = RolloutHook(self.engine, self._model)
+            self._hook = RolloutHook(self.engine, self._model, adapters_only=self._adapters_only)
         if MemoryTag.WEIGHTS in self.engine.released_tags:
             self.engine.resume_memory([MemoryTag.WEIGHTS])
         self._hook.sync()
@@ -145,7 +152,8 @@ class ColocatedEngine:
 
     def _fall_asleep(self) -> None:
         if self._sleep:
-            self._values_kept = self._hook is not None and bool(self._hook.source.ranks.groups)
+            is_collective = self._hook is not None and bool(self._hook.source.ranks.groups)
+            self._values_kept = is_collective or self._adapters_only
             self.engine.release_memory(keep_weights=self._values_kept)
 
     def _run(

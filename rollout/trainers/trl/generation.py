@@ -68,6 +68,7 @@ class SpecGeneration:
         model_path: str | None,
         cluster: str,
         cluster_options: dict[str, Any] | None,
+        adapters_only: bool,
         overrides: dict[str, Any],
     ) -> None:
         require_supported(
@@ -103,7 +104,9 @@ class SpecGeneration:
             host = "127.0.0.1" if server_host == "0.0.0.0" else server_host
             url = server_base_url or f"http://{host}:{server_port}"
             self.engine = self.vllm_client = served = ServerEngine(url, server_timeout)
-            self._generation = ServerGeneration(served, model, seeds, accelerator)
+            self._generation = ServerGeneration(
+                served, model, seeds, accelerator, adapters_only=adapters_only
+            )
         else:
             in_process = cluster == "none"
             if not in_process:
@@ -131,7 +134,9 @@ class SpecGeneration:
                     max_num_seqs=max_num_seqs,
                 ),
             )
-            self._generation = ColocatedEngine(engine, model, seeds, sleep=enable_sleep_mode)
+            self._generation = ColocatedEngine(
+                engine, model, seeds, sleep=enable_sleep_mode, adapters_only=adapters_only
+            )
         self._num_syncs = 0
         # Where TRL's tool loop looks up how long a conversation may become.
         limit = self.engine.max_context_len

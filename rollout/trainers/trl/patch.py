@@ -21,6 +21,7 @@ def specrollout_generation(
     model_path: str | None = None,
     cluster: str = "none",
     cluster_options: dict[str, Any] | None = None,
+    adapters_only: bool = False,
     **overrides: Any,
 ) -> Iterator[None]:
     """Trainers made inside, with ``use_vllm=True``, generate with this engine::
@@ -32,7 +33,8 @@ def specrollout_generation(
     The options are those of `open_pretrained`; they go over what the trainer's args say.
     ``model_path`` is needed only for a model that was not loaded from a folder or the hub. The
     engine is the trainer's ``vllm_generation.engine``; of a cluster (``cluster="ray",
-    cluster_options={"replicas": 4}``), ``close`` it in the end.
+    cluster_options={"replicas": 4}``), ``close`` it in the end. ``adapters_only``: as for
+    `RolloutHook`.
 
     TRL has no extension point here: the name ``VLLMGeneration`` is exchanged in its loaded modules
     (GRPO, RLOO, distillation and the experimental trainers that use it), and put back on leaving.
@@ -46,6 +48,7 @@ def specrollout_generation(
         model_path=model_path,
         cluster=cluster,
         cluster_options=cluster_options,
+        adapters_only=adapters_only,
         overrides=overrides,
     )
     _exchange(original, ours)

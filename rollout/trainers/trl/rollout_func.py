@@ -23,11 +23,13 @@ class SpecRollout:
     InvalidInputError at the first call, before anything is generated.
 
     With ``sleep`` the engine gives the memory of its weights and KV back after each batch.
+    ``adapters_only``: as for `RolloutHook`.
     """
 
-    def __init__(self, engine: Engine, *, sleep: bool = False) -> None:
+    def __init__(self, engine: Engine, *, sleep: bool = False, adapters_only: bool = False) -> None:
         self.engine = engine
         self._sleep = sleep
+        self._adapters_only = adapters_only
         self._trainer: Any = None
         self._synced_step: int | None = None
 
@@ -79,6 +81,7 @@ class SpecRollout:
                 args.seed if run_seed is None else run_seed, trainer.accelerator.process_index
             ),
             sleep=self._sleep,
+            adapters_only=self._adapters_only,
         )
         trainer.add_callback(_AroundTraining(self._forget_step))
         self._trainer = trainer

@@ -182,19 +182,27 @@ class ServerGeneration:
     the weights."""
 
     def __init__(
-        self, engine: ServerEngine, model: nn.Module, seeds: TrlSampleSeeds, accelerator: Any
+        self,
+        engine: ServerEngine,
+        model: nn.Module,
+        seeds: TrlSampleSeeds,
+        accelerator: Any,
+        *,
+        adapters_only: bool = False,
     ) -> None:
         self.engine = engine
         self._model = model
         self._seeds = seeds
         self._accelerator = accelerator
+        self._adapters_only = adapters_only
         self._hook: RolloutHook | None = None
 
     def sync(self) -> None:
         """Take the model's weights. A collective: every process of the trainer calls it."""
         is_first = self._accelerator.is_main_process
         if self._hook is None:
-            self._hook = RolloutHook(self.engine if is_first else None, self._model)
+            engine = self.engine if is_first else None
+            self._hook = RolloutHook(engine, self._model, adapters_only=self._adapters_only)
         if is_first or self._hook.source.ranks.groups:
             self._hook.sync()
         self._accelerator.wait_for_everyone()

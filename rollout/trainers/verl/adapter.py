@@ -12,6 +12,7 @@ from verl.workers.rollout.base import BaseRollout
 
 from rollout.errors import InvalidInputError
 from rollout.trainers.verl.options import server_name
+from rollout.weights.adapter_folder import adapter_scaling, update_name
 from rollout.weights.shared_memory import SharedMemorySender
 
 
@@ -54,15 +55,22 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl is untyped here
         """
         if wire_format != "named_tensors":
             raise InvalidInputError("wire_format", wire_format, "must be named_tensors")
-        if kwargs.get("peft_config") is not None:
-            remedy = "adapters are served merged: +actor_rollout_ref.model.lora.merge=True"
-            raise InvalidInputError("peft_config", kwargs["peft_config"], remedy)
         if not self.is_leader_rank:
             await _exhaust(weights)
             return
+        options: dict[str, Any] = {}
+        if (peft_config := kwargs.get("peft_config")) is not None:
+            # verl sends the base by itself, once, unless the server has read it.
+            if kwargs.get("base_sync_done"):
+                options["lora_scaling"] = adapter_scaling(peft_config)
+            weights = _renamed(weights)
         megabytes = self.config.checkpoint_engine.update_weights_bucket_megabytes
         await send_weights(
-            self._server, weights, global_steps=global_steps, bucket_bytes=megabytes << 20
+            self._server,
+            weights,
+            global_steps=global_steps,
+            bucket_bytes=megabytes << 20,
+            **options,
         )
 
     @property
@@ -76,8 +84,23 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl is untyped here
 WorkerWeights = Iterable[tuple[str, torch.Tensor]] | AsyncIterator[tuple[str, torch.Tensor]]
 
 
+async def _renamed(weights: WorkerWeights) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    """The tensors of a model with adapters by the names that updates know them by."""
+    if isinstance(weights, AsyncIterator):
+        async for name, tensor in weights:
+            yield update_name(name).replace(".base_layer.", "."), tensor
+    else:
+        for name, tensor in weights:
+            yield update_name(name).replace(".base_layer.", "."), tensor
+
+
 async def send_weights(
-    server: Any, weights: WorkerWeights, *, global_steps: int | None, bucket_bytes: int
+    server: Any,
+    weights: WorkerWeights,
+    *,
+    global_steps: int | None,
+    bucket_bytes: int,
+    lora_scaling: float | None = None,
 ) -> None:
     """One update of ``server``, a Ray actor, as one transaction; ``weights`` run to their end.
 
@@ -86,9 +109,10 @@ async def send_weights(
     and serves nothing until a later update succeeds.
 
     ``bucket_bytes``: of shared memory; one half is filled while the other is read.
+    ``lora_scaling``: the weights are LoRA adapters, scaled so.
     """
     update = _Update(server)
-    await update.call("begin_weight_update")
+    await update.call("begin_weight_update", lora_scaling)
     try:
         with SharedMemorySender(bucket_bytes, num_segments=2) as sender:
             loading = None

@@ -142,7 +142,11 @@ def server_options(
     if backend == "delta_sharded":
         remedy = "sends parts of tensors; choose naive, nccl or another that sends whole ones"
         raise InvalidInputError(f"{_FIELD}.checkpoint_engine.backend", backend, remedy)
-    _refuse_model(model)
+    sends_adapters = _sends_adapters(model)
+    if sends_adapters and backend != "naive":
+        remedy = "sends adapters' bases alone; choose naive, or have adapters merged: " + _MERGE
+        raise InvalidInputError(f"{_FIELD}.checkpoint_engine.backend", backend, remedy)
+    _refuse_overrides(model)
 
     own = dict(own)
     if "parallel" in own:
@@ -183,19 +187,23 @@ def server_options(
         stop_token_ids=() if eos is None else (eos,),
         weights_come_first=rollout.load_format == "dummy",
         frees_memory=rollout.free_cache_engine and rollout.enable_sleep_mode,
-        keeps_weights=sleep_level == 1,
+        keeps_weights=sleep_level == 1 or sends_adapters,
     )
     options.engine_config()  # both raise what the server would
     options.worker_factory()
     return options
 
 
-def _refuse_model(model: Any) -> None:
+_MERGE = "+actor_rollout_ref.model.lora.merge=True"
+
+
+def _sends_adapters(model: Any) -> bool:
+    """Whether updates bring LoRA adapters without their weights."""
     lora = model.lora or {}
-    rank = model.lora_rank or lora.get("rank", 0)
-    if rank and not lora.get("merge", False):
-        remedy = "adapters are served merged: +actor_rollout_ref.model.lora.merge=True"
-        raise InvalidInputError("actor_rollout_ref.model.lora_rank", rank, remedy)
+    return bool(model.lora_rank or lora.get("rank", 0)) and not lora.get("merge", False)
+
+
+def _refuse_overrides(model: Any) -> None:
     overrides = model.override_config.get("model_config", model.override_config)
     for name, value in overrides.items():
         if name not in _HARMLESS_OVERRIDES:

@@ -171,9 +171,13 @@ class Server:
 
     # Weights
 
-    async def begin_weight_update(self) -> None:
-        """Raises WeightUpdateError while another update is under way."""
-        await self._engine.call(lambda engine: engine.begin_weight_update())
+    async def begin_weight_update(self, lora_scaling: float | None = None) -> None:
+        """``lora_scaling``: of LoRA adapters that come without their weights.
+
+        Raises WeightUpdateError while another update is under way.
+        """
+        options: dict[str, Any] = {} if lora_scaling is None else {"lora_scaling": lora_scaling}
+        await self._engine.call(lambda engine: engine.begin_weight_update(**options))
 
     async def load_weights(self, handle: dict[str, Any]) -> None:
         """``handle``: of a bucket in the shared memory of a `SharedMemorySender`."""

@@ -4,6 +4,7 @@ They run in an environment of their own, which the tests skip without::
 
     python -m venv build/venv-agents
     build/venv-agents/bin/pip install verifiers langchain-openai -e '.[demo,server]'
+    build/venv-agents/bin/pip install --no-deps skyrl
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.helpers.chain_model import save_chain_model
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.ports import free_port
 from tests.helpers.text_model import save_byte_model, save_text_model
+from tests.helpers.tiny_model import save_tiny_llama
 from tests.server.conftest import Live, run_server
 from tests.server.test_openai_tools import CHAIN, OTHERS, TEMPLATE
 
@@ -58,9 +62,19 @@ def grammar_live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         yield live
 
 
-def run(script: str, *arguments: str) -> dict[str, Any]:
+def require(module: str) -> None:
+    """Skip where the environment lacks a package."""
+    if not list(PYTHON.parents[1].glob(f"lib/python*/site-packages/{module}")):
+        pytest.skip(f"{module} is not in {PYTHON}'s environment")
+
+
+def run(script: str, *arguments: str) -> Any:
     found = subprocess.run(
-        [PYTHON, HERE / script, *arguments], capture_output=True, text=True, timeout=HANG_SECONDS
+        [PYTHON, HERE / script, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        env=os.environ | {"PYTHONPATH": str(HERE.parents[2])},
     )
     assert found.returncode == 0, found.stderr
     return json.loads(found.stdout.splitlines()[-1])
@@ -84,6 +98,53 @@ def test_verifiers(tools_live: Live) -> None:
     assert answer["rewards"] == [2.0, 2.0]
     assert answer["ids"] == answer["logprobs"]
     assert all(len(turns) == 2 and min(turns) > 0 for turns in answer["ids"])
+
+
+def test_renderers(tmp_path: Path) -> None:
+    require("renderers")
+    model = save_text_model(tmp_path / "policy", max_positions=512)
+    with run_server(model, {"num_threads": 1}, {}) as live, live.client() as client:
+        first, second = run("renderers_client.py", live.url, str(model))
+        chat = {"messages": [{"role": "user", "content": "one two"}]}
+        assert first["prompt_ids"] == client.post("/tokenize", json=chat).json()["tokens"]
+        for turn in (first, second):
+            sampling = {
+                "max_tokens": 9, "temperature": 0.9, "top_p": 0.9, "seed": 3, "logprobs": 0
+            }  # fmt: skip
+            body = {"token_ids": turn["prompt_ids"], "sampling_params": sampling}
+            (choice,) = client.post("/inference/v1/generate", json=body).json()["choices"]
+            assert turn["completion_ids"] == choice["token_ids"]
+            logprobs = [each["logprob"] for each in choice["logprobs"]["content"]]
+            assert turn["completion_logprobs"] == logprobs
+            assert turn["sampling_mask"] == choice["sampling_mask"]
+            masks = zip(turn["completion_ids"], turn["sampling_mask"], strict=True)
+            assert all(token in mask for token, mask in masks)
+    assert second["prompt_ids"][: len(first["prompt_ids"])] == first["prompt_ids"]
+
+
+def test_skyrl(tmp_path: Path) -> None:
+    require("skyrl")
+    model = save_text_model(tmp_path / "policy", max_positions=512)
+    second = save_tiny_llama(tmp_path / "second", max_positions=512, seed=1)
+    adapter = tmp_path / "adapter"
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 4}
+    shapes = {"lora_A": (1, 48), "lora_B": (48, 1)}
+    torch.manual_seed(0)
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    tensors = {f"{layer}.{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    with run_server(model, {"num_threads": 1}, {"weights_root": str(tmp_path)}) as live:
+        answer = run("skyrl_client.py", live.url, str(second / "model.safetensors"), str(adapter))
+    ids, logprobs, texts = answer["before"]
+    assert [len(each) for each in ids] == [len(each) for each in logprobs] == [9, 9]
+    assert all(texts)
+    policies = [answer[name] for name in ("before", "updated", "adapted")]
+    assert all(policies.count(each) == 1 for each in policies)
+    assert answer["updated"] == answer["awake"] == answer["unloaded"]
+    assert answer["sampled"] == [3, 3]
+    assert answer["text"] == ["one two"]
 
 
 def test_training_is_the_same_with_and_without_drafts(tmp_path: Path) -> None:

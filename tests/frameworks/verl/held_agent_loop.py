@@ -12,7 +12,7 @@ from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentL
 from rollout.trainers.verl.options import server_name
 
 BATCH = 8 * 4  # samples of a training step
-STANDALONE = 1  # the replica's rank: that of the one worker is 0
+STANDALONE = 1  # the replica's rank: that of the trainer's workers is 0
 
 
 class HeldAgentLoop(SingleTurnAgentLoop):  # type: ignore[misc]  # verl is untyped here

@@ -13,12 +13,14 @@ import pytest
 from main_ppo import EXAMPLE, ROLLOUT, run_main_ppo
 
 pytestmark = pytest.mark.timeout(6600)
+TWO_RANKS = f"{ROLLOUT}.tensor_model_parallel_size=2"
+NO_LEARNING = "actor_rollout_ref.actor.optim.lr=0"  # else weights are not those that sampled
 SEPARATE = (
     "trainer.v1.trainer_mode=separate_async",
     "trainer.v1.separate_async.parameter_sync_step=1",
     "trainer.v1.separate_async.num_warmup_batches=1",
     f"{ROLLOUT}.nnodes=1",
-    f"{ROLLOUT}.n_gpus_per_node=1",
+    f"{ROLLOUT}.n_gpus_per_node=2",
     f"{ROLLOUT}.checkpoint_engine.backend=gloo",
     f"{ROLLOUT}.checkpoint_engine.custom_backend_module=gloo_checkpoint_engine",
     "data.max_response_length=64",
@@ -71,18 +73,33 @@ def test_two_replicas_and_one_of_two_ranks(checkpoint, tmp_path):
     assert grad_norms[1] == pytest.approx(grad_norms[0], rel=1e-4)
 
 
+def test_colocate_async_on_a_replica_of_two_ranks(checkpoint, tmp_path):
+    outcome = run_main_ppo(
+        checkpoint,
+        tmp_path,
+        "trainer.v1.trainer_mode=colocate_async",
+        TWO_RANKS,
+        NO_LEARNING,
+        workers=2,
+    )
+    assert_probabilities_are_the_trainers(outcome, steps=2)
+    assert re.search(r"replica 0, step \d: ", outcome.worker_logs)
+
+
 def test_separate_async_with_rollouts_cut_by_updates(checkpoint, tmp_path):
-    """Weights are sent and requests cut; the learning rate is 0, so the oracle still holds."""
+    """Weights are sent to both ranks of a replica apart from the trainer, and requests cut."""
     loops = tmp_path / "agent_loops.yaml"
     loops.write_text("- {name: held, _target_: held_agent_loop.HeldAgentLoop}")
     outcome = run_main_ppo(
         checkpoint,
         tmp_path,
         *SEPARATE,
+        TWO_RANKS,
+        NO_LEARNING,
         f"{ROLLOUT}.agent.default_agent_loop=held",
         f"{ROLLOUT}.agent.agent_loop_config_path={loops}",
-        "actor_rollout_ref.actor.optim.lr=0",
-        workers=1,
+        workers=2,
+        pretended_gpus=4,
         steps=3,
     )
     assert_probabilities_are_the_trainers(outcome, steps=3)

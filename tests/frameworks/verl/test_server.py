@@ -9,9 +9,12 @@ from unittest import mock
 
 import pytest
 import ray
+import torch
 import verl  # noqa: F401  before its parts: it loads the platform
 from hold import hold
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
@@ -99,9 +102,9 @@ def adapter_of(model_config, worker_rank, **options):
         return ServerAdapter(config, model_config, None, **options)
 
 
-def update(model_config, weights, step=None, rank=0):
+def update(model_config, weights, step=None, rank=0, **options):
     adapter = adapter_of(model_config, 0, replica_rank=rank)
-    asyncio.run(adapter.update_weights(weights, global_steps=step))
+    asyncio.run(adapter.update_weights(weights, global_steps=step, **options))
 
 
 @pytest.fixture
@@ -186,6 +189,35 @@ def test_weights_are_those_of_the_trainers_step(launch, model_config, tensors):
     after = ray.get(generate(server, [5, 6, 7], max_tokens=4))
     assert after.extra_fields["global_steps"] == 8
     assert after.log_probs != output.log_probs
+
+
+def test_adapters_come_without_their_weights(checkpoint, seeds):
+    """In verl's calls: the base once, under names of PEFT's layers, then what PEFT saves."""
+    model_config = HFModelConfig(path=str(checkpoint), lora_rank=4)
+    server = start(model_config, seeds, 9, load_format="dummy")
+    base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], init_lora_weights=False)
+    model = get_peft_model(base, config)
+    held = [(n, t) for n, t in model.base_model.model.state_dict().items() if "lora_" not in n]
+    peft_config = config.to_dict()
+    update(model_config, iter(held), 1, 9, peft_config=peft_config, base_sync_done=False)
+    adapters = get_peft_model_state_dict(model).items()
+    update(model_config, iter(adapters), 1, 9, peft_config=peft_config, base_sync_done=True)
+    digest = state(server, lambda engine: engine.weights_digest())
+    before = ray.get(generate(server, [9, 8], temperature=0, max_tokens=9))
+    ray.get(server.sleep.remote())
+    ray.get(server.wake_up.remote())
+    update(model_config, iter(adapters), 2, 9, peft_config=peft_config, base_sync_done=True)
+    after = ray.get(generate(server, [9, 8], temperature=0, max_tokens=9))
+    assert after.log_probs == before.log_probs
+    assert after.extra_fields["global_steps"] == 2
+    merged = model.merge_and_unload().state_dict().items()
+    update(model_config, iter(merged), 3, 9)
+    assert state(server, lambda engine: engine.weights_digest()) == digest
+    wrong = peft_config | {"use_dora": True}
+    with pytest.raises(InvalidInputError, match=r"peft_config\.use_dora"):
+        update(model_config, iter(adapters), 4, 9, peft_config=wrong, base_sync_done=True)
+    ray.kill(server)
 
 
 def test_a_sender_that_fails_midway_leaves_a_server_that_says_so(server, model_config, tensors):
@@ -301,6 +333,10 @@ def test_what_cannot_be_honoured_is_refused(server, model_config):
             replica(0, rollout_config(tensor_model_parallel_size=size), model_config, gpus)
     with pytest.raises(InvalidInputError, match="quantization='fp8'"):
         replica(0, rollout_config(quantization="fp8"), model_config)
+    adapted = HFModelConfig(path=model_config.path, lora_rank=4)
+    asynchronous = CheckpointEngineConfig(backend="nccl")
+    with pytest.raises(InvalidInputError, match=r"backend='nccl'.*lora\.merge=True"):
+        replica(0, rollout_config(checkpoint_engine=asynchronous), adapted)
     with pytest.raises(InvalidInputError, match="reward model"):
         replica(0, rollout_config(), model_config, is_reward_model=True)
     with pytest.raises(InvalidInputError, match="image_data"):

@@ -1,0 +1,54 @@
+"""`/pull_weights`: a local checkpoint is brought to a version that slime's trainer has published.
+
+Nothing of the engine changes: `/update_weights_from_disk` with the same folder comes after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from fastapi import APIRouter
+
+from rollout.errors import RolloutError
+from rollout.server.allowed_paths import AllowedPaths
+from rollout.server.body_fields import CHANGED, Body
+from rollout.server.json_route import JsonAnswer, JsonRoute
+from rollout.server.serving import Serving
+from rollout.server.sglang.control import RefusedError, success
+from rollout.server.sglang.weight_bodies import Version
+from rollout.weights.local_checkpoint import LocalCheckpoint
+
+
+class PullBody(Body):
+    """``source_dir`` holds published versions, ``local_checkpoint_dir`` is to hold this one."""
+
+    local_checkpoint_dir: str
+    source_dir: str
+    target_version: Version
+
+
+def routes(serving: Serving) -> APIRouter:
+    router = APIRouter(tags=["weights"], route_class=JsonRoute)
+    configured = serving.config.weights_root
+    root = AllowedPaths("server.weights_root", [] if configured is None else [configured])
+
+    @router.post("/pull_weights", responses=CHANGED)
+    async def pull_weights(body: PullBody) -> JsonAnswer:
+        """Bring a folder below server.weights_root to a published version; generation goes on."""
+
+        def pull() -> None:
+            local = LocalCheckpoint(
+                root.new_folder("local_checkpoint_dir", body.local_checkpoint_dir),
+                Path(serving.model_path),
+                root.folder("source_dir", body.source_dir),
+            )
+            local.pull(body.target_version)
+
+        try:
+            await asyncio.to_thread(pull)
+        except (RolloutError, OSError) as error:
+            return RefusedError(error).response
+        return success("Success.")
+
+    return router

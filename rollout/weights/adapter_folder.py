@@ -1,0 +1,73 @@
+"""A LoRA adapter as PEFT saves it, in a folder: an update, which `lora` says how to apply."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+from rollout.errors import InvalidInputError
+from rollout.models.spec import read_json
+from rollout.weights.lora import split_lora_name
+from rollout.weights.parts import CheckpointSource
+
+_CONFIG = "adapter_config.json"
+_PREFIX = "base_model.model."
+
+# Fields by which an adapter is more than scaling * B @ A, or another scaling in each layer.
+_PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False, None),
+    "use_qalora": (False, None),
+    "lora_bias": (False, None),
+    "fan_in_fan_out": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layer_replication": (None,),
+    "trainable_token_indices": (None,),
+    "target_parameters": (None, []),
+    # The others change the trainer's base, which the engine does not have.
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
+}
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """Whether PEFT has saved an adapter there."""
+    return (folder / _CONFIG).is_file()
+
+
+def adapter_scaling(config: Mapping[str, Any], field: str = "peft_config") -> float:
+    """The scaling that PEFT's configuration of a LoRA adapter gives.
+
+    Raises InvalidInputError, naming ``field`` and its own, for an adapter that is more than that.
+    """
+    for name, plain in _PLAIN.items():
+        value = config.get(name, plain[0])
+        if value not in plain:
+            raise InvalidInputError(f"{field}.{name}", value, "is not read: send merged weights")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1:
+        raise InvalidInputError(f"{field}.r", rank, "must be a positive integer")
+    if not isinstance(alpha, int | float):
+        raise InvalidInputError(f"{field}.lora_alpha", alpha, "must be a number")
+    return alpha / (sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def update_name(name: str) -> str:
+    """The name of PEFT's under which an update knows a tensor that it saves."""
+    return name if split_lora_name(name) else name.removeprefix(_PREFIX)
+
+
+class AdapterFolder(CheckpointSource):
+    """A and B of an adapter, and the modules that are saved whole.
+
+    Raises CheckpointError for an incomplete folder, and what `adapter_scaling` does.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        config = read_json(folder / _CONFIG, "an adapter's folder")
+        self.scaling = adapter_scaling(config, _CONFIG)
+        super().__init__(folder)
+        self._names = {name: update_name(name) for name in self._names}

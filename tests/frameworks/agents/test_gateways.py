@@ -1,0 +1,132 @@
+"""Gateways, unmodified, in front of the server: what it answers is what it answers without them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.frameworks.agents.test_agents import PYTHON, require
+from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.ports import free_port
+from tests.helpers.text_model import save_text_model
+from tests.server.conftest import Live, run_server
+
+GATEWAYS = ("sglang_router", "smg", "vllm_router")
+CHAT = {"messages": [{"role": "user", "content": "one two"}], "max_tokens": 9, "seed": 3}
+LOGPROBS = {"logprobs": True, "top_logprobs": 2, "temperature": 0.8}
+TOKENS = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 9, "seed": 3, "logprobs": 0}}
+
+pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason=f"{PYTHON} is not there")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    model = save_text_model(tmp_path_factory.mktemp("served") / "policy", max_positions=512)
+    with run_server(model, {"num_threads": 1}, {}) as live:
+        yield live
+
+
+@pytest.fixture(scope="module", params=GATEWAYS)
+def gateway(
+    request: pytest.FixtureRequest, server: Live, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[httpx.Client]:
+    """A client of the gateway, whose one worker is the server."""
+    require(request.param)
+    port, log = free_port(), tmp_path_factory.mktemp("gateway") / "log"
+    command = [
+        PYTHON, "-m", f"{request.param}.launch_router", "--worker-urls", server.url,
+        "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port()),
+        "--policy", "round_robin",
+    ]  # fmt: skip
+    with (
+        log.open("wb") as output,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=HANG_SECONDS) as client,
+        subprocess.Popen(command, stdout=output, stderr=output) as process,
+    ):
+        try:
+            _wait_until_ready(client, process, log)
+            yield client
+        finally:
+            process.terminate()
+
+
+def _wait_until_ready(client: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> None:
+    ends = time.monotonic() + HANG_SECONDS
+    while time.monotonic() < ends:
+        assert process.poll() is None, log.read_text()
+        try:
+            if client.get("/health").status_code == client.get("/v1/models").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+    pytest.fail(log.read_text())
+
+
+def post(client: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def sampled(answer: dict[str, Any]) -> list[Any]:
+    """The parts of an answer that sampling decides."""
+    names = ("message", "text", "logprobs", "token_ids", "finish_reason")
+    return [{name: choice.get(name) for name in names} for choice in answer["choices"]]
+
+
+def streamed(client: httpx.Client, path: str, body: dict[str, Any]) -> tuple[str, str]:
+    with client.stream("POST", path, json=body | {"stream": True}) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    text = "".join(choice["delta"].get("content") or "" for choice in choices)
+    return text, choices[-1]["finish_reason"]
+
+
+def test_chats(gateway: httpx.Client, server: Live) -> None:
+    (listed,) = gateway.get("/v1/models").json()["data"]
+    chat = CHAT | LOGPROBS | {"model": listed["id"]}
+    with server.client() as direct:
+        wanted = sampled(post(direct, "/v1/chat/completions", chat))
+    assert sampled(post(gateway, "/v1/chat/completions", chat)) == wanted
+    plain = {name: value for name, value in chat.items() if name not in ("top_logprobs",)}
+    text, reason = streamed(gateway, "/v1/chat/completions", plain)
+    assert (text, reason) == (wanted[0]["message"]["content"], wanted[0]["finish_reason"])
+
+
+def test_completions(gateway: httpx.Client, server: Live) -> None:
+    body = {"model": "policy", "prompt": "one two", "max_tokens": 9, "seed": 3, "logprobs": 1}
+    with server.client() as direct:
+        wanted = sampled(post(direct, "/v1/completions", body))
+    assert sampled(post(gateway, "/v1/completions", body)) == wanted
+
+
+def test_generate(gateway: httpx.Client, server: Live) -> None:
+    """vllm-router leaves ``sampling_seed`` out of what it sends on: greedily here."""
+    sampling = {"max_new_tokens": 9, "temperature": 0, "no_stop_trim": True}
+    body = {"input_ids": [5, 6], "sampling_params": sampling, "return_logprob": True}
+    with server.client() as direct:
+        wanted = post(direct, "/generate", body)
+    found = post(gateway, "/generate", body)
+    assert found["output_ids"] == wanted["output_ids"]
+    logprobs = "output_token_logprobs"
+    assert found["meta_info"][logprobs] == wanted["meta_info"][logprobs]
+
+
+def test_token_ids(gateway: httpx.Client, server: Live) -> None:
+    """The calls that begin a turn with the very ids of the last, where the gateway knows them."""
+    chat = CHAT | {"model": "policy", "messages": [], "tokens": [5, 6]}
+    for path, body in (("/inference/v1/generate", TOKENS), ("/v1/chat/completions/tokens", chat)):
+        answer = gateway.post(path, json=body)
+        if answer.status_code == 404:
+            pytest.skip("this gateway has no such call")
+        with server.client() as direct:
+            assert sampled(answer.json()) == sampled(post(direct, path, body))
