@@ -110,7 +110,7 @@ def external_rows(settings: Settings) -> Iterator[Row]:
 
 
 def persistence_rows(settings: Settings) -> Iterator[Row]:
-    """Saving, loading and forgetting two million tokens."""
+    """Seconds to save, load and forget two million tokens."""
     again = Corpus()
     corpus = filled(Corpus(), settings.calls(400_000 if settings.quick else 2_000_000))
     with tempfile.TemporaryDirectory() as folder, no_garbage_collection():

@@ -45,7 +45,7 @@ def pick_all(proposal: Proposal) -> NDArray[np.int64]:
 
 
 def pick_by_worth(proposal: Proposal) -> NDArray[np.int64]:
-    """The budget's choice."""
+    """The number of nodes that the budget chooses of each tree."""
     size = len(proposal.offsets_B1) - 1
     values_N = falling(proposal.probabilities_N.astype(np.float64), proposal.offsets_B1)
     cost_N1 = roofline(size + np.arange(len(values_N) + 1))

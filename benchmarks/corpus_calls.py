@@ -33,7 +33,7 @@ class Document:
 
 @dataclass(kw_only=True, slots=True)
 class Call:
-    """One extend, and what comes before it."""
+    """One call of `extend`, with the sequences closed and opened before it."""
 
     closed: list[int]
     opened: list[tuple[int, Document]]  # by sequence id
@@ -129,7 +129,7 @@ def interleave(documents: Iterable[Document], *, num_tokens: int, active: int) -
 
 
 def num_tokens(calls: Sequence[Call]) -> int:
-    """Tokens of the extends."""
+    """The number of tokens that the calls extend by."""
     return sum(len(call.tokens_N) for call in calls)
 
 

@@ -1,4 +1,4 @@
-"""How well the n-gram corpus drafts, what a proposal costs, and inputs that are hard for it."""
+"""Accept length and price of the n-gram corpus's drafts, and inputs that are hard for it."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ def has_gpu() -> bool:
 
 
 def trim(log: Path, max_bytes: int = MAX_BYTES) -> None:
-    """The middle of a log that is too long is left out."""
+    """Cut the middle out of a log that is too long."""
     if log.stat().st_size > max_bytes:
         text, part = log.read_bytes(), max_bytes // 2 - 100
         left_out = f"\n... {len(text) - 2 * part} bytes are left out ...\n".encode()

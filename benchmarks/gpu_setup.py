@@ -84,7 +84,7 @@ def missing(needed: Sequence[Needed]) -> list[Needed]:
 
 
 def _version(distribution: str) -> tuple[int, ...]:
-    """The newest of those on the path; nothing where there is none."""
+    """The newest version on the path; empty where there is none."""
     found = metadata.Distribution.discover(name=distribution)
     return max((numbers(each.version) for each in found), default=())
 
@@ -94,7 +94,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def install(lacking: Sequence[Needed], wheels: Path, site: Path) -> None:
-    """Each by itself, so that one without a wheel costs no other. Nothing is fetched."""
+    """Install packages one by one, so that one without a wheel costs no other; fetch nothing."""
     command = [
         sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--upgrade",
         "--no-cache-dir", "--disable-pip-version-check", "--find-links", str(wheels),
@@ -128,7 +128,7 @@ def provide(wheels: Path) -> list[str]:
 
 
 def loads(name: str) -> bool:
-    """Whether it can be imported, asked in a new process: one remembers what it did not find."""
+    """Whether a module can be imported, in a new process: one remembers what it did not find."""
     load = [sys.executable, "-c", f"import {name}"]
     return not subprocess.run(load, cwd=ROOT, check=False).returncode
 
@@ -150,7 +150,7 @@ def _brought(name: str, folder: Path, wheels: Path) -> bool:
 
 
 def _built(name: str, folder: Path) -> bool:
-    """Each by itself: without the other one much can be run."""
+    """Compile one extension: much can be run without the other."""
     target = name.rpartition(".")[2]
     build = ["cmake", "--build", str(BUILD), "--parallel", "--target", target]
     if subprocess.run(build, check=False).returncode:

@@ -44,7 +44,7 @@ class SuffixDecodingDrafter:
         self._contexts: dict[int, NDArray[np.int32]] = {}  # the end of each sequence
 
     def set_weight_version(self, version: int) -> None:
-        """It knows none."""
+        """Does nothing: suffix decoding knows no weight versions."""
 
     def open(self, sequence_id: int, group: int, prompt: NDArray[np.int32]) -> None:
         self._cache.start_request(sequence_id, prompt)
@@ -97,7 +97,7 @@ class PromptLookupDrafter:
         self._contexts: dict[int, torch.Tensor] = {}  # int64
 
     def set_weight_version(self, version: int) -> None:
-        """It keeps nothing from one sequence to the next."""
+        """Does nothing: prompt lookup keeps nothing from one sequence to the next."""
 
     def open(self, sequence_id: int, group: int, prompt: NDArray[np.int32]) -> None:
         self._contexts[sequence_id] = torch.from_numpy(prompt.astype(np.int64))

@@ -268,5 +268,5 @@ class Simulation:
 
 
 def _key(group: int) -> int:
-    """Spread over 64 bits, as prompts' keys are."""
+    """A group's key, spread over 64 bits as prompts' keys are."""
     return (group + 1) * 0x9E3779B97F4A7C15 & (2**64 - 1)

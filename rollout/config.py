@@ -82,6 +82,9 @@ class MemoryConfig:
     # 2 * (max_running + 1), plus up to 10 * max_running as far as half of the bytes hold them.
     state_slots: int | None = None
     state_interval: int = 512  # prefill tokens between states stored in the prefix cache
+    # For targets with windows in some layers: slots of those layers, which give back what no window
+    # will see again. 0: they store all tokens, as the others do. Default: see `window_sizes`.
+    window_slots: int | None = None
     graph_bytes: int = 1 << 30  # upper bound for captured CUDA graphs; 0: capture none
     graph_rows: int = 1024  # query rows of the largest step that is captured
 
@@ -90,7 +93,7 @@ class MemoryConfig:
         if fraction is not None and not (isinstance(fraction, (int, float)) and 0 < fraction < 1):
             raise InvalidInputError("memory.kv_fraction", fraction, "must be in (0, 1)")
         self.prefix_cache = checked_flag(self.prefix_cache, "memory.prefix_cache")
-        _check_counts(self, "memory", kv_bytes=1, max_kv_tokens=2, state_slots=2)
+        _check_counts(self, "memory", kv_bytes=1, max_kv_tokens=2, state_slots=2, window_slots=0)
         self.state_interval = checked_int(self.state_interval, "memory.state_interval", minimum=1)
         self.graph_bytes = checked_int(self.graph_bytes, "memory.graph_bytes")
         self.graph_rows = checked_int(self.graph_rows, "memory.graph_rows", minimum=1, maximum=4096)

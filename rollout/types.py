@@ -65,7 +65,7 @@ class MemoryTag(enum.StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class SamplingParams:
-    """How one prompt is sampled. Checked when made; never changed afterwards.
+    """The parameters of sampling a prompt. Checked when made; never changed afterwards.
 
     Order of the transforms: penalties and bias, temperature, top_k, top_p over what top_k left,
     min_p relative to the most likely token. ``temperature == 0`` is greedy, with the logprobs of

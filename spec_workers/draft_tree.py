@@ -1,4 +1,4 @@
-"""Makes DraftTrees: of nothing but roots, and smaller ones of larger ones."""
+"""Makes DraftTrees: without draft nodes, of a batch from those of some entries, and cut ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NO_NODES: dict[str, NDArray] = {
 
 
 def only_roots(num_entries: int) -> DraftTrees:
-    """No draft nodes at all: a step with these is plain decoding."""
+    """Trees without draft nodes: a step with them is plain decoding."""
     return DraftTrees(offsets_B1=np.zeros(num_entries + 1, dtype=np.int64), **_NO_NODES)
 
 
@@ -58,5 +58,5 @@ def first_nodes(trees: DraftTrees, counts_B: NDArray[np.int64]) -> tuple[DraftTr
 
 
 def indices_within(lens_B: NDArray) -> NDArray[np.int64]:
-    """0, 1, ... of each, one behind the other: int64 [sum of lens]."""
+    """The ranges 0, 1, ... of these lengths, one behind the other: int64 [sum of lens]."""
     return ranges(np.zeros(len(lens_B), dtype=np.int64), lens_B)

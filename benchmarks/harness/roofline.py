@@ -67,7 +67,7 @@ class Ceilings:
         head = shape.vocab_size * shape.hidden_size
         body = shape.product_parameters - head
         weights = body + (head if sampled else 0)
-        kv = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * kv_tokens
+        kv = shape.num_layers * shape.kv_numbers * kv_tokens
         flop = 2 * (rows * body + sampled * head)
         return 1e3 * self.floor_seconds(_BFLOAT16 * (weights + kv), flop)
 

@@ -40,9 +40,75 @@ class Shape:
         return (attention + 3 * self.ffn_size) * self.hidden_size
 
     @property
+    def kv_numbers(self) -> int:
+        """Numbers that a layer stores for a token."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+    @property
     def product_parameters(self) -> int:
         """Parameters read in every forward that is sampled from: all but the embedding."""
         return self.num_layers * self.layer_parameters + self.vocab_size * self.hidden_size
+
+    def config(self) -> dict[str, Any]:
+        """Fields of config.json."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.ffn_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab_size,
+            "tie_word_embeddings": self.tied,
+            "max_position_embeddings": 32_768,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "dtype": "bfloat16",
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentShape(Shape):
+    """A dense model with DeepSeek-V3's latent attention.
+
+    Of a head's query ``head_dim`` dims are not rotated, and its output has as many.
+    """
+
+    latent_dim: int
+    rotary_dim: int
+    query_latent_dim: int | None = None  # None: queries are made of the hidden state itself
+
+    @property
+    def layer_parameters(self) -> int:
+        hidden, heads, query = self.hidden_size, self.num_heads, self.head_dim + self.rotary_dim
+        rank = self.query_latent_dim
+        queries = hidden * heads * query if rank is None else rank * (hidden + heads * query)
+        keys = hidden * self.kv_numbers + 2 * heads * self.head_dim * self.latent_dim
+        return queries + keys + (heads * self.head_dim + 3 * self.ffn_size) * hidden
+
+    @property
+    def kv_numbers(self) -> int:
+        """The latent and the rotated key, once for all heads."""
+        return self.latent_dim + self.rotary_dim
+
+    def config(self) -> dict[str, Any]:
+        """Fields of config.json. No layer has experts."""
+        fields = Shape.config(self)
+        del fields["head_dim"]
+        return fields | {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "num_key_value_heads": self.num_heads,
+            "kv_lora_rank": self.latent_dim,
+            "q_lora_rank": self.query_latent_dim,
+            "qk_nope_head_dim": self.head_dim,
+            "qk_rope_head_dim": self.rotary_dim,
+            "v_head_dim": self.head_dim,
+            "first_k_dense_replace": self.num_layers,
+        }
 
 
 SHAPES = {
@@ -65,6 +131,10 @@ SHAPES = {
     "32b": Shape(
         hidden_size=5120, num_layers=64, num_heads=64, num_kv_heads=8, head_dim=128,
         ffn_size=25_600, vocab_size=151_936,
+    ),
+    "8b-latent": LatentShape(
+        hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=1, head_dim=128,
+        latent_dim=512, rotary_dim=64, ffn_size=14_336, vocab_size=128_256,
     ),
 }  # fmt: skip
 
@@ -94,24 +164,7 @@ def shape_parts(
 def write_config(folder: Path, shape: Shape) -> Path:
     """Write a config.json and nothing else: for ``load_format="dummy"``."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.ffn_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "vocab_size": shape.vocab_size,
-        "tie_word_embeddings": shape.tied,
-        "max_position_embeddings": 32_768,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500_000.0,
-        "dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(shape.config()))
     return folder
 
 
@@ -183,7 +236,9 @@ def send_random_weights(engine: RolloutEngine, weight_loaders: dict[str, WeightL
         device = engine.worker.model_device
         generator = torch.Generator(device).manual_seed(0)
         for name, loader in weight_loaders.items():
-            if loader.required:
+            if loader.required and name.endswith("bias"):
+                yield name, torch.zeros(loader.shape, dtype=torch.bfloat16, device=device)
+            elif loader.required:
                 yield name, _normal(loader.shape, generator, device)
 
     engine.update_weights_from_tensor(tensors())

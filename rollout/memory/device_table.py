@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.memory.transfers import A
+from rollout.memory.window_slots import WindowSlots
 from rollout.ops import gpu
 from rollout.ops.ragged import ranges
 
@@ -46,12 +47,19 @@ class DeviceTable:
     the start of a run on may have changed, since a step that failed frees its slots. So a step
     sends [min(known, start), end): one or a few tokens, or all of a row that is new or has moved.
     On the CPU the tensor is a view of the host's table and nothing is sent.
+
+    The table of layers with a window names their slots, on the CPU too. Those of tokens behind a
+    row's window are neither sent nor read.
     """
 
-    def __init__(self, memory: KVCacheManager, device: torch.device) -> None:
+    def __init__(
+        self, memory: KVCacheManager, device: torch.device, windows: WindowSlots | None = None
+    ) -> None:
+        """``windows``: of layers that have slots of their own."""
         self._table = memory.req_to_token.table
+        self._windows = windows
         self._versions_Q = memory.row_versions
-        self._is_view = not gpu.runs_on(device)
+        self._is_view = windows is None and not gpu.runs_on(device)
         if self._is_view:
             self.tensor = torch.from_numpy(self._table).to(device)
         else:
@@ -72,11 +80,14 @@ class DeviceTable:
         versions_B = self._versions_Q.take(rows_B)
         is_known_B = self._known_versions_Q.take(rows_B) == versions_B
         first_B = np.minimum(self._known_Q.take(rows_B) * is_known_B, starts_B)
+        if self._windows is not None:
+            first_B = np.maximum(first_B, starts_B - self._windows.sizes.window)
         row_firsts_B = rows_B * np.int64(self._table.shape[1])
         indices_C = ranges(row_firsts_B + first_B, ends_B - first_B)
-        writes: TableWrites[NDArray] = TableWrites(
-            indices_C=indices_C, slots_C=self._table.take(indices_C)
-        )
+        slots_C = self._table.take(indices_C)
+        if self._windows is not None:
+            slots_C = self._windows.slot_of.take(slots_C)
+        writes: TableWrites[NDArray] = TableWrites(indices_C=indices_C, slots_C=slots_C)
         return TableChanges(rows_B=rows_B, versions_B=versions_B, ends_B=ends_B, writes=writes)
 
     def apply(self, changes: TableChanges, writes: TableWrites[torch.Tensor] | None) -> None:

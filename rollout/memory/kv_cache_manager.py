@@ -11,7 +11,8 @@ position:
 Only tokens whose KV has been computed enter the prefix cache.
 
 Where the target has recurrent layers, `StateSlots` does the same for states, and a cached prefix is
-usable only up to a token whose state was stored.
+usable only up to a token whose state was stored. Where layers with a window have a pool of their
+own, `WindowSlots` does it for that.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.errors import IntegrityError
-from rollout.memory.prefix_cache import Node, PrefixCache
+from rollout.memory.prefix_cache import FreedSlots, Node, PrefixCache
 from rollout.memory.req_to_token import ReqToToken
 from rollout.memory.routes_pool import RoutesPool
 from rollout.memory.slots import NULL_SLOT, SlotAllocator
 from rollout.memory.state_checkpoints import CheckpointedSlots
 from rollout.memory.state_slots import StateRun, StateSizes, StateSlots
+from rollout.memory.window_slots import WindowedSlots, WindowSizes, WindowSlots
 from rollout.ops.ragged import ranges
 from rollout.types import Scheduled, ScheduledStates
 
@@ -70,21 +72,29 @@ class KVCacheManager:
         prefix_cache: bool,
         states: StateSizes | None = None,
         routes: RoutesPool | None = None,
+        windows: WindowSizes | None = None,
     ) -> None:
         """
         Args:
             states: None for a target without recurrent layers.
             routes: stores the experts of each token; None: they are not stored.
+            windows: None if all layers store all tokens.
         """
+        assert states is None or windows is None, "recurrent layers beside windows"
         self.routes = routes
         self.slots = SlotAllocator(num_slots)
         self.req_to_token = ReqToToken(max_rows, max_context_len)
         self.states = None if states is None else StateSlots(states, num_slots)
-        self.prefix_cache = PrefixCache(
-            self.slots
-            if self.states is None
-            else CheckpointedSlots(self.slots, self.states.checkpoints)
-        )
+        self.windows: WindowSlots | None = None
+        freed: FreedSlots = self.slots
+        if self.states is not None:
+            freed = CheckpointedSlots(self.slots, self.states.checkpoints)
+        if windows is not None:
+            self.windows = WindowSlots(windows, num_slots, self.req_to_token.table)
+            freed = WindowedSlots(self.slots, self.windows)
+        # Of rows and drafts, which have no checkpoints.
+        self._own_slots: FreedSlots = self.slots if self.windows is None else freed
+        self.prefix_cache = PrefixCache(freed)
         self.shares_prefixes = prefix_cache
         # Tokens a sequence can grow to, whatever else runs: the context limit or all slots.
         self.max_sequence_len = min(max_context_len, num_slots)
@@ -109,9 +119,11 @@ class KVCacheManager:
 
     def cached_len(self, tokens: np.ndarray) -> int:
         """Tokens (int32) that admit() would find cached now; at most all but the last."""
-        if self.states is None:
-            return self.prefix_cache.match_len(tokens[:-1])
-        return self.states.checkpoints.deepest(self.prefix_cache.match_slots(tokens[:-1]))
+        if self.states is not None:
+            return self.states.checkpoints.deepest(self.prefix_cache.match_slots(tokens[:-1]))
+        if self.windows is not None:
+            return self.windows.usable_len(self.prefix_cache.match_slots(tokens[:-1]))
+        return self.prefix_cache.match_len(tokens[:-1])
 
     def routed_experts(self, row: int, length: int) -> NDArray[np.integer] | None:
         """The experts that routers chose for the row's first ``length`` tokens: [length, L, X].
@@ -130,21 +142,24 @@ class KVCacheManager:
         """Give a request a row that holds its cached prefix. Returns (row, cached length).
 
         Returns None and changes nothing unless slots for the other tokens plus ``headroom`` are
-        obtainable, and states for one more request.
+        obtainable, and states and window slots for one more request.
 
         Args:
             tokens: int32, all of the request's. The last is never cached: its logits are needed.
             headroom: slots that must stay obtainable.
         """
         prefix = tokens[:-1]
-        if self.states is not None:
-            if not self.states.can_admit:
-                return None
+        if self.states is not None and not self.states.can_admit:
+            return None
+        if self.states is not None or self.windows is not None:
             prefix = prefix[: self.cached_len(tokens)]
         slots, node = self.prefix_cache.match(prefix)
         self.prefix_cache.lock(node)
         cached_len = len(slots)
-        if len(tokens) - cached_len + headroom > self.obtainable:
+        fits = len(tokens) - cached_len + headroom <= self.obtainable
+        if fits and self.windows is not None:
+            fits = self.windows.can_admit(slots, len(tokens), self._ends)
+        if not fits:
             self.prefix_cache.unlock(node)
             return None
         row = self.req_to_token.allocate_row()
@@ -154,6 +169,8 @@ class KVCacheManager:
         self._allocated[row] = cached_len
         if self.states is not None:
             self.states.open(row, cached_len, int(slots[-1]) if cached_len else NULL_SLOT)
+        if self.windows is not None:
+            self.windows.open(row, cached_len, len(tokens))
         self.counters.looked_up += len(tokens)
         self.counters.hit += cached_len
         return row, cached_len
@@ -165,12 +182,13 @@ class KVCacheManager:
         """
         table, begin = self.req_to_token.table, self._allocated[row]
         if end > begin:
-            slots = self._allocate(min(end - begin, self.obtainable))
+            room = end - begin if self.windows is None else self.windows.room(end - begin)
+            slots = self._allocate(min(room, self.obtainable))
             end = begin + len(slots)
             table[row, begin:end] = slots
         elif end < begin:
             assert end >= self._rows[row].shared_len, "a shared prefix cannot be cut"
-            self.slots.free(table[row, end:begin])
+            self._own_slots.free(table[row, end:begin])
         self._allocated[row] = end
         return end
 
@@ -183,7 +201,9 @@ class KVCacheManager:
         """
         if len(rows) > self.slots.available or [self._allocated[row] for row in rows] != ends:
             return False
-        self.req_to_token.table[rows, ends] = self.slots.allocate(len(rows))
+        if self.windows is not None and len(rows) > self.windows.obtainable:
+            return False
+        self.req_to_token.table[rows, ends] = self._allocate(len(rows))
         for row in rows:
             self._allocated[row] += 1
         return True
@@ -218,11 +238,18 @@ class KVCacheManager:
         return StateRun(row=row, start=start, end=end, checkpoints=wanted)
 
     def node_room(self, num_runs: int) -> int:
-        """Draft nodes for which KV and state slots are obtainable in a step of ``num_runs``
+        """Draft nodes for which slots of each kind are obtainable in a step of ``num_runs``
         runs."""
-        if self.states is None:
-            return self.obtainable
-        return min(self.obtainable, self.states.node_room(num_runs))
+        if self.states is not None:
+            return min(self.obtainable, self.states.node_room(num_runs))
+        if self.windows is not None:
+            return min(self.obtainable, self.windows.obtainable)
+        return self.obtainable
+
+    def advance(self, row: int, computed_len: int) -> None:
+        """Give back what the row's windows will not see again, now that a step is booked."""
+        if self.windows is not None:
+            self.windows.advance(row, computed_len, self._rows[row].shared_len)
 
     def reserve_states(
         self, runs: Sequence[StateRun], counts: Sequence[int], step: int = 0
@@ -292,7 +319,7 @@ class KVCacheManager:
         if slots is not None and slots.size:
             accepted = self._accepted.take(slots)
             self._accepted[slots] = False
-            self.slots.free(slots[~accepted])
+            self._own_slots.free(slots[~accepted])
         if self.states is not None:
             self.states.end_step(step, booked)
 
@@ -315,7 +342,6 @@ class KVCacheManager:
         node = self._hand_over(row, state, tokens)
         self.prefix_cache.lock(node)
         self.prefix_cache.unlock(state.node)
-        self.req_to_token.table[row, : len(tokens)] = self.prefix_cache.path_slots(node)
         self.row_versions[row] += 1
         state.node, state.shared_len = node, len(tokens)
         if self.states is not None:
@@ -332,7 +358,9 @@ class KVCacheManager:
         if self.states is not None:
             no_slots = np.empty(0, dtype=np.int32)
             self.states.close(row, self.prefix_cache.path_slots(node) if node else no_slots)
-        self.slots.free(self.req_to_token.table[row, owned_from : self._allocated[row]])
+        if self.windows is not None:
+            self.windows.close(row, self._allocated[row])
+        self._own_slots.free(self.req_to_token.table[row, owned_from : self._allocated[row]])
         self.prefix_cache.unlock(state.node)
         self.req_to_token.free_row(row)
 
@@ -360,28 +388,49 @@ class KVCacheManager:
         if self.states is not None:
             cached = [np.empty(0, dtype=np.int32), *self.prefix_cache.held_slots()]
             self.states.check_integrity(np.concatenate(cached))
+        if self.windows is not None:
+            in_use = np.concatenate([np.empty(0, dtype=np.int32), *self._held_slots()])
+            self.windows.check_integrity(self._ends, self._unaccepted(), in_use)
 
     def _held_slots(self) -> Iterator[np.ndarray]:
         yield from self.prefix_cache.held_slots()
         for row, state in self._rows.items():
             yield self.req_to_token.table[row, state.shared_len : self._allocated[row]]
+        yield from self._unaccepted()
+
+    def _unaccepted(self) -> Iterator[np.ndarray]:
+        """Slots of draft nodes that are no row's."""
         for slots in self._draft_slots.values():
             yield slots[~self._accepted[slots]]
+
+    @property
+    def _ends(self) -> dict[int, int]:
+        """allocated_len of each running request."""
+        return {row: self._allocated[row] for row in self._rows}
 
     def _allocate(self, count: int) -> np.ndarray:
         missing = count - self.slots.available
         if missing > 0:
             self.counters.evicted += self.prefix_cache.evict(missing)
-        return self.slots.allocate(count)
+        slots = self.slots.allocate(count)
+        if self.windows is not None:
+            self.windows.assign(slots)
+        return slots
 
     def _hand_over(self, row: int, state: _Row, tokens: Sequence[int]) -> Node:
         """Move [shared_len, len(tokens)) from the request to the prefix cache.
 
-        [shared_len, held) was cached already: the request's copies are freed.
-        [held, len(tokens)) is owned by the tree from here on.
+        [shared_len, held) was cached already: the row switches to the cache's slots, and the
+        request's copies are freed. [held, len(tokens)) is owned by the tree from here on.
         """
         assert state.shared_len <= len(tokens) <= self._allocated[row]
         slots = self.req_to_token.table[row, : len(tokens)]
         held, node = self.prefix_cache.insert(np.array(tokens, dtype=np.int32), slots)
-        self.slots.free(slots[state.shared_len : held])
+        copies = slots[state.shared_len : held].copy()
+        if len(copies):
+            slots[:] = self.prefix_cache.path_slots(node)
+            if self.windows is not None:
+                cached = slots[state.shared_len : held]
+                self.windows.replace(row, state.shared_len, copies, cached)
+            self._own_slots.free(copies)
         return node

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 import torch
 
@@ -11,7 +13,8 @@ from rollout.models.layers.storage import allocate_storage, free_storage, prefer
 class KvPool:
     """Keys and values of shape [num_slots + 1, kv_heads, head_dim], per layer.
 
-    Latent attention has no values beside its keys.
+    Latent attention has no values beside its keys. Layers with a window may have fewer slots, of
+    their own: see `rollout.memory.window_slots`.
 
     Slot 0 is the null slot: padding rows write there and nothing ever reads it.
 
@@ -27,14 +30,30 @@ class KvPool:
         num_kv_heads: int,
         head_dim: int,
         has_values: bool = True,
+        window_layers: Collection[int] = (),
+        num_window_slots: int | None = None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_slots + 1, num_kv_heads, head_dim)
+        """
+        Args:
+            window_layers: layers with ``num_window_slots`` slots of their own; None: with the
+                slots of all layers.
+        """
         self.num_slots = num_slots
-        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        num_values = num_layers if has_values else 0
-        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_values)]
+        slots = [num_slots + 1] * num_layers
+        if num_window_slots is not None:
+            for layer in window_layers:
+                slots[layer] = num_window_slots + 1
+
+        def pools(slots: list[int]) -> list[torch.Tensor]:
+            return [
+                torch.empty((count, num_kv_heads, head_dim), dtype=dtype, device=device)
+                for count in slots
+            ]
+
+        self.keys = pools(slots)
+        self.values = pools(slots if has_values else [])
         self.writes_S = np.zeros(num_slots + 1, dtype=np.int64)
         self._forwards = 0
         self.allocate()

@@ -1,14 +1,16 @@
-"""The numbers of KV slots and recurrent states that a memory budget holds."""
+"""Sizes of the KV cache: its slots, those of layers with a window, and recurrent states, that a
+memory budget holds."""
 
 from __future__ import annotations
 
 import torch
 
 from rollout.config import MemoryConfig
-from rollout.errors import OutOfMemoryError
+from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.memory.host_memory import free_bytes
 from rollout.memory.kv_pool import KvPool
 from rollout.memory.state_slots import SLOTS_PER_ROW, StateSizes
+from rollout.memory.window_slots import WindowSizes
 from rollout.models.spec import ModelSpec
 
 _MAX_SLOTS_OF_CPU = 1 << 18
@@ -45,6 +47,7 @@ def num_kv_slots(
     routes_slot_bytes: int = 0,
     draft_bytes: int = 0,
     state_bytes: int = 0,
+    windows: WindowSizes | None = None,
 ) -> int:
     """The number of KV slots that fit a budget.
 
@@ -54,33 +57,93 @@ def num_kv_slots(
         routes_slot_bytes: bytes of experts' routes for each slot.
         draft_bytes: bytes for drafts, independent of the number of slots.
         state_bytes: bytes for recurrent states, independent of the number of slots.
+        windows: of layers that have slots of their own.
 
     Raises OutOfMemoryError if fewer than two tokens fit.
     """
-    slot_bytes = (
-        draft_slot_bytes
-        + routes_slot_bytes
-        + KvPool.bytes_per_slot(
-            num_layers=len(spec.attention_layers),
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            has_values=spec.latent is None,
-            dtype=dtype,
-        )
-    )
-    slots = max(0, budget - draft_bytes - state_bytes) // slot_bytes
+    everywhere, windowed = slot_bytes_of(spec, dtype)
+    slot_bytes = draft_slot_bytes + routes_slot_bytes + everywhere
+    apart = draft_bytes + state_bytes
+    if windows is None:
+        slot_bytes += windowed
+    else:
+        apart += windowed * (windows.num_slots + 1)
     usual = _MAX_SLOTS_OF_CPU if device.type == "cpu" else _MAX_SLOTS
-    slots = min(slots, config.max_kv_tokens or usual)
+    left, slots = max(0, budget - apart), config.max_kv_tokens or usual
+    if slot_bytes or not left:  # else all layers have a window
+        slots = min(slots, left // max(1, slot_bytes))
     if slots < 2:
         raise OutOfMemoryError(
             f"memory.kv_bytes={budget} holds {slots} tokens of {slot_bytes} bytes: give it "
             f"{slot_bytes} bytes for each token of your longest request, and for two at least"
             + (f", and {draft_bytes} for the draft's tree nodes" if draft_bytes else "")
             + (f", and {state_bytes} for recurrent states" if state_bytes else "")
+            + (f", and {apart - draft_bytes - state_bytes} for windows" if windows else "")
+            + ("; fewer need a lower memory.window_slots" if windows else "")
             + ("; fewer states need a lower scheduler.max_running" if state_bytes else "")
             + (" or memory.state_slots" if state_bytes and config.state_slots is not None else "")
         )
     return slots
+
+
+def slot_bytes_of(spec: ModelSpec, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes of a token's keys and values in layers that see all tokens, and in those with a
+    window."""
+    of_layer = KvPool.bytes_per_slot(
+        num_layers=1,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        has_values=spec.latent is None,
+        dtype=dtype,
+    )
+    windowed = 0 if spec.window is None else len(spec.local_layers)
+    return of_layer * (len(spec.attention_layers) - windowed), of_layer * windowed
+
+
+SPANS_PER_REQUEST = 2
+"""Windows per request when all run: its own, and that of a cached prefix."""
+
+
+def window_sizes(
+    config: MemoryConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    *,
+    max_running: int,
+    chunk_len: int,
+    budget: int,
+    other_slot_bytes: int = 0,
+) -> WindowSizes | None:
+    """``memory.window_slots``, or a default from the budget. None: layers with a window have the
+    slots of all layers.
+
+    The default is two windows, with draft nodes, for each request that may run, and room for a
+    chunk; but not more than half as many slots as the budget then holds for other layers. There is
+    no pool where the context is no longer than two windows, or where it would hold less than that.
+
+    Args:
+        chunk_len: most tokens of a request's run in a step.
+        budget: bytes for KV.
+        other_slot_bytes: bytes stored for each KV slot beside the target's keys and values.
+
+    Raises InvalidInputError for too few.
+    """
+    if spec.window is None or config.window_slots == 0:
+        return None
+    span = WindowSizes(num_slots=0, window=spec.window).span
+    slots = config.window_slots
+    if slots is None:
+        everywhere, windowed = slot_bytes_of(spec, dtype)
+        wished = SPANS_PER_REQUEST * max_running * (span + NODES_PER_REQUEST) + chunk_len
+        slots = min(wished, budget // (2 * (everywhere + other_slot_bytes) + windowed))
+        if min(slots, spec.max_context_len) <= 2 * span:
+            return None
+    if slots < span:
+        raise InvalidInputError(
+            "memory.window_slots", slots,
+            f"must be 0, or at least {span}: a request holds so many for a window of {spec.window}",
+        )  # fmt: skip
+    return WindowSizes(num_slots=slots, window=spec.window)
 
 
 NODES_PER_REQUEST = 8

@@ -18,12 +18,11 @@ import torch
 
 from rollout.models.causal_lm import LayerAttention
 from rollout.models.head_parts import HeadParts
-from rollout.models.layers.grouped_linear import GroupedLinear
+from rollout.models.layers.head_linear import HeadLinear
 from rollout.models.layers.linear import Linear, linear_weight_loaders
 from rollout.models.layers.shard import shards_of, split_product
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.spec import ModelSpec
-from rollout.ops.grouped_matmul import RowGroups
 from rollout.ops.rms_norm import rms_norm
 from rollout.parallel import RankGroup
 from rollout.parallel.partition import even_parts, scaled
@@ -65,10 +64,8 @@ class LatentAttention:
         def linear(inputs: int, outputs: int, bias: bool) -> Linear:
             return Linear(inputs, outputs, bias=bias, dtype=dtype, device=device, packing=packing)
 
-        def of_heads(inputs: int, outputs: int) -> GroupedLinear:
-            return GroupedLinear(
-                heads, inputs, outputs, dtype=dtype, device=device, packing=packing
-            )
+        def of_heads(inputs: int, outputs: int) -> HeadLinear:
+            return HeadLinear(heads, inputs, outputs, dtype=dtype, device=device)
 
         def norm(size: int) -> torch.Tensor:
             return torch.empty(size, dtype=dtype, device=device)
@@ -108,33 +105,25 @@ class LatentAttention:
             query_TA = rms_norm(self.q_a(hidden_TE), self.q_norm_A, _NORM_EPSILON)
         query_THQ = self.q(query_TA).view(-1, self.spec.num_heads, self._query_dim)
         plain_THN, rotary_THR = query_THQ.split((latent.plain_dim, rotary_dim), dim=2)
-        q_THD = torch.cat([rotary_THR, self._by_head(self.absorb_k, plain_THN)], dim=2)
+        left_out = self.kv_a.left_out_tiles
+        q_THD = query_THQ.new_empty((*query_THQ.shape[:2], self.spec.head_dim))
+        q_THD[..., :rotary_dim] = rotary_THR
+        self.absorb_k(plain_THN, q_THD[..., rotary_dim:], left_out)
         rotary_TR, latent_TL = self.kv_a(hidden_TE).split((rotary_dim, latent.rank), dim=1)
         latent_TL = rms_norm(latent_TL, self.kv_norm_L, _NORM_EPSILON)
         k_T1D = torch.cat([rotary_TR, latent_TL], dim=1)[:, None]
         sums_THL = attention.run(index, q_THD, k_T1D, None, positions_T, cos_sin_PD, rows_R)
-        attended = self._by_head(self.expand_v, sums_THL).flatten(1)
+        attended = self.expand_v(sums_THL, left_out=left_out).flatten(1)
         return split_product(self.o, attended, self._group, self._attended, self._outputs)
-
-    def _by_head(self, product: GroupedLinear, x_THI: torch.Tensor) -> torch.Tensor:
-        """Each head's rows by its own weight: [T, H, O]."""
-        rows, heads = x_THI.shape[:2]
-        pairs_S = torch.arange(rows * heads, device=x_THI.device).view(rows, heads)
-        offsets_N1 = torch.arange(heads + 1, dtype=torch.int32, device=x_THI.device) * rows
-        groups = RowGroups(pairs_S=pairs_S.t().flatten(), offsets_N1=offsets_N1)
-        y_SO = product(x_THI.reshape(rows * heads, -1), groups, self.kv_a.left_out_tiles)
-        return y_SO.view(rows, heads, product.out_features)
 
     def linears(self) -> list[Linear]:
         """The mixer's matrix products."""
         first = [] if self.q_a is None else [self.q_a]
-        of_heads = [*self.absorb_k.linears(), *self.expand_v.linears()]
-        return [*first, self.q, self.kv_a, *of_heads, self.o]
+        return [*first, self.q, self.kv_a, self.o]
 
     def plain_weights(self) -> list[torch.Tensor]:
         """Parameters that do not belong to a linear layer."""
-        of_heads = [*self.absorb_k.plain_weights(), *self.expand_v.plain_weights()]
-        return [*self._norms().values(), *of_heads]
+        return [*self._norms().values(), self.absorb_k.weights, self.expand_v.weights]
 
     def _norms(self) -> dict[str, torch.Tensor]:
         """Norms by their names in checkpoints."""
@@ -175,12 +164,12 @@ class LatentAttention:
         return found | shards_of(own, self._group, parts)
 
     def _kv_b(self) -> WeightLoader:
-        """A loader of this rank's heads of kv_b_proj, [H * (N + V), L]: each head's keys, which are
-        stored transposed, then its values."""
+        """A loader of this rank's heads of kv_b_proj, [H * (N + V), L]: each head's keys, which map
+        to latents, then its values."""
         latent, heads = self.latent, self.spec.num_heads
         shape = (heads, latent.plain_dim + latent.value_dim, latent.rank)
-        keys = [self.absorb_k.weight_rows(head, 0, latent.rank) for head in range(heads)]
-        values = [self.expand_v.weight_rows(head, 0, latent.value_dim) for head in range(heads)]
+        keys = [self.absorb_k.head(head) for head in range(heads)]
+        values = [self.expand_v.head(head) for head in range(heads)]
 
         def write(whole: torch.Tensor) -> None:
             for key, value, both in zip(keys, values, whole.view(shape), strict=True):

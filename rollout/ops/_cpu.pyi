@@ -134,6 +134,18 @@ def paged_attention(
     out: int,
     threads: int,
 ) -> None: ...
+def head_matmul(
+    dtype: int,
+    x: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    weights: int,
+    weights_shape: Sequence[int],
+    out: int,
+    out_shape: Sequence[int],
+    out_strides: Sequence[int],
+    threads: int,
+) -> None: ...
 def categorical(
     dtype: int,
     logits: int,

@@ -39,11 +39,13 @@ class PagedAttention:
         slots_T: torch.Tensor,
         plan: AttentionPlan,
         scale: float,
+        windowed: tuple[torch.Tensor, AttentionPlan] | None = None,
     ) -> None:
+        """``windowed``: slots [T] and plan of layers with a window; None: the others'."""
         self._keys = keys
         self._values = values
-        self._slots_T = slots_T
-        self._plan = plan
+        self._everywhere = (slots_T, plan)
+        self._windowed = windowed or self._everywhere
         self._scale = scale
 
     def run(
@@ -63,12 +65,13 @@ class PagedAttention:
         ``rows_R``: attend from these alone, which are the query rows of the plan.
         """
         keys, values = self._keys[layer], None if v_TKD is None else self._values[layer]
-        rotary_store_kv_(q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, keys, values, self._slots_T)
+        slots_T, plan = self._everywhere if variant.window is None else self._windowed
+        rotary_store_kv_(q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, keys, values, slots_T)
         if rows_R is not None:
             q_THD = q_THD[rows_R]
         if values is None:
-            return latent_attention(q_THD, keys, self._plan, self._scale, cos_sin_PD.shape[1])
-        return paged_attention(q_THD, keys, values, self._plan, self._scale, variant)
+            return latent_attention(q_THD, keys, plan, self._scale, cos_sin_PD.shape[1])
+        return paged_attention(q_THD, keys, values, plan, self._scale, variant)
 
 
 class RecurrentStates:
@@ -117,6 +120,15 @@ class RecurrentStates:
             self._plan,
             self._chunks,
         )
+
+
+@dataclass(kw_only=True)
+class WindowInputs(Generic[A]):
+    """The slots of layers with a window that have their own. Filled by
+    `StepArrays.with_windows`."""
+
+    slots_T: A  # int64
+    node_slots_N: A  # int32
 
 
 @dataclass(kw_only=True)

@@ -20,7 +20,7 @@ from rollout.memory.transfers import A
 from rollout.ops.paged_attention import AttentionPlan
 from rollout.ops.ragged import offsets_of, ranges
 from rollout.ops.state_plan import NO_STATE
-from rollout.runner.attention import StateInputs, state_inputs
+from rollout.runner.attention import StateInputs, WindowInputs, state_inputs
 from rollout.types import Batch, DraftTrees, Scheduled
 
 _PLAN = ("rows_B", "starts_B", "run_lens_B", "q_offsets_B1", "node_offsets_B1", "node_masks_N",
@@ -32,7 +32,7 @@ _NO_SLOTS = np.zeros(0, dtype=np.int32)
 @dataclass(kw_only=True)
 class StepArrays(Generic[A]):
     """The inputs of a forward: per entry its causal run, then its draft nodes. Filled by
-    `StepArrays.of`, but for the last three. Arrays are never written to.
+    `StepArrays.of`, but for those that may be missing. Arrays are never written to.
 
     What captured forwards read comes first, in order: see `GraphRunner.place`.
     """
@@ -49,8 +49,10 @@ class StepArrays(Generic[A]):
     node_slots_N: A  # int32
     longest: int  # where the last run ends
     states: StateInputs[A] | None = None  # `with_states`, for models with recurrent layers
+    windows: WindowInputs[A] | None = None  # `with_windows`, where those have slots of their own
     sampled_R: A  # int64: rows to take logits of; `ModelRunner.forward` pads them
     table: TableWrites[A] | None = None  # `ModelRunner.forward`, for a device
+    window_table: TableWrites[A] | None = None  # `ModelRunner.forward`, beside `windows`
 
     @staticmethod
     def of(
@@ -119,6 +121,13 @@ class StepArrays(Generic[A]):
         """Add what recurrent layers read. ``batch`` and ``trees``: those the step was made of."""
         return replace(self, states=state_inputs(batch, trees, self.q_offsets_B1, self.num_rows))
 
+    def with_windows(self: StepArrays[NDArray], slot_of: NDArray[np.int32]) -> StepArrays[NDArray]:
+        """Add the slots of layers with a window. ``slot_of``: `WindowSlots.slot_of`."""
+        windows = WindowInputs(
+            slots_T=slot_of[self.slots_T].astype(np.int64), node_slots_N=slot_of[self.node_slots_N]
+        )
+        return replace(self, windows=windows)
+
     @property
     def num_rows(self: StepArrays[NDArray]) -> int:
         """Query rows of the entries, without padding."""
@@ -144,6 +153,12 @@ class StepArrays(Generic[A]):
                 parents_T=padded(states.parents_T, rows, -1),
                 targets_T=padded(states.targets_T, rows, NO_STATE),
             )
+        windows = self.windows
+        if windows is not None:
+            windows = WindowInputs(
+                slots_T=padded(windows.slots_T, rows, NULL_SLOT),
+                node_slots_N=padded(windows.node_slots_N, nodes, NULL_SLOT),
+            )
         ends = self.q_offsets_B1[-1], self.node_offsets_B1[-1]
         return StepArrays(
             input_ids_T=padded(self.input_ids_T, rows),
@@ -159,7 +174,9 @@ class StepArrays(Generic[A]):
             sampled_R=self.sampled_R,
             longest=self.longest,
             states=states,
+            windows=windows,
             table=self.table,
+            window_table=self.window_table,
         )
 
 

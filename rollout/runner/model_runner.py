@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout.memory.device_table import DeviceTable
+from rollout.memory.device_table import DeviceTable, TableChanges
 from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.memory.kv_pool import KvPool
 from rollout.memory.routes_pool import StepRoutes
@@ -74,6 +74,10 @@ class ModelRunner:
         self._state_pool = state_pool
         self._req_to_token = memory.req_to_token.table
         self._table = DeviceTable(memory, device)
+        self._windows = memory.windows  # layers with a window have slots of their own; None: not
+        self._window_table = None
+        if memory.windows is not None:
+            self._window_table = DeviceTable(memory, device, memory.windows)
         self._routes_pool = memory.routes
         self._minimum_rows = minimum_rows
         self._device = device
@@ -97,6 +101,11 @@ class ModelRunner:
             step = step.with_states(batch, trees)
         self._kv_pool.note_forward(step.slots_T)
         changes = self._table.changes(step.rows_B, step.starts_B, step.ends_B)
+        of_windows = None
+        if self._windows is not None and self._window_table is not None:
+            step = step.with_windows(self._windows.slot_of)
+            of_windows = self._window_table.changes(step.rows_B, step.starts_B, step.ends_B)
+            step.window_table = of_windows.writes
         num_sampled, step.table = step.sampled_R.size, changes.writes
         step.sampled_R = self._head_rows(step.sampled_R)
         placed = None
@@ -106,11 +115,11 @@ class ModelRunner:
         inputs: StepArrays[torch.Tensor]
         if self._graphs is not None and placed is not None:
             inputs = placed.inputs
-            self._table.apply(changes, inputs.table)
+            self._apply(changes, of_windows, inputs)
             hidden_TE, features_TF, routes_TC = self._graphs.run(placed, self._hidden)
         else:
             inputs = upload(step.padded(self._minimum_rows), self._device)
-            self._table.apply(changes, inputs.table)
+            self._apply(changes, of_windows, inputs)
             hidden_TE, features_TF, routes_TC = self._hidden(
                 inputs, step.longest, chunks, step.num_rows
             )
@@ -133,12 +142,18 @@ class ModelRunner:
 
         ``num_rows``: of no padding. A captured forward is replayed for any number of them.
         """
+        plan, windowed = attention_plan(vars(inputs), self._table.tensor, longest), None
+        if inputs.windows is not None and self._window_table is not None:
+            of_windows = {**vars(inputs), "node_slots_N": inputs.windows.node_slots_N}
+            window_plan = attention_plan(of_windows, self._window_table.tensor, longest)
+            windowed = inputs.windows.slots_T, window_plan
         attention = PagedAttention(
             keys=self._kv_pool.keys,
             values=self._kv_pool.values,
             slots_T=inputs.slots_T,
-            plan=attention_plan(vars(inputs), self._table.tensor, longest),
+            plan=plan,
             scale=self.model.spec.attention_scale,
+            windowed=windowed,
         )
         collector = self._collector(len(inputs.input_ids_T))
         routes = None if self._routes_pool is None else StepRoutes()
@@ -154,6 +169,17 @@ class ModelRunner:
         none = hidden_TE[:, :0]
         features_TF = none if collector is None else collector.features_TF
         return hidden_TE, features_TF, none if routes is None else routes.joined()
+
+    def _apply(
+        self,
+        changes: TableChanges,
+        of_windows: TableChanges | None,
+        inputs: StepArrays[torch.Tensor],
+    ) -> None:
+        """Bring the device's tables up to date."""
+        self._table.apply(changes, inputs.table)
+        if self._window_table is not None and of_windows is not None:
+            self._window_table.apply(of_windows, inputs.window_table)
 
     def _chunks(self, step: StepArrays[NDArray]) -> ChunkedPlan | None:
         """The chunks of long runs, where there is a kernel for them."""

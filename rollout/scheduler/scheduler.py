@@ -173,8 +173,10 @@ class Scheduler:
                 if not self._waiting:
                     self._replacements.end()
                 finished.append(request)
-            elif shared_len := _newly_shared(entry):
+                continue
+            if shared_len := _newly_shared(entry):
                 self.memory.share(request.row, request.tokens[:shared_len])
+            self.memory.advance(request.row, request.computed_len)
         if finished:
             self._running = [r for r in self._running if r.finish_reason is None]
         return finished

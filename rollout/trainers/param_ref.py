@@ -11,6 +11,9 @@ from torch import nn
 # Modules that wrappers put between a module and its own children, at any depth.
 _WRAPPING = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
 
+# A router's bias is moved by rule and not by gradients (DeepSeek-V3, section 2.1.2).
+_WEIGHT_BUFFERS = frozenset({"e_score_correction_bias"})
+
 
 def checkpoint_name(name: str) -> str:
     """``name`` of a parameter or module without what data-parallel, compile and PEFT wrappers add.
@@ -36,8 +39,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class ParamRef:
-    """A reference to one parameter of a trainer, looked up anew each time: wrappers swap
-    tensors."""
+    """A reference to one parameter of a trainer, or to a buffer that is a weight too, looked up
+    anew each time: wrappers swap tensors."""
 
     name: str  # as the model's own tree of modules names it
     module: nn.Module
@@ -72,14 +75,18 @@ class Weight:
 
 
 def param_refs(model: nn.Module) -> list[ParamRef]:
-    """The model's parameters in its own order, tied ones once. Buffers are no weights."""
+    """The model's parameters in its own order, tied ones once, and the buffers that are weights in
+    a published checkpoint. No other buffer is one."""
     return list(_refs(model))
 
 
 def _refs(model: nn.Module) -> Iterator[ParamRef]:
     seen: set[int] = set()
     for prefix, module in model.named_modules():
-        for attribute, parameter in module.named_parameters(recurse=False):
+        buffers = [
+            named for named in module.named_buffers(recurse=False) if named[0] in _WEIGHT_BUFFERS
+        ]
+        for attribute, parameter in [*module.named_parameters(recurse=False), *buffers]:
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 name = f"{prefix}.{attribute}" if prefix else attribute

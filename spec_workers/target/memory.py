@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,9 +14,16 @@ from rollout.memory.host_memory import free_bytes
 from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.memory.kv_pool import KvPool
 from rollout.memory.routes_pool import RoutesPool
-from rollout.memory.sizing import kv_fraction, memory_budget, num_kv_slots, state_sizes
+from rollout.memory.sizing import (
+    kv_fraction,
+    memory_budget,
+    num_kv_slots,
+    state_sizes,
+    window_sizes,
+)
 from rollout.memory.state_pool import StatePool
 from rollout.memory.state_slots import StateSizes
+from rollout.memory.window_slots import WindowSizes
 from rollout.models.causal_lm import CausalLM
 from rollout.models.experts_config import ExpertsSpec
 from rollout.models.spec import ModelSpec
@@ -49,7 +56,7 @@ class TargetMemory:
 
 def target_memory(
     config: EngineConfig,
-    max_running: int,
+    limits: StepLimits,
     model: CausalLM,
     ranks: RankGroup,
     *,
@@ -67,28 +74,49 @@ def target_memory(
     """
     spec, dtype, device = model.spec, model.dtype, model.device
     budget = min(ranks.all_gather_int(memory_budget(config.memory, device, reserved_bytes)))
-    states, state_bytes = _states(config, max_running, spec, dtype, budget)
+    states, state_bytes = _states(config, limits.max_running, spec, dtype, budget)
     routes = routes_spec(config, spec)
     routes_bytes = 0 if routes is None else RoutesPool.bytes_per_slot(routes)
-    num_slots = num_kv_slots(
+    routes_bytes = routes_bytes if device.type == "cpu" else 0  # they are on the host
+
+    def slots_beside(windows: WindowSizes | None) -> int:
+        slots = num_kv_slots(
+            config.memory,
+            spec,
+            dtype,
+            device,
+            budget,
+            draft_slot_bytes=draft_bytes.per_slot,
+            routes_slot_bytes=routes_bytes,
+            draft_bytes=draft_bytes.apart,
+            state_bytes=state_bytes,
+            windows=windows,
+        )
+        return min(ranks.all_gather_int(slots))
+
+    windows = window_sizes(
         config.memory,
         spec,
         dtype,
-        device,
-        budget,
-        draft_slot_bytes=draft_bytes.per_slot,
-        routes_slot_bytes=routes_bytes if device.type == "cpu" else 0,  # they are on the host
-        draft_bytes=draft_bytes.apart,
-        state_bytes=state_bytes,
+        max_running=limits.max_running,
+        chunk_len=min(limits.chunk_len, limits.max_step_tokens),
+        budget=max(0, budget - draft_bytes.apart),
+        other_slot_bytes=draft_bytes.per_slot + routes_bytes,
     )
-    num_slots = min(ranks.all_gather_int(num_slots))
+    sizes = ranks.all_gather_int(0 if windows is None else windows.num_slots)
+    if windows is not None:
+        windows = replace(windows, num_slots=min(sizes)) if min(sizes) else None
+    num_slots = slots_beside(windows)
+    if windows is not None and num_slots <= windows.num_slots:  # nothing is saved
+        windows, num_slots = None, slots_beside(None)
     index = KVCacheManager(
         num_slots,
-        max_running + 1,  # scoring borrows one between steps
+        limits.max_running + 1,  # scoring borrows one between steps
         spec.max_context_len,
         config.memory.prefix_cache,
         states,
         None if routes is None else RoutesPool(routes, num_slots),
+        windows,
     )
     kv_pool = KvPool(
         num_layers=len(spec.attention_layers),
@@ -96,6 +124,8 @@ def target_memory(
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         has_values=spec.latent is None,
+        window_layers=spec.local_layers,
+        num_window_slots=None if windows is None else windows.num_slots,
         dtype=dtype,
         device=device,
     )

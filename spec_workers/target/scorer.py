@@ -69,15 +69,14 @@ class Scorer:
         row, start = admitted
         computed = start
         try:
-            memory.extend(row, len(tokens))
             running = replace(request, tokens=tokens, row=row)
             while computed < len(tokens):
                 self._ranks.all_gather_int(1)  # another one: see score_idle
-                length = min(self._chunk_len, len(tokens) - computed)
-                batch = lone_run(memory, running, computed, length)
+                end = memory.extend(row, min(computed + self._chunk_len, len(tokens)))
+                batch = lone_run(memory, running, computed, end - computed)
                 first = len(request.tokens) - 1
                 yield self._runner.forward(batch, only_roots(1), scored_from=first).logits_RV
-                computed += length
+                computed = end
                 _advance(memory, batch)
         finally:
             memory.release(row, tokens[:computed])
@@ -105,14 +104,20 @@ def _advance(memory: KVCacheManager, batch: Batch) -> None:
     if entry.states is not None and entry.states.checkpoints:
         shared = entry.request.tokens[: max(entry.states.checkpoints)]
         memory.share(entry.request.row, shared)
+    memory.advance(entry.request.row, entry.end)
 
 
 def _what_is_short(memory: KVCacheManager) -> str:
-    states = memory.states
+    states, windows = memory.states, memory.windows
     if states is not None and not states.can_admit:
         return (
             f"those that run need all {states.num_slots} state slots; raise memory.state_slots or "
             "let requests finish"
+        )
+    if windows is not None and windows.obtainable < windows.sizes.span:
+        return (
+            f"only {windows.obtainable} window slots can be had; raise memory.window_slots or let "
+            "requests finish"
         )
     return (
         f"only {memory.obtainable} KV slots can be had; raise memory.kv_bytes or let requests "

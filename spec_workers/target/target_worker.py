@@ -128,7 +128,7 @@ class TargetWorker:
             )
             memory = target_memory(
                 config,
-                limits.max_running,
+                limits,
                 self.model,
                 self.ranks.all,
                 draft_bytes=draft_bytes,
@@ -269,10 +269,13 @@ class TargetWorker:
         self._scorer.score_idle()
 
     def counters(self) -> dict[str, float]:
-        """Gauges of KV slots and recurrent states, for metrics."""
+        """Gauges of KV slots, window slots and recurrent states, for metrics."""
         usage, counters = self.memory.usage, self.memory.counters
         states = {} if self.memory.states is None else self.memory.states.counters()
-        return states | {
+        windows = {} if self.memory.windows is None else self.memory.windows.counters()
+        return {
+            **states,
+            **windows,
             "kv/used": usage.used,
             "kv/cached": usage.cached,
             "kv/free": usage.free,

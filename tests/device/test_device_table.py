@@ -9,6 +9,7 @@ import torch
 from rollout.memory.device_table import DeviceTable
 from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.memory.transfers import upload
+from rollout.memory.window_slots import WindowSizes
 from rollout.types import Scheduled
 from tests.helpers.requests import make_request
 
@@ -18,12 +19,14 @@ def changes_of(table, entries):
     return table.changes(*np.array(columns, dtype=np.int64).T)
 
 
+@pytest.mark.parametrize("windows", [None, WindowSizes(num_slots=60, window=7)], ids=["", "window"])
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_of_a_batch_are_the_hosts_through_a_random_life(device, seed) -> None:
-    """Prefixes are shared, accepted drafts committed, steps fail, rows go and come back."""
+def test_rows_of_a_batch_are_the_hosts_through_a_random_life(device, seed, windows) -> None:
+    """Prefixes are shared, accepted drafts committed, steps fail, rows go and come back. Of layers
+    with a window, as far as a window sees."""
     rng = np.random.default_rng(seed)
-    memory = KVCacheManager(160, 4, 60, prefix_cache=True)
-    table = DeviceTable(memory, device)
+    memory = KVCacheManager(160, 4, 60, prefix_cache=True, windows=windows)
+    table = DeviceTable(memory, device, memory.windows)
     table.tensor.fill_(-7)
     running: list = []
     sent = 0
@@ -52,8 +55,11 @@ def test_rows_of_a_batch_are_the_hosts_through_a_random_life(device, seed) -> No
         sent += len(changes.writes.indices_C)
         for entry in entries:
             row = entry.request.row
-            host = memory.req_to_token.table[row, : entry.end]
-            assert table.tensor[row, : entry.end].cpu().tolist() == host.tolist()
+            first, host = 0, memory.req_to_token.table[row, : entry.end]
+            if windows is not None:
+                first, host = max(0, entry.start + 1 - windows.window), memory.windows.slot_of[host]
+                assert 0 not in host[first:]
+            assert table.tensor[row, first : entry.end].cpu().tolist() == host[first:].tolist()
         if rng.random() < 0.1:  # and after it was
             memory.end_step()
             continue
@@ -72,6 +78,7 @@ def test_rows_of_a_batch_are_the_hosts_through_a_random_life(device, seed) -> No
         for request in list(running):
             if rng.random() < 0.1 and memory.shared_len(request.row) < request.computed_len:
                 memory.share(request.row, request.tokens[: request.computed_len])
+            memory.advance(request.row, request.computed_len)
             if len(request.tokens) > 40 or rng.random() < 0.05:
                 memory.release(request.row, request.tokens[: request.computed_len])
                 running.remove(request)

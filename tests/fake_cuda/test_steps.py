@@ -26,7 +26,7 @@ SHAPED = SamplingParams(
 WAITS = 2  # for what is read, and for the end of the forward, which came before it
 CASES = [
     ("demo", True), ("8b", True), ("8b", False), ("odd", True), ("sparse", True),
-    ("recurrent", False), ("latent", True),
+    ("recurrent", False), ("latent", True), ("windows", True),
 ]  # fmt: skip
 COMPILED = [("8b", True), ("recurrent", False)]  # between them every kernel
 EXHAUSTIVE = bool(os.environ.get("SPECROLLOUT_EXHAUSTIVE"))
@@ -51,6 +51,7 @@ def test_a_step_waits_once(gpu: FakeGpu, tmp_path, model, exact) -> None:
         assert len(seen.of(Kind.EVENT_WAIT)) <= waits
         assert len(seen.of(Kind.READ)) <= 1 + routes
     assert not {problem for launch in gpu.launches.all for problem in launch.problems}
+    assert (engine.worker.memory.windows is not None) == (model == "windows")
     graphs = engine.worker.target.graphs
     if graphs is not None:
         assert not graphs.runs.failure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -36,6 +37,7 @@ FIXED = {"budget": "fixed", "min_probability": 0.0}
 LEARNED = {"budget": "learned", "calibration_seconds": 0}
 RECURRENT = ("recurrent", "recurrent experts")
 SPARSE = ("experts", "recurrent experts", "latent")
+WINDOW = 20
 
 
 def prompts() -> list[list[int]]:
@@ -56,10 +58,22 @@ def _shallow(folder: Path) -> Path:
     return save_tiny_mtp(folder, "separate", 3, likely=True, own_head=48, num_layers=1)[0]
 
 
+def _windows(folder: Path) -> Path:
+    """One of two layers has a window; tied."""
+    save_tiny_llama(folder, tied=True)
+    config = json.loads((folder / "config.json").read_text()) | {
+        "architectures": ["MinistralForCausalLM"],
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 MODELS: dict[str, Callable[[Path], Path]] = {
     "llama": lambda folder: save_tiny_mtp(folder, "mimo", 3, likely=True)[0],
     "shallow": _shallow,
-    "tied": lambda folder: save_tiny_llama(folder, tied=True),
+    "windows": _windows,
     "recurrent": lambda folder: _recurrent(folder, "qwen3_5", experts=False),
     "experts": save_tiny_moe,
     "recurrent experts": lambda folder: _recurrent(folder, "qwen3_next", experts=True),
@@ -93,7 +107,7 @@ class ParityModels:
             )
         if model == "shallow":
             return target.parent / "chain"
-        if model in ("tied", "experts"):
+        if model in ("windows", "experts"):
             return save_tiny_mtp(folder, "separate", 2)[1]
         return None
 
@@ -108,5 +122,5 @@ class ParityModels:
     def _open_plain(self, model: str, dtype: str) -> RolloutEngine:
         return RolloutEngine.from_pretrained(
             self.target(model), "none", dtype=dtype, max_running=1, prefix_cache=False,
-            record_routes=model in SPARSE,
+            record_routes=model in SPARSE, window_slots=0,
         )  # fmt: skip

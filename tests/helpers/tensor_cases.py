@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,8 @@ import torch
 
 from rollout import SamplingParams
 from rollout.models.checkpoint import Checkpoint
+from tests.helpers.tiny_deepseek import save_tiny_deepseek
+from tests.helpers.tiny_families import save_tiny_family
 
 PARAMS = SamplingParams(max_new_tokens=9, temperature=0.8, top_p=0.95, seed=3)
 SAMPLED = replace(PARAMS, n=2, max_new_tokens=16)
@@ -26,6 +29,22 @@ def _prompts() -> list[list[int]]:
 
 
 PROMPTS = _prompts()
+
+FAMILIES: Mapping[str, Callable[..., Path]] = {
+    "olmo": partial(save_tiny_family, name="olmo3"),
+    "gemma 2": partial(save_tiny_family, name="gemma2"),
+    "gemma 3": partial(save_tiny_family, name="gemma3"),
+    "gpt-oss": partial(save_tiny_family, name="gpt-oss"),
+    "phi": partial(save_tiny_family, name="phi3"),
+    "granite": partial(save_tiny_family, name="granite"),
+    "smollm3": partial(save_tiny_family, name="smollm3 window"),
+    "mistral": partial(save_tiny_family, name="mistral window"),
+    "glm": partial(save_tiny_deepseek, family="glm4_moe"),
+    "deepseek v2": partial(save_tiny_deepseek, family="deepseek_v2"),
+    "deepseek v3": partial(save_tiny_deepseek, family="deepseek_v3"),
+    "glm lite": partial(save_tiny_deepseek, family="glm4_moe_lite"),
+}
+"""Families beside Llama and the hybrids, and what writes a random model of each."""
 
 
 def numbers(rollouts) -> list:

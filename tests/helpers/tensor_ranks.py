@@ -29,7 +29,7 @@ from rollout.weights.shared_memory import SharedMemorySender
 from spec_workers import rank_agreement
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.ports import free_port
-from tests.helpers.tensor_cases import PARAMS, PROMPTS, changed, numbers, stored
+from tests.helpers.tensor_cases import FAMILIES, PARAMS, PROMPTS, changed, numbers, stored
 
 RANK = int(os.environ["RANK"])
 PARALLEL = {"mode": "tensor", "size": 2, "timeout": HANG_SECONDS, "check": True}
@@ -279,8 +279,7 @@ def main(output: Path) -> None:
     llama, results, own = folders["llama"], {}, {}
     results["float32"] = long_chain(llama, folders["eagle"])
     results["bfloat16"] = chain(llama, "bfloat16")
-    families = ("olmo", "gemma", "gpt-oss", "phi")
-    for name in ("tied", "one kv head", "hybrid", "interleaved", "experts", *families):
+    for name in ("tied", "one kv head", "hybrid", "interleaved", "experts", *FAMILIES):
         results[name] = chain(folders[name])
     results["updates"], own["updates"] = updates(llama, folders["other"])
     results["corpora"] = corpora(llama)

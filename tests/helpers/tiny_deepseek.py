@@ -74,24 +74,28 @@ def save_tiny_deepseek(folder: Path, family: str, **options: object) -> Path:
     return folder
 
 
-def save_with_mtp(folder: Path, model: PreTrainedModel) -> MtpLayer:
-    """Write a model and a random MTP module after its last layer; the module is returned."""
+def save_with_mtp(folder: Path, model: PreTrainedModel, count: int = 1) -> list[MtpLayer]:
+    """Write a model and random MTP modules after its last layer; the modules are returned."""
+    if count > 1:
+        model.config.num_nextn_predict_layers = count
     model.save_pretrained(folder)
     decoder = model.model
     norm, depth = type(decoder.norm), model.config.num_hidden_layers
-    module = MtpLayer(model.config, type(decoder.layers[-1]), norm, depth - 1)
-    randomise(module, seed=7)
-    _raise_norms(module)
     stored = load_file(folder / "model.safetensors")
-    for name, values in _one_by_one(module.state_dict()):
-        plain = name.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
-        stored[f"model.layers.{depth}.{plain}"] = values.contiguous()
-    stored[f"model.layers.{depth}.embed_tokens.weight"] = stored[
-        "model.embed_tokens.weight"
-    ].clone()
-    stored[f"model.layers.{depth}.shared_head.head.weight"] = stored["lm_head.weight"].clone()
+    modules = []
+    for step in range(count):
+        module = MtpLayer(model.config, type(decoder.layers[-1]), norm, depth - 1)
+        randomise(module, seed=7 + step)
+        _raise_norms(module)
+        at = f"model.layers.{depth + step}"
+        for name, values in _one_by_one(module.state_dict()):
+            plain = name.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
+            stored[f"{at}.{plain}"] = values.contiguous()
+        stored[f"{at}.embed_tokens.weight"] = stored["model.embed_tokens.weight"].clone()
+        stored[f"{at}.shared_head.head.weight"] = stored["lm_head.weight"].clone()
+        modules.append(module.eval())
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    return module.eval()
+    return modules
 
 
 @torch.no_grad()

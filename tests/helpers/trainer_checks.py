@@ -41,6 +41,13 @@ def gap(engine: RolloutEngine, expected: list[float]) -> float:
     return max(abs(ours - theirs) for ours, theirs in zip(scored, expected, strict=True))
 
 
+def weights_in(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A trainer's parameters, and its routers' correction biases, which are buffers."""
+    buffers = model.named_buffers()
+    biases = {name: each for name, each in buffers if name.endswith("e_score_correction_bias")}
+    return dict(model.named_parameters()) | biases
+
+
 def loss_of(model: nn.Module, rank: int = 0) -> torch.Tensor:
     """The loss of a batch that differs from rank to rank."""
     generator = torch.Generator().manual_seed(100 + rank)

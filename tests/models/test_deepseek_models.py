@@ -28,6 +28,7 @@ from tests.helpers.tiny_deepseek import (
     save_with_mtp,
     tiny_deepseek,
 )
+from tests.helpers.tiny_draft import save_tiny_eagle1, save_tiny_eagle3
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 9, 11, 3, 70, 12, 9, 9, 41] * 5, [1], [96, 0, 2, 7]]
@@ -131,7 +132,7 @@ def test_an_engines_logprobs_and_routes_are_those_of_transformers(name, folder):
 @torch.inference_mode()
 def test_an_mtp_module_is_that_of_transformers(family, tmp_path):
     theirs = tiny_deepseek(family)
-    module = save_with_mtp(tmp_path, theirs)
+    (module,) = save_with_mtp(tmp_path, theirs)
     target = load_model(tmp_path, DType.auto, CPU)
     chain = MtpChain.find(tmp_path, target.spec)
     (step,) = chain.load(target)
@@ -144,12 +145,7 @@ def test_an_mtp_module_is_that_of_transformers(family, tmp_path):
     hidden = step.fuse(taps.features_TF)[:-1]
     attention = DenseAttention([length], target.spec.attention_scale)
     ours = step.forward(tokens[1:], hidden, attention.positions, attention)
-    embedded = theirs.model.embed_tokens(tokens[None, 1:])
-    expected = module(
-        embedded, hidden[None],
-        theirs.model.rotary_emb(embedded, torch.arange(length)[None]),
-        torch.full((length, length), float("-inf")).triu(1)[None, None], None, None,
-    )[0]  # fmt: skip
+    expected = output_of(module, theirs, tokens[1:], hidden)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(step.logits(ours), theirs.lm_head(expected), rtol=1e-4, atol=1e-3)
     stored = load_file(tmp_path / "model.safetensors")
@@ -159,6 +155,63 @@ def test_an_mtp_module_is_that_of_transformers(family, tmp_path):
     assert {name for name, loader in weight_loaders.items() if loader.required} == own
     for name in own:
         assert torch.equal(weight_loaders[name].read(), stored[name]), name
+
+
+def output_of(module, theirs, tokens_L, hidden_LE):
+    """What transformers' module makes of hidden states and the tokens that follow them."""
+    embedded, length = theirs.model.embed_tokens(tokens_L[None]), len(tokens_L)
+    return module(
+        embedded, hidden_LE[None],
+        theirs.model.rotary_emb(embedded, torch.arange(length)[None]),
+        torch.full((length, length), float("-inf")).triu(1)[None, None], None, None,
+    )[0]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", WITH_MTP)
+@torch.inference_mode()
+def test_a_chain_of_several_modules(family, tmp_path):
+    """Each reads the output of the one before and the token that follows; a step of their own each
+    changes no bit."""
+    theirs = tiny_deepseek(family)
+    modules = save_with_mtp(tmp_path, theirs, count=3)
+    target = load_model(tmp_path, DType.auto, CPU)
+    steps = MtpChain.find(tmp_path, target.spec).load(target)
+    tokens = torch.tensor(PROMPTS[0])
+    random = torch.Generator().manual_seed(4)
+    ours = expected = torch.randn(len(tokens), 44, generator=random)
+    for step, module in zip(steps, modules, strict=True):
+        tokens = tokens[1:]
+        attention = DenseAttention([len(tokens)], target.spec.attention_scale)
+        ours = step.forward(tokens, ours[:-1], attention.positions, attention)
+        expected = output_of(module, theirs, tokens, expected[:-1])
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+    params = SamplingParams(temperature=0.8, max_new_tokens=12, n=2, seed=5)
+    options = {"dtype": "float32", "num_threads": 1}
+    plain = RolloutEngine.from_pretrained(tmp_path, "none", **options).generate(PROMPTS, params)
+    own = {"budget": "fixed", "min_probability": 0.0, "topk": 2, "num_draft_tokens": 12}
+    engine = RolloutEngine.from_pretrained(
+        tmp_path, "mtp", chunk_len=7, spec_options=own, **options
+    )
+    assert numbers(engine.generate(PROMPTS, params)) == numbers(plain)
+    assert len(engine.worker.drafter.runners) == len(modules)
+    assert engine.metrics().drafted > 0
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("save", [save_tiny_eagle1, save_tiny_eagle3])
+def test_an_eagle_draft_on_glm_moe(save, folder, tmp_path):
+    target = folder("glm4_moe")
+    draft = save(tmp_path, target)
+    params = SamplingParams(temperature=0.8, max_new_tokens=12, n=2, seed=5)
+    options = {"dtype": "float32", "num_threads": 1}
+    plain = RolloutEngine.from_pretrained(target, "none", **options).generate(PROMPTS, params)
+    own = {"budget": "fixed", "min_probability": 0.0, "topk": 2, "draft_path": str(draft)}
+    engine = RolloutEngine.from_pretrained(
+        target, "eagle", chunk_len=7, max_running=4, spec_options=own, **options
+    )
+    assert numbers(engine.generate(PROMPTS, params)) == numbers(plain)
+    assert engine.metrics().drafted > 0
+    engine.check_integrity()
 
 
 @pytest.mark.parametrize("family", OF_FAMILY)

@@ -8,9 +8,8 @@ import pytest
 
 from rollout import RolloutEngine
 from tests.helpers.launch import launch
-from tests.helpers.tensor_cases import PARAMS, PROMPTS, changed, numbers, stored
+from tests.helpers.tensor_cases import FAMILIES, PARAMS, PROMPTS, changed, numbers, stored
 from tests.helpers.tiny_draft import save_tiny_eagle1
-from tests.helpers.tiny_families import save_tiny_family
 from tests.helpers.tiny_hybrid import save_tiny_hybrid
 from tests.helpers.tiny_model import save_tiny_llama
 from tests.helpers.tiny_moe import save_tiny_moe
@@ -28,11 +27,8 @@ def folders(tmp_path_factory):
         "hybrid": save_tiny_hybrid(root / "hybrid", "qwen3_5"),
         "interleaved": save_tiny_hybrid(root / "interleaved", "qwen3_next"),
         "experts": save_tiny_moe(root / "experts"),
-        "olmo": save_tiny_family(root / "olmo", "olmo3"),
-        "gemma": save_tiny_family(root / "gemma", "gemma2"),
-        "gpt-oss": save_tiny_family(root / "gpt-oss", "gpt-oss"),
-        "phi": save_tiny_family(root / "phi", "phi3"),
         "eagle": save_tiny_eagle1(root / "eagle", llama),
+        **{name: save(root / name) for name, save in FAMILIES.items()},
     }
     return {name: str(folder) for name, folder in made.items()}
 
@@ -57,10 +53,7 @@ MODELS = {
     "hybrid": "hybrid",
     "interleaved": "interleaved",
     "experts": "experts",
-    "olmo": "olmo",
-    "gemma": "gemma",
-    "gpt-oss": "gpt-oss",
-    "phi": "phi",
+    **{name: name for name in FAMILIES},
 }
 
 

@@ -3,6 +3,8 @@ chunks nor company, drafts or cached prefixes change by a bit."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -33,7 +35,7 @@ def test_nothing_can_be_seen(name, dtype, tmp_path):
     def engine_of(spec: str, **options) -> RolloutEngine:
         return RolloutEngine.from_pretrained(folder, spec, dtype=dtype, **options)
 
-    plain = engine_of("none", max_running=1, prefix_cache=False)
+    plain = engine_of("none", max_running=1, prefix_cache=False, window_slots=0)
     rollouts = plain.generate(prompts(), PARAMS)
     if dtype == "float32":
         assert_logprobs(rollouts, tiny_family(name))
@@ -49,3 +51,25 @@ def test_nothing_can_be_seen(name, dtype, tmp_path):
         assert numbers(engine.generate(prompts(), PARAMS)) == wanted
     assert engine.metrics().accepted > 0
     engine.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "gpt-oss plain", "qwen3 moe window"])
+@torch.inference_mode()
+def test_routers_choose_what_transformers_choose(name, tmp_path):
+    """Through chunks, decoding and draft trees."""
+    engine = RolloutEngine.from_pretrained(
+        save_tiny_family(tmp_path, name), "ngram", dtype="float32", record_routes=True,
+        chunk_len=7, num_threads=1, spec_options=FIXED,
+    )  # fmt: skip
+    rollouts = engine.generate(prompts(), replace(PARAMS, routed_experts=True))
+    chosen: list[torch.Tensor] = []
+    theirs = tiny_family(name)
+    for module in theirs.modules():
+        if hasattr(module, "top_k"):
+            module.register_forward_hook(lambda module, args, out: chosen.append(out[2]))
+    for rollout in rollouts:
+        chosen.clear()
+        theirs(torch.tensor([rollout.prompt_ids + rollout.token_ids]))
+        expected = torch.stack(chosen, dim=1)[:-1].sort(-1).values
+        ours = torch.from_numpy(rollout.routed_experts).long().sort(-1).values
+        assert torch.equal(ours, expected)

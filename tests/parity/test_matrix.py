@@ -3,8 +3,8 @@ those of plain decoding, one request at a time.
 
 A batch of m is a batch of n; chunked prefill is prefill; decode is prefill; verify is decode;
 speculation on is off; `score` gives what generation gave; and neither preemption, prefix cache,
-recurrent state, threads, overlap nor what happens between two steps can be seen. Each row is an
-engine of one value of each factor; any two values that can meet do so in some row.
+recurrent state, windows' slots, threads, overlap nor what happens between two steps can be seen.
+Each row is an engine of one value of each factor; any two values that can meet do so in some row.
 """
 
 from __future__ import annotations
@@ -49,7 +49,13 @@ COMPANY = {
     "many": {"max_running": 8, "state_interval": 16},
     "chunks": {"max_running": 5, "chunk_len": 7, "max_step_tokens": 24, "state_interval": 10},
     "crumbs": {"max_running": 8, "chunk_len": 3, "max_step_tokens": 11, "state_interval": 16},
-    "scarce": {"max_running": 8, "max_kv_tokens": 130, "state_slots": 9, "state_interval": 4},
+    "scarce": {
+        "max_running": 8,
+        "max_kv_tokens": 130,
+        "state_slots": 9,
+        "state_interval": 4,
+        "window_slots": 88,  # of four requests
+    },
 }
 MIXED = "mixed"  # requests of all parameters, side by side
 FACTORS: dict[str, tuple[str, ...]] = {
@@ -112,7 +118,7 @@ def drafting(worker: str, model: str, company: str) -> Row:
 
 
 WANTED = (  # where drafts are good, where trees meet recurrent layers, where memory is scarce
-    drafting("ngram", "tied", "few"),
+    drafting("ngram", "windows", "few"),
     drafting("eagle", "shallow", "scarce"),
     drafting("mtp", "llama", "chunks"),
     drafting("eagle3", "recurrent", "few"),
@@ -178,6 +184,8 @@ def test_nothing_can_be_seen(models, row):
     worker = case.engine.worker
     assert worker.memory.usage.used == 0
     assert worker.counters().get("states/used", 0) == 0
+    assert worker.counters().get("windows/used", 0) == 0
+    assert (worker.memory.windows is not None) == (row["model"] == "windows")
     check_company(row, case.engine, watch)
     check_drafts(row, case.engine, watch, rollouts)
 

@@ -8,7 +8,7 @@ req_to_token.
 """
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ import pytest
 from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.memory.state_slots import SLOTS_PER_ROW, StateSizes
+from rollout.memory.window_slots import WindowSizes
 from rollout.scheduler import LengthForecast, Scheduler
 from rollout.scheduler.step_limits import StepLimits
 from rollout.scheduler.waiting import MAX_OVERTAKEN
@@ -85,6 +86,10 @@ class FakeWorker:
         num_states = memory.states.slots.num_slots if memory.states else 0
         self.states = np.full(num_states + 1, GARBAGE, dtype=np.int64)
         self.state_version = np.zeros(num_states + 1, dtype=np.int64)
+        # And of slots of layers with a window.
+        num_windows = memory.windows.sizes.num_slots if memory.windows else 0
+        self.window_kv = np.full(num_windows + 1, GARBAGE, dtype=np.int64)
+        self.window_version = np.zeros(num_windows + 1, dtype=np.int64)
         self.version = 0
         self.oldest_allowed: dict[int, int] = {}  # version at admission, by request_id
         self.fails = False
@@ -148,6 +153,13 @@ class FakeWorker:
         on_path = drafts[np.array(path, dtype=int) - 1]
         self.kv[on_path] = keys[entry.end : entry.end + len(path)]
         self.kv_version[run] = self.kv_version[drafts] = self.version
+        if self.memory.windows:
+            written = np.concatenate([run, drafts])
+            slots = self.memory.windows.slot_of[written]
+            assert 0 not in slots
+            assert len(set(slots.tolist())) == len(slots)
+            self.window_kv[slots] = self.kv[written]
+            self.window_version[slots] = self.version
 
     def advance_states(self, entry: Scheduled, path: list[int]) -> None:
         """Read the state the entry begins with, scribble over every slot it may, write its own."""
@@ -190,6 +202,12 @@ class FakeWorker:
         assert self.kv[slots].tolist() == keys, "KV of another prefix"
         oldest = self.kv_version[slots].min()
         assert oldest >= self.oldest_allowed[request.request_id], "KV of older weights"
+        if self.memory.windows:
+            first = max(0, entry.start + 1 - self.memory.windows.sizes.window)
+            seen = self.memory.windows.slot_of[slots[first:]]
+            assert self.window_kv[seen].tolist() == keys[first:], "a window over another prefix"
+            oldest = self.window_version[seen].min()
+            assert oldest >= self.oldest_allowed[request.request_id], "a window over older weights"
 
 
 @dataclass
@@ -222,8 +240,13 @@ class Simulation:
                 num_slots=SLOTS_PER_ROW + int(rng.integers(rng.choice([1, 10, 60]))),
                 interval=int(rng.integers(1, 20)),
             )
+        windows, of_windows = None, np.random.default_rng([seed, 2])
+        if states is None and of_windows.random() < 0.8:
+            sizes = WindowSizes(num_slots=0, window=int(of_windows.integers(1, 30)))
+            spare = int(of_windows.integers(of_windows.choice([1, 10, 100])))
+            windows = replace(sizes, num_slots=sizes.span + spare)
         self.memory = KVCacheManager(
-            slots, max_running, self.context, bool(rng.random() < 0.85), states
+            slots, max_running, self.context, bool(rng.random() < 0.85), states, windows=windows
         )
         self.max_drafts = int(rng.choice([0, 1, 3, 8, 80]))
         self.lengths = LengthForecast()
@@ -258,9 +281,11 @@ class Simulation:
         self.memory.drop_steps()
         self.memory.check_integrity()
         assert self.memory.usage.used == 0, "slots lost"
+        self.memory.reset()
         if self.memory.states:
-            self.memory.reset()
             assert self.memory.states.slots.available == self.memory.states.slots.num_slots
+        if self.memory.windows:
+            assert self.memory.windows.slots.available == self.memory.windows.sizes.num_slots
         assert self.finished.keys() == self.tracked.keys()
 
     def arrive(self) -> None:
@@ -310,6 +335,9 @@ class Simulation:
                 if self.memory.states:
                     states = self.memory.states.slots
                     assert states.available == states.num_slots
+                if self.memory.windows:
+                    windows = self.memory.windows.slots
+                    assert windows.available == windows.num_slots
                 self.worker.version += 1
             case "in_place":
                 self.memory.reset()
@@ -355,6 +383,9 @@ class Simulation:
         self.memory.check_integrity()
         for request in self.scheduler.running:
             assert 0 <= request.computed_len < len(request.tokens)
+            if self.memory.windows and not self.under_way:
+                held = self.memory.windows.held(request.row, request.computed_len)
+                assert held < self.memory.windows.sizes.span, "more than a window is held"
 
     def settle(self) -> None:
         while self.under_way:
@@ -466,12 +497,15 @@ def test_everyone_gets_exactly_what_they_would_get_alone():
 def test_the_simulation_reaches_what_it_is_for():
     """Else a change of sizes could leave the test above with nothing to check."""
     preemptions = evicted = hits = full = beside = 0
-    state_hits = states_evicted = 0
+    state_hits = states_evicted = window_hits = windows_evicted = 0
     for seed in SEEDS:
         simulation = finished(seed)
         if simulation.memory.states:
             state_hits += simulation.memory.counters.hit
             states_evicted += simulation.memory.states.evicted
+        if simulation.memory.windows:
+            window_hits += simulation.memory.counters.hit
+            windows_evicted += simulation.memory.windows.evicted
         beside += simulation.begun_beside
         preemptions += simulation.scheduler.preemptions
         evicted += simulation.memory.counters.evicted
@@ -487,6 +521,8 @@ def test_the_simulation_reaches_what_it_is_for():
     assert full > 20
     assert state_hits > 300
     assert states_evicted > 300
+    assert window_hits > 300
+    assert windows_evicted > 300
 
 
 @pytest.mark.parametrize("seed", range(0, 40, 10))

@@ -24,6 +24,7 @@ from rollout.trainers import RolloutHook, weight_source
 from rollout.trainers.deepspeed import prepare_deepspeed
 from tests.helpers.tiny_model import save_tiny_llama
 from tests.helpers.tiny_moe import save_tiny_moe
+from tests.helpers.tiny_trainers import save_tiny_trainers
 from tests.helpers.trainer_checks import (
     FailingEngine,
     digest_of_plain_update,
@@ -33,6 +34,7 @@ from tests.helpers.trainer_checks import (
     logprobs_of,
     loss_of,
     slices_of,
+    weights_in,
     with_lora,
 )
 
@@ -73,9 +75,8 @@ def train_step(engine: nn.Module) -> None:
 def gathered_state(engine: nn.Module) -> dict[str, torch.Tensor]:
     """The whole model at once: what a stream of buckets is compared with."""
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-        return {
-            name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()
-        }
+        weights = weights_in(engine.module)
+        return {name: tensor.detach().clone() for name, tensor in weights.items()}
 
 
 def local_state(engine: nn.Module) -> dict[str, torch.Tensor]:
@@ -255,9 +256,11 @@ def callbacks(folder: Path, stage: int) -> dict[str, Any]:
 
 def main(output: str) -> None:
     prepare_deepspeed()
-    deepspeed.init_distributed("gloo")
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
+        # Before there is a group, in which transformers writes on one rank alone.
+        families = save_tiny_trainers(Path(temporary) / "families")
+        deepspeed.init_distributed("gloo")
         untied = save_tiny_llama(Path(temporary) / "untied", sharpness=1.0)
         tied = save_tiny_llama(Path(temporary) / "tied", tied=True)
         experts = save_tiny_moe(Path(temporary) / "experts", sharpness=1.0)
@@ -273,6 +276,9 @@ def main(output: str) -> None:
             cases["lora-3"] = (follows_with_lora, untied, 3)
             cases["tensor-3"] = (tensor_parallel, untied, 3)
             cases["tensor-3-experts"] = (tensor_parallel, experts, 3)
+            for name, folder in families.items():
+                cases[f"follows-3-{name}"] = (follows_the_trainer, folder, 3)
+                cases[f"tensor-3-{name}"] = (tensor_parallel, folder, 3)
         for name, (case, folder, stage) in cases.items():
             started = time.perf_counter()
             results[name] = case(folder, stage)

@@ -30,8 +30,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
 from rollout.errors import RolloutError, WeightUpdateError
 from rollout.models.layers.weight_loader import TensorSlice
@@ -40,6 +40,7 @@ from rollout.trainers.shard_exchange import FlatShard, ShardExchange
 from rollout.weights.manifest import Manifest, Slices, TensorSpec
 from tests.helpers.tiny_model import save_tiny_llama
 from tests.helpers.tiny_moe import save_tiny_moe
+from tests.helpers.tiny_trainers import LORA_TARGETS, save_tiny_trainers
 from tests.helpers.trainer_checks import (
     FailingEngine,
     digest_of_plain_update,
@@ -50,6 +51,7 @@ from tests.helpers.trainer_checks import (
     loss_of,
     slices_of,
     tensor_parallel_engine,
+    weights_in,
     with_lora,
 )
 
@@ -60,7 +62,7 @@ Wrap = Callable[[nn.Module], nn.Module]
 
 def fsdp2(model: nn.Module, **options: Any) -> nn.Module:
     for module in model.modules():
-        if isinstance(module, LlamaDecoderLayer | Qwen3MoeDecoderLayer):
+        if isinstance(module, GradientCheckpointingLayer):  # a decoder layer of any family
             fully_shard(module, **options)
     return fully_shard(model, **options)
 
@@ -74,10 +76,12 @@ def fsdp1(model: nn.Module, *, use_orig_params: bool) -> nn.Module:
     )
 
 
-def follows_the_trainer(folder: Path, wrap: Wrap, *, lora: bool = False) -> dict[str, Any]:
+def follows_the_trainer(
+    folder: Path, wrap: Wrap, *, lora: bool = False, **adapters: Any
+) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if lora:
-        model = with_lora(model)
+        model = with_lora(model, **adapters)
     reference = copy.deepcopy(model)
     model = wrap(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -116,7 +120,7 @@ def gathered_state(model: nn.Module, reference: nn.Module, *, lora: bool) -> dic
     """The whole model at once, by torch's own checkpointing, merged by PEFT itself."""
     options = StateDictOptions(full_state_dict=True)
     reference.load_state_dict(get_model_state_dict(model, options=options), strict=False)
-    return dict((reference.merge_and_unload() if lora else reference).named_parameters())
+    return weights_in(reference.merge_and_unload() if lora else reference)
 
 
 def shards(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -251,7 +255,6 @@ def mixed_precision(folder: Path) -> dict[str, Any]:
 
 
 def main(output: str) -> None:
-    distributed.init_process_group("gloo")
     wraps: dict[str, Wrap] = {
         "fsdp2": fsdp2,
         "fsdp1": lambda model: fsdp1(model, use_orig_params=True),
@@ -260,6 +263,9 @@ def main(output: str) -> None:
     }
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
+        # Before there is a group, in which transformers writes on one rank alone.
+        families = save_tiny_trainers(Path(temporary) / "families")
+        distributed.init_process_group("gloo")
         untied = save_tiny_llama(Path(temporary) / "untied", sharpness=1.0)
         tied = save_tiny_llama(Path(temporary) / "tied", tied=True)
         for name, wrap in wraps.items():
@@ -270,6 +276,13 @@ def main(output: str) -> None:
                 results[f"{name}-lora"] = follows_the_trainer(untied, wrap, lora=True)
         experts = save_tiny_moe(Path(temporary) / "experts", sharpness=1.0)
         results["fsdp2-experts"] = follows_the_trainer(experts, fsdp2)
+        for name, folder in families.items():
+            targets = LORA_TARGETS[name]
+            results[f"fsdp2-{name}"] = follows_the_trainer(folder, fsdp2)
+            results[f"fsdp2-{name}-lora"] = follows_the_trainer(
+                folder, fsdp2, lora=True, target_modules=targets
+            )
+            results[f"tensor-fsdp2-{name}"] = tensor_parallel(folder, fsdp2)
         results["mixed"] = mixed_precision(untied)
         one_kv_head = save_tiny_llama(Path(temporary) / "one", num_kv_heads=1)
         for name, folder in {"": untied, "-tied": tied, "-one": one_kv_head}.items():

@@ -9,6 +9,7 @@ from torch.utils.file_baton import FileBaton
 
 from tests.helpers.forked import forked
 from tests.helpers.launch import launch
+from tests.helpers.tiny_trainers import FAMILIES
 from tests.helpers.trainer_checks import assert_follows
 
 pytest.importorskip("deepspeed")
@@ -38,6 +39,16 @@ def test_the_engine_has_the_trainers_weights(by_rank, case):
 def test_experts_are_fused_in_the_trainers_memory(by_rank):
     for rank, results in enumerate(by_rank):
         assert_follows(results["follows-3-experts"], rank)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families_are_followed(by_rank, family):
+    if len(by_rank) == 1:
+        pytest.skip("run on two ranks")
+    for rank, results in enumerate(by_rank):
+        assert_follows(results[f"follows-3-{family}"], rank)
+        for dtype in ("bfloat16", "float32"):
+            assert results[f"tensor-3-{family}"][dtype]["same"]
 
 
 def test_no_more_than_a_bucket_is_gathered(by_rank):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers.launch import launch
+from tests.helpers.tiny_trainers import FAMILIES
 from tests.helpers.trainer_checks import assert_follows
 
 pytest.importorskip("peft")
@@ -38,6 +39,13 @@ def test_experts_are_fused_in_the_trainers_memory(by_rank):
         assert_follows(results["fsdp2-experts"], rank)
 
 
+@pytest.mark.parametrize("kind", ["", "-lora"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families_are_followed(by_rank, family, kind):
+    for rank, results in enumerate(by_rank):
+        assert_follows(results[f"fsdp2-{family}{kind}"], rank)
+
+
 @pytest.mark.parametrize("wrapper", ["fsdp2", "fsdp1", "fsdp1-flat"])
 def test_no_more_than_a_bucket_or_a_unit_is_gathered(by_rank, wrapper):
     allowed = BUCKET_BYTES if wrapper == "fsdp2" else UNIT_BYTES
@@ -67,6 +75,13 @@ def test_shards_go_to_tensor_parallel_ranks_without_a_whole_tensor(by_rank, kind
         assert result["num_bytes"] < 0.6 * result["whole_bytes"]
         assert result["largest"] < result["largest_tensor"]
         assert result["peak"] <= max(BUCKET_BYTES, result["largest_tensor"]) + 1024
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shards_of_other_families_go_to_tensor_parallel_ranks(by_rank, family):
+    """Latents, and experts in one tensor of which a rank wants a part of each, are gathered."""
+    for results in by_rank:
+        assert results[f"tensor-fsdp2-{family}"]["same"]
 
 
 @pytest.mark.parametrize("kind", ["fsdp2-lora", "fsdp1"])

@@ -10,6 +10,8 @@ import pytest
 pytest.importorskip("trl")
 
 import torch
+from peft import LoraConfig
+from safetensors.torch import load_file
 
 from rollout.errors import RolloutError
 from rollout.trainers.trl import server_engine
@@ -77,3 +79,22 @@ def test_a_run_is_that_of_an_engine_in_the_process(model: Path, url: str, tmp_pa
         engine.update_weights_from_tensor([("unknown", torch.ones(3))])
     trainer.vllm_generation.sync_weights()
     assert engine.generate([[5]], SamplingParams(max_new_tokens=3), [1])[0].token_ids
+
+
+def test_adapters_come_alone(model: Path, url: str, tmp_path: Path) -> None:
+    base = ServerEngine(url, HANG_SECONDS)
+    base.update_weights_from_tensor(load_file(model / "model.safetensors").items())
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    peft = {"arguments": {"peft_config": lora}}
+    own = run(by_generation(model, tmp_path / "own", **peft))
+    trainer = by_generation(
+        model,
+        tmp_path / "served",
+        **peft,
+        ours={"adapters_only": True},
+        vllm_mode="server",
+        vllm_server_base_url=url,
+        vllm_server_timeout=HANG_SECONDS,
+    )
+    trainer.train()
+    assert trainer.reward_funcs[0].completion_ids == own.completion_ids

@@ -13,6 +13,7 @@ from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.trainers import RolloutHook, weight_source
 from rollout.trainers.param_ref import checkpoint_name
 from rollout.weights.manifest import TensorSpec, WeightSource
+from tests.helpers.tiny_deepseek import save_tiny_deepseek
 from tests.helpers.tiny_model import save_tiny_llama
 from tests.helpers.tiny_moe import save_tiny_moe
 from tests.helpers.trainer_checks import (
@@ -74,6 +75,20 @@ def test_experts_are_fused_in_the_trainers_memory(tmp_path):
     digest = engine.weights_digest()
     engine.update_weights_from_disk(str(tmp_path / "new"))
     assert engine.weights_digest() == digest
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_a_routers_correction_bias_is_streamed_although_it_is_a_buffer(family, tmp_path):
+    folder = save_tiny_deepseek(tmp_path, family, sharpness=1.0)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    engine = engine_of(folder)
+    for name, bias in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            bias.neg_()
+    expected = logprobs_of(model)
+    assert gap(engine, expected) > 1e-3
+    RolloutHook(engine, model).sync()
+    assert gap(engine, expected) < 1e-5
 
 
 @pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel], ids=["compile", "DataParallel"])

@@ -19,11 +19,12 @@ class TileAttention {
         group_(args.group),
         row_heads_(tile.rows * args.group),
         dim_stride_(round_up(args.head_dim, kLanes)),
+        value_stride_(round_up(args.value_dim, kLanes)),
         score_stride_(round_up(tile.shared_len + tile.tail_len, kKeyBlock) + 16),
         block_(scratch),
         q_(block_ + kMaxTailKeys * dim_stride_),
         out_(q_ + row_heads_ * dim_stride_),
-        scores_(out_ + row_heads_ * dim_stride_),
+        scores_(out_ + row_heads_ * value_stride_),
         tail_scores_(scores_ + row_heads_ * score_stride_),
         inverse_sums_(tail_scores_ + row_heads_ * kMaxTailKeys) {
     static_assert(kMaxTailKeys % kKeyBlock == 0 && kValueBlock <= kMaxTailKeys);
@@ -65,7 +66,7 @@ class TileAttention {
   }
 
   void clear(float* rows, int64_t count) const {
-    std::memset(rows, 0, static_cast<size_t>(count * dim_stride_) * sizeof(float));
+    std::memset(rows, 0, static_cast<size_t>(count * value_stride_) * sizeof(float));
   }
 
   PoolRows<T> key_rows(const int32_t* slots, int64_t count) const {
@@ -75,7 +76,7 @@ class TileAttention {
 
   PoolRows<T> value_rows_of(const int32_t* slots, int64_t count) const {
     const T* pool = static_cast<const T*>(args_.v_pool) + kv_head_ * args_.v_head_stride;
-    return {pool, args_.v_slot_stride, slots, count, args_.head_dim};
+    return {pool, args_.v_slot_stride, slots, count, args_.value_dim};
   }
 
   void load_queries() {
@@ -120,50 +121,52 @@ class TileAttention {
   void sum_values_of_some_rows() {
     clear(block_, kMaxTailKeys);
     load_values(value_rows_of(tile_.shared_slots, tile_.shared_len), begin_, joint_ - begin_,
-                block_, dim_stride_);
+                block_, value_stride_);
     for (int64_t row = 0; row < tile_.rows; ++row) {
       const int64_t start = shared_start(row);
-      const auto value = [&](int64_t key) { return block_ + (start - begin_ + key) * dim_stride_; };
+      const auto value = [&](int64_t key) {
+        return block_ + (start - begin_ + key) * value_stride_;
+      };
       value_rows(scores_ + row * group_ * score_stride_ + start, score_stride_, group_, value,
-                 joint_ - start, out_ + row * group_ * dim_stride_, dim_stride_);
+                 joint_ - start, out_ + row * group_ * value_stride_, value_stride_);
     }
   }
 
   void sum_shared_values() {
     const PoolRows<T> rows = value_rows_of(tile_.shared_slots, tile_.shared_len);
-    if (row_heads_ <= kBlockRows && dim_stride_ == args_.head_dim) {
+    if (row_heads_ <= kBlockRows && value_stride_ == args_.value_dim) {
       // One register block uses each value once, so it is widened on the way.
       const auto value = [&](int64_t key) {
         rows.prefetch(joint_ + key + kPrefetchRows);
         return rows.row(joint_ + key);
       };
       value_rows(scores_ + joint_, score_stride_, row_heads_, value, rows.count - joint_, out_,
-                 dim_stride_);
+                 value_stride_);
       return;
     }
     clear(block_, kMaxTailKeys);
-    const auto value = [&](int64_t key) { return block_ + key * dim_stride_; };
+    const auto value = [&](int64_t key) { return block_ + key * value_stride_; };
     for (int64_t first = joint_; first < rows.count; first += kValueBlock) {
       const int64_t left = rows.count - first;
       const int64_t count = left < kValueBlock ? left : kValueBlock;
-      load_values(rows, first, count, block_, dim_stride_);
-      value_rows(scores_ + first, score_stride_, row_heads_, value, count, out_, dim_stride_);
+      load_values(rows, first, count, block_, value_stride_);
+      value_rows(scores_ + first, score_stride_, row_heads_, value, count, out_, value_stride_);
     }
   }
 
   void sum_tail_values() {
     clear(block_, kMaxTailKeys);
     load_values(value_rows_of(tile_.tail_slots, tile_.tail_len), 0, tile_.tail_len, block_,
-                dim_stride_);
+                value_stride_);
     for (int64_t row = 0; row < tile_.rows; ++row) {
       const float* probs = scores_ + row * group_ * score_stride_ + tile_.shared_len;
       int64_t position = tile_.shared_len;
       for (uint64_t mask = tile_.tail_masks[row]; mask != 0; mask &= mask - 1, ++probs) {
         if (position++ < start_of(row)) continue;
-        const float* values_of_key = block_ + __builtin_ctzll(mask) * dim_stride_;
+        const float* values_of_key = block_ + __builtin_ctzll(mask) * value_stride_;
         const auto value = [&](int64_t) { return values_of_key; };
-        value_rows(probs, score_stride_, group_, value, 1, out_ + row * group_ * dim_stride_,
-                   dim_stride_);
+        value_rows(probs, score_stride_, group_, value, 1, out_ + row * group_ * value_stride_,
+                   value_stride_);
       }
     }
   }
@@ -172,10 +175,10 @@ class TileAttention {
     for (int64_t m = 0; m < row_heads_; ++m) {
       const int64_t row = tile_.first_row + m / group_;
       const int64_t head = kv_head_ * group_ + m % group_;
-      T* to = static_cast<T*>(args_.out) + (row * args_.kv_heads * group_ + head) * args_.head_dim;
-      const float* from = out_ + m * dim_stride_;
+      T* to = static_cast<T*>(args_.out) + (row * args_.kv_heads * group_ + head) * args_.value_dim;
+      const float* from = out_ + m * value_stride_;
       const Vec inverse_sum = broadcast(inverse_sums_[m]);
-      for_each_vector(args_.head_dim, [&](int64_t d, auto, auto store_at) {
+      for_each_vector(args_.value_dim, [&](int64_t d, auto, auto store_at) {
         // Adding zero turns -0 into +0, the one trace a key of weight zero could leave.
         store_at(to + d, load(from + d) * inverse_sum + 0.0f);
       });
@@ -186,7 +189,7 @@ class TileAttention {
   const AttentionTile& tile_;
   const int64_t kv_head_, group_;
   const int64_t row_heads_;  // query heads of the tile's rows, those of a row adjacent
-  const int64_t dim_stride_, score_stride_;
+  const int64_t dim_stride_, value_stride_, score_stride_;
   float* const block_;  // a block of keys, transposed; then of values
   float* const q_;
   float* const out_;

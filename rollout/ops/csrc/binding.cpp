@@ -94,8 +94,8 @@ void store_kv(int dtype, Dims3 shape, Address k, Dims3 k_strides, Address v, Dim
               Dims3 v_strides, Dims3 pool_shape, Address k_pool, Dims3 k_pool_strides,
               Address v_pool, Dims3 v_pool_shape, Dims3 v_pool_strides, Address slots,
               int64_t slots_len, bool wide_slots, int threads) {
-  require(v_shape == shape, "v_TKD: must have k's shape");
-  require(v_pool_shape == pool_shape, "v_pool_SKD: must have k_pool's shape");
+  require(v == 0 || v_shape == shape, "v_TKD: must have k's shape");
+  require(v == 0 || v_pool_shape == pool_shape, "v_pool_SKD: must have k_pool's shape");
   require(pool_shape[1] == shape[1] && pool_shape[2] == shape[2],
           "k_pool_SKD: must have k's heads and head_dim");
   require(slots_len == shape[0], "slots_T: must have one slot per row");
@@ -179,7 +179,8 @@ void paged_attention(const rollout::AttentionSchedule& schedule, int dtype, Addr
                      int64_t window, float soft_cap, Address sinks, int64_t sinks_len, Address out,
                      int threads) {
   require(fits(schedule, q_shape, pool_shape), "the schedule was made for other sizes");
-  require(v_shape == pool_shape, "v_pool_SKD: must have k_pool's shape");
+  require(v_shape[0] == pool_shape[0] && v_shape[1] == pool_shape[1] && v_shape[2] <= pool_shape[2],
+          "v_pool_SKV: must have k_pool's slots and heads, and no more dims");
   require(pool_shape[2] == q_shape[2], "k_pool_SKD: must have q's head_dim");
   require(window >= 1, "AttentionVariant.window: must be >= 1");
   require(sinks == 0 || sinks_len == q_shape[1], "AttentionVariant.sinks_H: must have q's heads");
@@ -197,11 +198,34 @@ void paged_attention(const rollout::AttentionSchedule& schedule, int dtype, Addr
                             .kv_heads = pool_shape[1],
                             .group = q_shape[1] / pool_shape[1],
                             .head_dim = q_shape[2],
+                            .value_dim = v_shape[2],
                             .scale = scale,
                             .window = window,
                             .soft_cap = soft_cap,
                             .sinks = at<const float>(sinks)},
                            schedule, threads);
+}
+
+void head_matmul(int dtype, Address x, Dims3 shape, Dims3 strides, Address weights,
+                 Dims3 weights_shape, Address out, Dims3 out_shape, Dims3 out_strides,
+                 int threads) {
+  require(weights_shape[0] == shape[1] && weights_shape[1] == shape[2],
+          "weights_HIO: must have x's heads and inputs");
+  require(out_shape == Dims3{shape[0], shape[1], weights_shape[2]},
+          "out_THO: must have x's rows and heads, and the weights' outputs");
+  rollout::head_matmul({.dtype = DType{dtype},
+                        .x = at(x),
+                        .weights = at(weights),
+                        .out = at(out),
+                        .x_row_stride = strides[0],
+                        .x_head_stride = strides[1],
+                        .out_row_stride = out_strides[0],
+                        .out_head_stride = out_strides[1],
+                        .rows = shape[0],
+                        .heads = shape[1],
+                        .inputs = shape[2],
+                        .outputs = weights_shape[2]},
+                       threads);
 }
 
 rollout::CategoricalArgs logits_args(int dtype, Address logits, Dims2 shape, Dims2 strides,
@@ -323,6 +347,9 @@ NB_MODULE(_cpu, m) {
         "q_strides"_a, "pool_shape"_a, "k_pool"_a, "k_strides"_a, "v_pool"_a, "v_shape"_a,
         "v_strides"_a, "scale"_a, "window"_a, "soft_cap"_a, "sinks"_a, "sinks_len"_a, "out"_a,
         "threads"_a, Unlocked());
+
+  m.def("head_matmul", &head_matmul, "dtype"_a, "x"_a, "shape"_a, "strides"_a, "weights"_a,
+        "weights_shape"_a, "out"_a, "out_shape"_a, "out_strides"_a, "threads"_a, Unlocked());
 
   m.def("categorical", &categorical, "dtype"_a, "logits"_a, "shape"_a, "strides"_a, "temperature"_a,
         "temperatures"_a, "uniform"_a, "uniforms"_a, "threshold"_a, "thresholds"_a, "tokens"_a,

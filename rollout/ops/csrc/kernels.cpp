@@ -7,6 +7,7 @@
 #include "delta_rule.h"
 #include "gated_mul.h"
 #include "gates.h"
+#include "head_matmul.h"
 #include "panels.h"
 #include "rms_norm.h"
 #include "rotary.h"
@@ -68,6 +69,12 @@ void attend(const AttentionArgs& args, const AttentionTile& tile, int64_t kv_hea
             [&](auto type) { TileAttention<decltype(type)>(args, tile, kv_head, scratch).run(); });
 }
 
+void head_matmul(const HeadMatmulArgs& args, int64_t head, int64_t begin, int64_t end,
+                 float* scratch) {
+  with_type(args.dtype,
+            [&](auto type) { head_matmul_rows<decltype(type)>(args, head, begin, end, scratch); });
+}
+
 void categorical(const CategoricalArgs& args, int64_t row, float* block_sums) {
   with_type(args.dtype, [&](auto type) { categorical_row<decltype(type)>(args, row, block_sums); });
 }
@@ -106,6 +113,7 @@ const Kernels kKernels = {ROLLOUT_STRING(ROLLOUT_ISA),
                           causal_conv,
                           delta_rule,
                           attend,
+                          head_matmul,
                           categorical,
                           token_logprobs,
                           entropy,

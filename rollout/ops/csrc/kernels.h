@@ -156,13 +156,31 @@ struct AttentionArgs {
   const void* k_pool;
   const void* v_pool;
   int64_t k_slot_stride, k_head_stride, v_slot_stride, v_head_stride;
-  void* out;  // contiguous [rows, kv_heads * group, head_dim]
-  int64_t kv_heads, group, head_dim;
+  void* out;                                     // contiguous [rows, kv_heads * group, value_dim]
+  int64_t kv_heads, group, head_dim, value_dim;  // value_dim <= head_dim
   float scale;
   int64_t window;      // keys that a row sees at most, its own included
   float soft_cap;      // or 0: scores become soft_cap * tanh(score / soft_cap)
   const float* sinks;  // or null: [kv_heads * group], weights by these scores add no value
 };
+
+struct HeadMatmulArgs {
+  DType dtype;
+  const void* x;        // [rows, heads, inputs]
+  const void* weights;  // contiguous [heads, inputs, outputs]
+  void* out;            // [rows, heads, outputs]
+  int64_t x_row_stride, x_head_stride, out_row_stride, out_head_stride;
+  int64_t rows, heads, inputs, outputs;
+};
+
+constexpr int64_t kHeadRows = 48;  // of one head, that one call of the kernel multiplies
+
+// Floats of scratch for a block of rows; the bound holds for every instruction set.
+constexpr int64_t head_matmul_scratch_floats(int64_t rows, int64_t inputs, int64_t outputs) {
+  const int64_t padded = (outputs + 15) / 16 * 16;
+  // The last row of x is stored in whole vectors.
+  return rows * (padded + inputs) + 16 + (padded == outputs ? 0 : inputs * padded);
+}
 
 constexpr int kMaxTailKeys = 64;
 
@@ -228,6 +246,8 @@ struct Kernels {
                      float* scratch);
   void (*attend)(const AttentionArgs& args, const AttentionTile& tile, int64_t kv_head,
                  float* scratch);
+  void (*head_matmul)(const HeadMatmulArgs& args, int64_t head, int64_t begin, int64_t end,
+                      float* scratch);
   // block_sums: scratch of ceil(vocab / kVocabBlock) floats.
   void (*categorical)(const CategoricalArgs& args, int64_t row, float* block_sums);
   void (*token_logprobs)(const CategoricalArgs& args, int64_t row, float* block_sums);

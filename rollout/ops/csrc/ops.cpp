@@ -133,7 +133,7 @@ void store_kv(const StoreKvArgs& args, int threads) {
     }
   };
   const bool small = args.rows * args.heads * args.head_dim < kParallelElements;
-  parallel_for(2, small ? 1 : threads, 0, [&](int64_t item, void*) {
+  parallel_for(args.v == nullptr ? 1 : 2, small ? 1 : threads, 0, [&](int64_t item, void*) {
     if (item == 0) {
       store(args.k, args.k_row_stride, args.k_head_stride, args.k_pool, args.k_slot_stride,
             args.k_pool_head_stride);
@@ -189,7 +189,7 @@ void gated_delta_rule(const DeltaRuleArgs& args, int64_t slots, int threads) {
 }
 
 void paged_attention(const AttentionArgs& args, const AttentionSchedule& schedule, int threads) {
-  const int64_t row_bytes = args.kv_heads * args.group * args.head_dim * element_bytes(args.dtype);
+  const int64_t row_bytes = args.kv_heads * args.group * args.value_dim * element_bytes(args.dtype);
   zero_padding(args.out, schedule.covered_rows(), schedule.sizes().query_rows, row_bytes);
 
   const auto& tiles = schedule.tiles();
@@ -202,6 +202,21 @@ void paged_attention(const AttentionArgs& args, const AttentionSchedule& schedul
                scratch_floats * sizeof(float), [&](int64_t item, void* scratch) {
                  kernels().attend(args, tiles[item / args.kv_heads], item % args.kv_heads,
                                   static_cast<float*>(scratch));
+               });
+}
+
+void head_matmul(const HeadMatmulArgs& args, int threads) {
+  const int64_t blocks = (args.rows + kHeadRows - 1) / kHeadRows;
+  const int64_t multiply_adds = args.rows * args.heads * args.inputs * args.outputs;
+  const int64_t scratch_floats =
+      head_matmul_scratch_floats(std::min(args.rows, kHeadRows), args.inputs, args.outputs);
+  parallel_for(args.heads * blocks, multiply_adds < kParallelMultiplyAdds ? 1 : threads,
+               scratch_floats * sizeof(float), [&](int64_t item, void* scratch) {
+                 // Blocks of one head follow each other, while its weight is in the cache.
+                 const int64_t begin = item % blocks * kHeadRows;
+                 kernels().head_matmul(args, item / blocks, begin,
+                                       std::min(args.rows, begin + kHeadRows),
+                                       static_cast<float*>(scratch));
                });
 }
 

@@ -11,7 +11,7 @@ namespace rollout {
 struct StoreKvArgs {
   DType dtype;
   const void* k;
-  const void* v;
+  const void* v;  // or null: only keys are stored
   int64_t k_row_stride, k_head_stride, v_row_stride, v_head_stride;
   void* k_pool;
   void* v_pool;
@@ -29,6 +29,7 @@ void soft_cap(const SoftCapArgs& args, int threads);
 void sigmoid_gate(const SigmoidGateArgs& args, int threads);
 void delta_gates(const DeltaGatesArgs& args, int threads);
 void paged_attention(const AttentionArgs& args, const AttentionSchedule& schedule, int threads);
+void head_matmul(const HeadMatmulArgs& args, int threads);
 void causal_conv(const CausalConvArgs& args, int64_t slots, int threads);
 void gated_delta_rule(const DeltaRuleArgs& args, int64_t slots, int threads);
 void categorical(const CategoricalArgs& args, int64_t rows, int threads);

@@ -23,14 +23,14 @@ def latent_attention(
 ) -> torch.Tensor:
     """``softmax(q k^T * scale) k[R:]`` for every query row over its keys by the plan: [T, H, L].
 
-    ``rotary_dim``: R. Otherwise as `paged_attention`. On the CPU it is that op with the keys as
-    values, and the first R dims of its output are left out: they cost R / D of the second product.
-    The result may be strided.
+    ``rotary_dim``: R. Otherwise as `paged_attention`. On the CPU it is that op, and the keys behind
+    their rotated dims are its values.
     """
     if gpu.supports(q_THD, pool_S1D):
         from rollout.ops.latent_attention import triton
 
         return triton.latent_attention(q_THD, pool_S1D, plan, scale, rotary_dim)
     if native.supports(q_THD, pool_S1D):
-        return native.paged_attention(q_THD, pool_S1D, pool_S1D, plan, scale)[..., rotary_dim:]
+        values_S1L = pool_S1D[..., rotary_dim:]
+        return native.paged_attention(q_THD, pool_S1D, values_S1L, plan, scale)
     return reference.latent_attention(q_THD, pool_S1D, plan, scale, rotary_dim)

@@ -20,11 +20,12 @@ _NO_WINDOW = 1 << 62
 def paged_attention(
     q_THD: torch.Tensor,
     k_pool_SKD: torch.Tensor,
-    v_pool_SKD: torch.Tensor,
+    v_pool_SKV: torch.Tensor,
     plan: AttentionPlan,
     scale: float,
     variant: AttentionVariant = PLAIN,
 ) -> torch.Tensor:
+    """Values may have fewer dims than keys: [T, H, V]."""
     q_shape, pool_shape = q_THD.shape, k_pool_SKD.shape
     if plan.schedule is None or not plan.schedule.fits(q_shape, pool_shape):
         plan.schedule = cpu.AttentionSchedule(
@@ -43,7 +44,7 @@ def paged_attention(
             q_shape,
             pool_shape,
         )
-    out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+    out_THV = q_THD.new_empty((*q_shape[:2], v_pool_SKV.shape[2]))
     cpu.paged_attention(
         plan.schedule,
         DTYPE_CODES[q_THD.dtype],
@@ -53,15 +54,15 @@ def paged_attention(
         pool_shape,
         k_pool_SKD.data_ptr(),
         k_pool_SKD.stride(),
-        v_pool_SKD.data_ptr(),
-        v_pool_SKD.shape,
-        v_pool_SKD.stride(),
+        v_pool_SKV.data_ptr(),
+        v_pool_SKV.shape,
+        v_pool_SKV.stride(),
         scale,
         _NO_WINDOW if variant.window is None else variant.window,
         variant.soft_cap or 0.0,
         0 if variant.sinks_H is None else variant.sinks_H.data_ptr(),
         0 if variant.sinks_H is None else variant.sinks_H.numel(),
-        out_THD.data_ptr(),
+        out_THV.data_ptr(),
         torch.get_num_threads(),
     )
-    return out_THD
+    return out_THV

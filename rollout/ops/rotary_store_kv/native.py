@@ -21,8 +21,9 @@ def rotary_store_kv_(
 ) -> None:
     positions_T, cos_sin_PR = positions_T.contiguous(), cos_sin_PR.float().contiguous()
     slots_T = slots_T.contiguous()
-    if v_TKD is None or v_pool_SKD is None:  # the keys are stored twice, the second time in vain
-        v_TKD, v_pool_SKD = k_TKD, k_pool_SKD
+    v, v_pool, v_address = k_TKD, k_pool_SKD, 0  # 0: only keys are stored
+    if v_TKD is not None and v_pool_SKD is not None:
+        v, v_pool, v_address = v_TKD, v_pool_SKD, v_TKD.data_ptr()
     cpu.rotary(
         DTYPE_CODES[q_THD.dtype],
         q_THD.data_ptr(),
@@ -43,15 +44,15 @@ def rotary_store_kv_(
         k_TKD.shape,
         k_TKD.data_ptr(),
         k_TKD.stride(),
-        v_TKD.data_ptr(),
-        v_TKD.shape,
-        v_TKD.stride(),
+        v_address,
+        v.shape,
+        v.stride(),
         k_pool_SKD.shape,
         k_pool_SKD.data_ptr(),
         k_pool_SKD.stride(),
-        v_pool_SKD.data_ptr(),
-        v_pool_SKD.shape,
-        v_pool_SKD.stride(),
+        v_pool.data_ptr(),
+        v_pool.shape,
+        v_pool.stride(),
         slots_T.data_ptr(),
         slots_T.numel(),
         IS_INT64[slots_T.dtype],

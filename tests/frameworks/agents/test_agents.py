@@ -62,6 +62,12 @@ def grammar_live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         yield live
 
 
+def require(module: str) -> None:
+    """Skip where the environment lacks a package."""
+    if not list(PYTHON.parents[1].glob(f"lib/python*/site-packages/{module}")):
+        pytest.skip(f"{module} is not in {PYTHON}'s environment")
+
+
 def run(script: str, *arguments: str) -> Any:
     found = subprocess.run(
         [PYTHON, HERE / script, *arguments],
@@ -95,6 +101,7 @@ def test_verifiers(tools_live: Live) -> None:
 
 
 def test_renderers(tmp_path: Path) -> None:
+    require("renderers")
     model = save_text_model(tmp_path / "policy", max_positions=512)
     with run_server(model, {"num_threads": 1}, {}) as live, live.client() as client:
         first, second = run("renderers_client.py", live.url, str(model))
@@ -116,6 +123,7 @@ def test_renderers(tmp_path: Path) -> None:
 
 
 def test_skyrl(tmp_path: Path) -> None:
+    require("skyrl")
     model = save_text_model(tmp_path / "policy", max_positions=512)
     second = save_tiny_llama(tmp_path / "second", max_positions=512, seed=1)
     adapter = tmp_path / "adapter"

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.frameworks.agents.test_agents import PYTHON
+from tests.frameworks.agents.test_agents import PYTHON, require
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.ports import free_port
 from tests.helpers.text_model import save_text_model
@@ -38,6 +38,7 @@ def gateway(
     request: pytest.FixtureRequest, server: Live, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[httpx.Client]:
     """A client of the gateway, whose one worker is the server."""
+    require(request.param)
     port, log = free_port(), tmp_path_factory.mktemp("gateway") / "log"
     command = [
         PYTHON, "-m", f"{request.param}.launch_router", "--worker-urls", server.url,

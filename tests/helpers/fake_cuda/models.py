@@ -61,6 +61,11 @@ MODELS: dict[str, dict[str, Any]] = {
         moe_intermediate_size=768, n_group=8, topk_group=4, norm_topk_prob=True,
         routed_scaling_factor=2.5, first_k_dense_replace=1,
     ),
+    # gpt-oss-20b, but for most of its 32 experts: windows of 128, sinks.
+    "windows": _dense(
+        64, 8, 64, 2880, 2880, 201_088, architectures=["GptOssForCausalLM"], num_local_experts=8,
+        num_experts_per_tok=4, sliding_window=128,
+    ),
 }  # fmt: skip
 
 

@@ -1,0 +1,123 @@
+"""Layers with a window and slots of their own: the bits of those that store all tokens, and no more
+slots than a window needs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rollout import RolloutEngine, SamplingParams
+from rollout.errors import OutOfMemoryError
+from tests.helpers.compared import numbers
+from tests.helpers.parity_models import FIXED, prompts
+from tests.helpers.tiny_draft import save_tiny_eagle3
+from tests.helpers.tiny_families import save_tiny_family
+
+PARAMS = SamplingParams(temperature=0.8, max_new_tokens=30, n=3, seed=5, ignore_eos=True)
+WINDOW = 8  # of olmo3's tiny config, in two of three layers
+SPAN = WINDOW + 1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_family(tmp_path_factory.mktemp("olmo3"), "olmo3")
+
+
+def engine_of(folder, spec: str = "none", **options) -> RolloutEngine:
+    return RolloutEngine.from_pretrained(
+        str(folder), spec, dtype="float32", num_threads=1, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def wanted(folder):
+    """Without slots of their own."""
+    engine = engine_of(folder, window_slots=0, prefix_cache=False)
+    assert engine.worker.memory.windows is None
+    return numbers(engine.generate(prompts(), PARAMS))
+
+
+CASES = {
+    "one request at a time": ("none", {"max_running": 1, "window_slots": SPAN}),
+    "scarce": ("none", {"max_running": 8, "window_slots": 3 * SPAN, "chunk_len": 5}),
+    "scarce tokens too": ("none", {"max_running": 8, "window_slots": 40, "max_kv_tokens": 140}),
+    "trees": ("ngram", {"window_slots": 60, "spec_options": FIXED | {"num_draft_tokens": 12}}),
+    "no prefixes": ("ngram", {"prefix_cache": False, "spec_options": FIXED}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_slots_that_are_given_back_change_no_bit(folder, wanted, case):
+    spec, options = CASES[case]
+    engine = engine_of(folder, spec, **options)
+    assert engine.worker.memory.windows is not None
+    for _ in range(2):  # the second time with prefixes
+        assert numbers(engine.generate(prompts(), PARAMS)) == wanted
+        engine.check_integrity()
+    counters = engine.worker.counters()
+    assert counters["windows/used"] == 0
+    if case.startswith("scarce"):
+        assert engine.metrics().preemptions > 0 or counters["windows/evicted"] > 0
+    if spec == "ngram":
+        assert engine.metrics().accepted > 0
+    if case == "trees":
+        assert counters["kv/hit"] > 0
+
+
+def test_a_draft_with_its_own_keys_runs_beside_it(folder, wanted, tmp_path):
+    draft = save_tiny_eagle3(tmp_path, folder)
+    options = FIXED | {"draft_path": str(draft), "topk": 2, "num_steps": 3}
+    engine = engine_of(folder, "eagle", window_slots=80, spec_options=options)
+    assert numbers(engine.generate(prompts(), PARAMS)) == wanted
+    assert engine.metrics().drafted > 0
+    engine.check_integrity()
+
+
+def test_scores_are_those_of_generation_with_few_slots(folder, wanted):
+    engine = engine_of(folder, window_slots=2 * SPAN, chunk_len=7)
+    prompt, (output, logprobs) = prompts()[0], wanted[0][2:4]
+    assert engine.score(prompt, output, PARAMS) == logprobs
+    engine.check_integrity()
+    assert engine.worker.counters()["windows/used"] == 0
+    engine.submit(prompts()[0], PARAMS)
+    engine.submit(prompts()[1], PARAMS)
+    for _ in range(20):  # two run, and need all that there is
+        engine.step()
+    with pytest.raises(OutOfMemoryError, match=r"window slots can be had; raise memory\.window"):
+        engine.score(prompt, output, PARAMS)
+    assert engine.worker.counters()["windows/used"] > 0
+    engine.check_integrity()
+
+
+def test_memory_is_released_and_resumed(folder, wanted):
+    engine = engine_of(folder, window_slots=60)
+    assert numbers(engine.generate(prompts(), PARAMS)) == wanted
+    pools = engine.worker.target.kv_pool.keys + engine.worker.target.kv_pool.values
+    assert len({len(pool) for pool in pools}) == 2
+    held = sum(pool.nbytes for pool in pools)
+    assert sum(engine.release_memory(["kv_cache"]).values()) >= held
+    engine.resume_memory()
+    assert numbers(engine.generate(prompts(), PARAMS)) == wanted
+    engine.check_integrity()
+
+
+def test_a_request_of_4096_tokens_holds_little_more_than_a_window_of_512(folder, tmp_path):
+    for file in folder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"sliding_window": 512, "max_position_embeddings": 8192})
+    )
+    engine = engine_of(tmp_path, max_running=2, max_kv_tokens=6000, chunk_len=128)
+    params = SamplingParams(max_new_tokens=96, ignore_eos=True)
+    engine.submit([5, 9, 11, 3] * 1000, params)
+    held = []
+    while engine.has_unfinished:
+        engine.step()
+        held.append(int(engine.worker.counters()["windows/used"]))
+    assert held[-1] == 0
+    assert 512 <= max(held) <= 1.3 * 512
+    assert engine.worker.counters()["kv/cached"] > 4000
+    engine.check_integrity()
