@@ -151,10 +151,9 @@ def inside_rows(options: argparse.Namespace, engines: Engines) -> Iterator[Row]:
     """
     prompts = Prompts(options.model).of([chat(text) for text in OPEN_PROMPTS])
     job = partial(Job, tokens=max(2, options.tokens // 2), temperature=1.0, width=1)
-    for width in (1, 4, 16, 64):
-        jobs = [job(prompts=[prompt], samples=width) for prompt in prompts] * options.repeats
-        if width > 4:
-            jobs = jobs[: 4 * options.repeats]
+    for width, count in ((1, 8), (4, 8), (16, 4), (64, 2)):
+        jobs = [job(prompts=[prompt], samples=width) for prompt in prompts[:count]]
+        jobs *= options.repeats
         done = engines.run([VLLM_PLAIN, VLLM_IDLE, CORPUS_IN_VLLM], jobs)
         title = f"inside vLLM, temperature 1, batch {width}"
         yield from rates(title, done)
