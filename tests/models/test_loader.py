@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from rollout.config import DType
 from rollout.errors import CheckpointError, InvalidInputError, UnsupportedModelError
 from rollout.models.checkpoint import Checkpoint
+from rollout.models.layers.linear import Linear
 from rollout.models.layers.weight_loader import mismatches
 from rollout.models.loader import cpu_features, load_model, resolve_device, resolve_dtype
 from tests.helpers.dense_attention import logits_of
@@ -86,6 +87,14 @@ def test_progress_counts_bytes(sharded):
     total = Checkpoint(sharded).num_bytes
     assert seen[-1] == (total, total)
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+
+
+def test_a_product_knows_the_one_that_follows_in_a_forward(folder, monkeypatch):
+    model, seen = load(folder), []
+    run = Linear.__call__
+    monkeypatch.setattr(Linear, "__call__", lambda own, x: (seen.append(own), run(own, x))[1])
+    logits_of(model, [[5, 9, 11, 3]])
+    assert [each.next for each in seen] == [*seen[1:], None]
 
 
 def test_no_rows_is_a_forward_too(folder):
