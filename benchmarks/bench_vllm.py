@@ -33,6 +33,7 @@ from engines import (
     OURS_NGRAM,
     OURS_PLAIN,
     SUFFIX,
+    VLLM_IDLE,
     VLLM_NGRAM,
     VLLM_PLAIN,
     Done,
@@ -117,7 +118,7 @@ def second_epoch_rows(
     options: argparse.Namespace, engines: Engines, temperature: float
 ) -> Iterator[Row]:
     """The second epoch of a job whose first one everybody has generated."""
-    names = list(engine_options(options))
+    names = drafting(options)
     offset = 0 if temperature < 1 else 4  # prompts that the other temperature has not taught
     prompts = Prompts(options.model).of(reasoning_prompts(8))[offset : offset + 4]
     tokens = max(2, options.tokens // 2)
@@ -134,21 +135,30 @@ def second_epoch_rows(
     yield ratio(title, done, CORPUS_IN_VLLM, best, None)
 
 
+def drafting(options: argparse.Namespace) -> list[str]:
+    """All engines but the one that never drafts."""
+    return [name for name in engine_options(options) if name != VLLM_IDLE]
+
+
 VLLMS_METHODS = (VLLM_NGRAM, SUFFIX, "vLLM, EAGLE-3")
 
 
 def inside_rows(options: argparse.Namespace, engines: Engines) -> Iterator[Row]:
-    """The corpus in vLLM where drafts hardly pay: temperature 1, and what proposals cost."""
+    """The corpus in vLLM where drafts hardly pay: temperature 1, and what proposals cost.
+
+    vLLM samples in another, slower way once it has a proposer, whatever that proposes; what is the
+    corpus's own shows beside a proposer that never drafts.
+    """
     prompts = Prompts(options.model).of([chat(text) for text in OPEN_PROMPTS])
     job = partial(Job, tokens=max(2, options.tokens // 2), temperature=1.0, width=1)
-    for width in (1, 4, 16, 64):
-        jobs = [job(prompts=[prompt], samples=width) for prompt in prompts] * options.repeats
-        if width > 4:
-            jobs = jobs[: 4 * options.repeats]
-        done = engines.run([VLLM_PLAIN, CORPUS_IN_VLLM], jobs)
+    for width, count in ((1, 8), (4, 8), (16, 4), (64, 2)):
+        jobs = [job(prompts=[prompt], samples=width) for prompt in prompts[:count]]
+        jobs *= options.repeats
+        done = engines.run([VLLM_PLAIN, VLLM_IDLE, CORPUS_IN_VLLM], jobs)
         title = f"inside vLLM, temperature 1, batch {width}"
         yield from rates(title, done)
         yield ratio(title, done, CORPUS_IN_VLLM, VLLM_PLAIN, INSIDE_BAR)
+        yield ratio(title, done, CORPUS_IN_VLLM, VLLM_IDLE, INSIDE_BAR)
         if CORPUS_IN_VLLM in done:
             own = done[CORPUS_IN_VLLM]
             percent = 100 * own.propose_seconds / sum(own.seconds)
@@ -160,7 +170,7 @@ def repeated_text_rows(options: argparse.Namespace, engines: Engines) -> Iterato
     prompts = Prompts(options.model).of([chat(text) for text in REPETITIVE_PROMPTS])
     job = partial(Job, tokens=options.tokens, temperature=0.0, width=1)
     jobs = [job(prompts=[prompt]) for prompt in prompts] * options.repeats
-    done = engines.run(list(engine_options(options)), jobs)
+    done = engines.run(drafting(options), jobs)
     title = "greedy text that repeats, batch 1"
     yield from rates(title, done)
     yield ratio(title, done, OURS_NGRAM, VLLM_NGRAM, None)

@@ -21,6 +21,8 @@ OURS_PLAIN, VLLM_PLAIN = "specrollout", "vLLM"
 OURS_NGRAM, VLLM_NGRAM = "specrollout, ngram", "vLLM, ngram"
 SUFFIX = "vLLM, suffix"
 CORPUS_IN_VLLM = "vLLM, our corpus"
+VLLM_IDLE = "vLLM, never drafting"
+IDLE_PROPOSER = "idle_proposer.IdleProposer"
 PROPOSER = "spec_workers.vllm.NgramProposer"
 EXTENSION = "spec_workers.vllm.CorpusWorkerExtension"
 NUM_TOKENS = 8
@@ -80,9 +82,10 @@ class EngineProcess:
 
     def __init__(self, python: Path, asked: Mapping[str, Any], threads: int) -> None:
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+        cores = sorted(os.sched_getaffinity(0))[:threads]
         environment = os.environ | {
             "OMP_NUM_THREADS": str(threads),
-            "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
             "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # an engine waits for jobs without a busy loop
             "HF_HUB_OFFLINE": "1",
@@ -162,6 +165,7 @@ def engine_options(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         VLLM_PLAIN: None,
         VLLM_NGRAM: {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5},
         SUFFIX: {"method": "suffix"},
+        VLLM_IDLE: {"method": "custom_class", "model": IDLE_PROPOSER},
         CORPUS_IN_VLLM: {"method": "custom_class", "model": PROPOSER},
     }
     if options.draft.is_dir():
@@ -194,6 +198,6 @@ def vllm_options(options: argparse.Namespace, draft: dict[str, Any] | None) -> d
         given["gpu_memory_utilization"] = 0.15  # all engines share the memory
     if draft is not None:
         given["speculative_config"] = {"num_speculative_tokens": NUM_TOKENS} | draft
-        if draft["method"] == "custom_class":
+        if draft.get("model") == PROPOSER:
             given["worker_extension_cls"] = EXTENSION
     return {"kind": "vllm", "model": str(options.model), "options": given}

@@ -31,6 +31,9 @@ _FIRST_PLAIN = (4, 8, 16, 32)
 _SUREST = 0.98
 """Where only tokens more probable than this would pay, nothing is asked for."""
 
+_LEAST = 0.02
+"""Tokens less probable than this are not bought: what they add is less than the prices' error."""
+
 _PRICE_EVERY = 16
 """Steps of an unchanged batch that are priced alike; fewer at first, while much is learned."""
 
@@ -155,7 +158,7 @@ class LearnedChains:
         if least > _SUREST:
             self._drafted = False
             return None
-        return max(self._min_probability, least)
+        return max(self._min_probability, _LEAST, least)
 
     def choose(
         self, probs_N: NDArray[np.floating], depths_N: NDArray[np.int64], offsets_B1: NDArray

@@ -14,6 +14,11 @@ from ngram_native import Proposal
 from spec_workers.vllm.chain_budget import JudgedTokens
 
 _NONE = -1  # token of a place behind a chain's end
+NOTHING_JUDGED = JudgedTokens(
+    probs_N=np.zeros(0, np.float32),
+    depths_N=np.zeros(0, np.int64),
+    accepted_N=np.zeros(0, np.bool_),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,8 @@ class ProposerOptions:
     Args:
         budget: ``learned``: chains of the length that pays, none where none does. ``fixed``: all
             ``num_speculative_tokens``, as far as the corpus has any.
-        min_probability: tokens less likely to be accepted are never drafted.
+        min_probability: tokens less likely to be accepted are never drafted; ``learned`` drafts
+            none below 0.02.
         corpus_bytes: bound on the corpus of rollouts and its index.
         corpus_path: what an earlier run saved, to begin with; default: an empty corpus.
         external_corpora: name -> JSONL file, per line a JSON string or an object with ``text``.
@@ -32,7 +33,7 @@ class ProposerOptions:
     """
 
     budget: str = "learned"
-    min_probability: float = 0.02
+    min_probability: float = 0.0
     corpus_bytes: int = 256 << 20
     corpus_path: str | None = None
     external_corpora: Mapping[str, str] | None = None

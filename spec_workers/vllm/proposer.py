@@ -23,7 +23,7 @@ from rollout.errors import InvalidInputError
 from rollout.validation import checked_int, checked_path
 from spec_workers.corpus.ngram_corpus import NgramCorpus
 from spec_workers.vllm.chain_budget import ChainBudget, ChainStep, FixedChains, LearnedChains
-from spec_workers.vllm.chains import ProposedChains, best_chains
+from spec_workers.vllm.chains import NOTHING_JUDGED, ProposedChains, best_chains
 from spec_workers.vllm.options import FIELD, ProposerOptions, checked_num_tokens
 from spec_workers.vllm.rows import RecognisedRows, RequestRows
 
@@ -31,7 +31,7 @@ _AWAY = 2
 """Requests remembered that are in no row, as a multiple of vLLM's rows: vLLM does not say which of
 them have ended and which were preempted."""
 
-_NODES = 2
+_NODES = 4
 """Nodes of a tree that the corpus grows for each token of the chain that is taken of it."""
 
 
@@ -183,11 +183,13 @@ class NgramProposer:
         width = int(decoded_B.sum())
         if not width:
             return
-        positions_BK = rows.known_B[:size, None] + np.arange(self._num_tokens)
-        positions_BK = np.minimum(positions_BK, token_ids_RL.shape[1] - 1)
-        sampled_BK = token_ids_RL[np.arange(size)[:, None], positions_BK]
-        judged, accepted = self._proposed.judge(sampled_BK, counts_B[:size], decoded_B)
         drafted = int(self._proposed.sizes_B[:size][decoded_B].sum())
+        judged, accepted = NOTHING_JUDGED, 0
+        if drafted:
+            positions_BK = rows.known_B[:size, None] + np.arange(self._num_tokens)
+            positions_BK = np.minimum(positions_BK, token_ids_RL.shape[1] - 1)
+            sampled_BK = token_ids_RL[np.arange(size)[:, None], positions_BK]
+            judged, accepted = self._proposed.judge(sampled_BK, counts_B[:size], decoded_B)
         step = ChainStep(
             width=width,
             num_drafted=drafted,

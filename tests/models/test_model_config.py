@@ -116,6 +116,11 @@ GRANITE_4 = {
     ("changes", "names"),
     [
         ({"architectures": ["MambaForCausalLM"]}, ("architectures", "MambaForCausalLM")),
+        ({"architectures": ["Llama4ForCausalLM"]}, ("architectures", "Llama4ForCausalLM")),
+        (
+            {"architectures": ["Llama4ForConditionalGeneration"], "attention_chunk_size": 8192},
+            ("architectures", "Llama4ForConditionalGeneration"),
+        ),
         ({"architectures": "absent"}, ("architectures", "None")),
         ({"hidden_act": "gelu"}, ("hidden_act", "gelu")),
         ({"quantization_config": {"quant_method": "gptq"}}, ("quantization_config", "gptq")),
