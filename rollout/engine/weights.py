@@ -12,6 +12,7 @@ import torch
 from rollout.engine.step_runner import StepRunner
 from rollout.engine.worker import Worker
 from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
+from rollout.models.pulled_folder import pulls_held_off
 from rollout.validation import (
     checked_flag,
     checked_int,
@@ -29,7 +30,6 @@ from rollout.weights.bucket import (
 )
 from rollout.weights.bucket_layout import BucketLayout
 from rollout.weights.groups import WeightGroups
-from rollout.weights.local_checkpoint import refuse_half_pulled
 from rollout.weights.manifest import (
     Manifest,
     NamedTensors,
@@ -160,13 +160,13 @@ class WeightUpdates:
         has saved, which is the update then, with its own ``lora_scaling``.
 
         With a selector of drafts alone it is a draft's folder, in any layout that one can be loaded
-        from. Raises CheckpointError for a missing, truncated or damaged file, and for the folder of
-        another draft, before a byte moves, else what `update_weights_from_tensor` does.
+        from. Raises CheckpointError for a missing, truncated or damaged file, for the folder of
+        another draft, and while a pull into the folder is under way, before a byte moves, else what
+        `update_weights_from_tensor` does.
         """
         folder = Path(checked_path(model_path, "model_path"))
         weights = self._worker.weights
-        with weights.broadcast_failures():
-            refuse_half_pulled(folder)
+        with weights.broadcast_failures(), pulls_held_off(folder):
             given = UpdateOptions.of(options) if options else weights.options
             if not is_adapter_folder(folder):
                 self._load(weights.parts.source(folder, given.selector), options)

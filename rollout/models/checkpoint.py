@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from rollout.errors import CheckpointError
 from rollout.models.mxfp4 import BLOCKS, SCALES, dequantised, mxfp4_shape
+from rollout.models.pulled_folder import refuse_half_pulled
 from rollout.models.spec import read_json
 
 _INDEX = "model.safetensors.index.json"
@@ -44,9 +45,10 @@ class Checkpoint:
     """A folder with model.safetensors, or with shards and their index.
 
     Opening reads the headers only. Raises CheckpointError, naming the file, if there are no
-    weights, a shard is missing or truncated, the index names a tensor that its shard lacks, or a
-    tensor has no floating dtype. A weight in MXFP4 is one tensor in bfloat16. Rotary frequencies in
-    old checkpoints are skipped: every model computes them.
+    weights, a shard is missing or truncated, the index names a tensor that its shard lacks, a
+    tensor has no floating dtype, or a pull into the folder has not ended. A weight in MXFP4 is one
+    tensor in bfloat16. Rotary frequencies in old checkpoints are skipped: every model computes
+    them.
     """
 
     def __init__(self, folder: Path, tables: Collection[str] = ()) -> None:
@@ -55,6 +57,7 @@ class Checkpoint:
         self.tensors: dict[str, StoredTensor] = {}
         self._tables = frozenset(tables)
         self._quantised: dict[str, StoredTensor] = {}  # blocks and scales
+        refuse_half_pulled(folder)
         for file, names in _files(folder).items():
             self._read_header(file, names)
         for name in sorted({n.removesuffix(BLOCKS).removesuffix(SCALES) for n in self._quantised}):

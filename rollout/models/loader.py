@@ -24,6 +24,7 @@ from rollout.models.layers.weight_loader import mismatches
 from rollout.models.llama import Llama
 from rollout.models.olmo import Olmo
 from rollout.models.phi import Phi
+from rollout.models.pulled_folder import pulls_held_off
 from rollout.models.spec import ModelSpec
 from rollout.parallel import ONE_RANK, ModelRanks
 
@@ -97,20 +98,21 @@ def load_model(
     folder = Path(path)
     if not folder.is_dir():
         raise CheckpointError(f"model.path={str(path)!r}: no such folder")
-    spec = ModelSpec.read(folder, max_context_len)
-    checkpoint = Checkpoint(folder) if load_format is LoadFormat.safetensors else None
-    stored = spec.dtype or (torch.bfloat16 if checkpoint is None else checkpoint.dtype)
-    model = MODEL_CLASSES[spec.architecture](
-        spec,
-        dtype=resolve_dtype(dtype, stored, device),
-        device=device,
-        packing=packing,
-        ranks=ranks,
-    )
-    if checkpoint is None:
-        _fill_with_zeros(model)
-    else:
-        read_into(model, checkpoint, progress)
+    with pulls_held_off(folder):
+        spec = ModelSpec.read(folder, max_context_len)
+        checkpoint = Checkpoint(folder) if load_format is LoadFormat.safetensors else None
+        stored = spec.dtype or (torch.bfloat16 if checkpoint is None else checkpoint.dtype)
+        model = MODEL_CLASSES[spec.architecture](
+            spec,
+            dtype=resolve_dtype(dtype, stored, device),
+            device=device,
+            packing=packing,
+            ranks=ranks,
+        )
+        if checkpoint is None:
+            _fill_with_zeros(model)
+        else:
+            read_into(model, checkpoint, progress)
     return model
 
 

@@ -5,6 +5,7 @@ Both were written for sglang. AReaL's own code is driven in tests/frameworks/are
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,10 @@ import httpx
 import pytest
 import torch
 
-from tests.helpers.hang import HANG_SECONDS
+from rollout.config import DType
+from rollout.errors import CheckpointError
+from rollout.models.loader import load_model
+from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.ports import free_port
 from tests.helpers.torch_trainer import TorchTrainer
 from tests.server.conftest import Live, run_server
@@ -126,7 +130,7 @@ def test_slime_with_a_shared_disk_and_sleep(shared, post, policies):
             assert answer["output_ids"] == weights.output_ids
 
 
-def test_slime_with_differences(shared, post, policies, root):
+def test_slime_with_differences(shared, post, policies, root, tmp_path):
     pytest.importorskip("zstandard")
     pytest.importorskip("blake3")
     from tests.helpers.slime_publisher import publish
@@ -156,6 +160,44 @@ def test_slime_with_differences(shared, post, policies, root):
             answer = client.post("/pull_weights", json=pull | {"target_version": 2} | wrong)
             assert answer.status_code == 400, answer.text
             assert named in answer.json()["message"]
+        file = publish(source, 3, first.tensors, second.tensors)
+        file.rename(tmp_path / "outside")
+        for link, version in ((file, 3), (local / "more", 2)):
+            link.symlink_to(tmp_path / "outside")
+            answer = client.post("/pull_weights", json=pull | {"target_version": version})
+            assert answer.status_code == 400
+            assert f"{link.name} is a link that leads elsewhere" in answer.json()["message"]
+            link.unlink()
+
+
+def test_pulls_that_wait_leave_chats_alone(shared, post, root):
+    source = root / "nothing-published"
+    source.mkdir()
+    folder = root / "pulled-late"
+    pull = {"local_checkpoint_dir": str(folder), "source_dir": str(source), "target_version": 0}
+    post("/pull_weights", pull)
+    pulls = 40  # asyncio's own threads are at most 32
+    with (
+        (folder / ".weight_sync" / "lock").open() as lock,
+        ThreadPoolExecutor(pulls) as threads,
+        shared.client() as client,
+    ):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting = [threads.submit(client.post, "/pull_weights", json=pull) for _ in range(pulls)]
+        try:
+            in_flight = shared.serving.http_metrics.in_flight
+            wait_until(lambda: in_flight.collect()[0].samples[0].value >= pulls)
+            model = client.get("/v1/models").json()["data"][0]["id"]
+            chat = {"model": model, "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+            checked(client.post("/v1/chat/completions", json=chat))
+            answer = client.post("/update_weights_from_disk", json={"model_path": str(folder)})
+            assert answer.status_code == 400
+            assert "under way" in answer.json()["message"]
+            with pytest.raises(CheckpointError, match="under way"):
+                load_model(folder, DType.float32, torch.device("cpu"))
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        assert all(pull.result(HANG_SECONDS).status_code == 200 for pull in waiting)
 
 
 def test_a_step_of_areal(shared, post, policies):

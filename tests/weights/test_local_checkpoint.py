@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,13 +14,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollout.errors import CheckpointError, InvalidInputError
-from rollout.weights.local_checkpoint import LocalCheckpoint, refuse_half_pulled
+from rollout.models.checkpoint import Checkpoint
+from rollout.models.pulled_folder import pulls_held_off
+from rollout.weights.local_checkpoint import LocalCheckpoint
 
 pytest.importorskip("zstandard")
 pytest.importorskip("blake3")
 from tests.helpers.slime_publisher import CHECKSUMS, publish
 
 Tensors = dict[str, torch.Tensor]
+INDEX = "model.safetensors.index.json"
 
 
 def tensors(seed: int) -> Tensors:
@@ -50,6 +56,8 @@ class Run:
         del second["a"]
         save_file(first, self.base / "model-1.safetensors")
         save_file(second, self.base / "model-2.safetensors")
+        weight_map = {"a": "model-1.safetensors"} | dict.fromkeys(second, "model-2.safetensors")
+        (self.base / INDEX).write_text(json.dumps({"weight_map": weight_map}))
         (self.base / "config.json").write_text("{}")
 
     def publish(self, **metadata: str) -> Path:
@@ -63,6 +71,9 @@ class Run:
         folder = self.source / f"weight_v{len(self.versions) - 1:06d}"
         folder.mkdir()
         save_file(self.versions[-1], folder / "model.safetensors")
+
+    def pull_only(self, version: int) -> None:
+        LocalCheckpoint(self.local, self.base, self.source).pull(version)
 
     def pull(self, version: int) -> None:
         checkpoint = LocalCheckpoint(self.local, self.base, self.source)
@@ -123,10 +134,152 @@ def test_an_interrupted_write_begins_anew(run: Run, monkeypatch: pytest.MonkeyPa
         patch.setattr(LocalCheckpoint, "_commit", stop)
         with pytest.raises(KeyboardInterrupt):
             run.pull(2)
+    with pytest.raises(CheckpointError, match="has not ended"), pulls_held_off(run.local):
+        pass
     with pytest.raises(CheckpointError, match="has not ended"):
-        refuse_half_pulled(run.local)
+        Checkpoint(run.local)  # as a server that is started with it opens it
     run.pull(2)
-    refuse_half_pulled(run.local)
+    with pulls_held_off(run.local):
+        Checkpoint(run.local)
+
+
+def test_loads_and_pulls_keep_out_of_each_other(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.publish()
+    run.pull(1)
+    with pulls_held_off(run.local):
+        run.pull(1)  # a pull that writes nothing does not wait
+        with (run.local / ".weight_sync" / "lock").open() as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    run.publish()
+    give_up = LocalCheckpoint._give_up
+
+    def load_meanwhile(self: LocalCheckpoint) -> None:
+        with pytest.raises(CheckpointError, match="under way"), pulls_held_off(run.local):
+            pass
+        give_up(self)
+
+    monkeypatch.setattr(LocalCheckpoint, "_give_up", load_meanwhile)
+    run.pull(2)
+
+
+def test_a_part_of_a_version_is_refused_and_the_last_one_stays(run: Run) -> None:
+    run.publish()
+    run.pull(1)
+    file = run.publish()
+    whole = file.read_bytes()
+    file.unlink()
+    for part, word in (
+        (None, "may not have arrived"),
+        (whole[:-1], "truncated"),
+        (b"x", "damaged"),
+    ):
+        if part is not None:
+            file.write_bytes(part)
+        with pytest.raises(CheckpointError, match=word):
+            run.pull(2)
+        assert_same(held(run.local), run.versions[1])
+        with pulls_held_off(run.local):
+            pass
+    file.write_bytes(whole)
+    run.pull(2)
+
+
+def test_a_part_of_a_whole_version_is_refused(run: Run) -> None:
+    run.pull(0)
+    folder = run.source / "weight_v000001"
+    shutil.copytree(run.base, folder)
+    (folder / "model-2.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="1 of 2 shards missing"):
+        run.pull_only(1)
+    (folder / INDEX).unlink()
+    (folder / "model-1.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match="is one of 2"):
+        run.pull_only(1)
+    assert_same(held(run.local), run.versions[0])
+
+
+@pytest.mark.parametrize("field", ["version", "base_version"])
+@pytest.mark.parametrize("value", ["seven", None, [1], {}])
+def test_an_index_that_says_no_number(run: Run, field: str, value: object) -> None:
+    run.publish(**{field: value})
+    with pytest.raises(CheckpointError, match="its index says"):
+        run.pull(1)
+
+
+@pytest.mark.parametrize("later", [1, 2])
+def test_another_runs_version_of_the_same_number(tmp_path: Path, later: int) -> None:
+    run = Run(tmp_path)
+    run.publish()
+    run.pull(1)
+    shutil.rmtree(run.source)
+    run.source.mkdir()
+    del run.versions[1:]
+    run.versions.append(tensors(7))
+    publish(run.source, 1, run.versions[0], run.versions[1])
+    if later == 2:
+        run.publish()
+    run.pull(later)
+
+
+def test_another_base_or_source(run: Run, tmp_path: Path) -> None:
+    run.pull(0)
+    (tmp_path / "other").mkdir()
+    other = Run(tmp_path / "other")
+    other.local = run.local
+    save_file({"a": torch.ones(5, 7)}, other.base / "model-1.safetensors")
+    other.versions[0]["a"] = torch.ones(5, 7)
+    other.pull(0)
+    other.publish_whole()
+    other.pull(1)
+    run.publish_whole()
+    run.versions[1]["a"] += 1
+    save_file(run.versions[1], run.source / "weight_v000001" / "model.safetensors")
+    run.pull(1)
+
+
+def test_a_pruned_version_is_gone_on_from(run: Run) -> None:
+    run.publish()
+    run.pull(1)
+    shutil.rmtree(run.source / "weight_v000001")
+    run.publish()
+    run.pull(2)
+
+
+@pytest.mark.parametrize("which", ["base", "source"])
+@pytest.mark.parametrize("where", ["self", "link", "above", "in"])
+def test_a_pull_onto_what_it_reads_is_refused(run: Run, which: str, where: str) -> None:
+    run.pull(0)
+    link = run.local.parent / "link"
+    link.symlink_to(run.local)
+    other = {"self": run.local, "link": link, "above": run.local.parent, "in": link / "x"}[where]
+    folders = {"base": run.base, "source": run.source} | {which: other}
+    with pytest.raises(InvalidInputError, match="lie in each other"):
+        LocalCheckpoint(run.local, **folders)
+    assert_same(held(run.local), run.versions[0])
+
+
+def test_links_are_not_written_through(run: Run) -> None:
+    run.pull(0)
+    sync, elsewhere = run.local / ".weight_sync", run.local.parent / "elsewhere"
+    (sync / "lock").unlink()
+    (sync / "lock").symlink_to(elsewhere)
+    with pytest.raises(OSError, match="symbolic link"):
+        run.pull(0)
+    assert not elsewhere.exists()
+    sync.rename(elsewhere)
+    sync.symlink_to(elsewhere)
+    with pytest.raises(InvalidInputError, match="is a link"):
+        run.pull(0)
+
+
+def test_a_version_whose_folder_is_refused(run: Run) -> None:
+    run.publish()
+
+    def refuse(folder: Path) -> None:
+        raise InvalidInputError("source_dir", os.fspath(folder), "leads elsewhere")
+
+    with pytest.raises(InvalidInputError, match="weight_v000001"):
+        LocalCheckpoint(run.local, run.base, run.source, refuse).pull(1)
 
 
 def test_what_is_damaged_is_named_and_not_kept(run: Run) -> None:
@@ -179,7 +332,7 @@ def test_a_frame_that_says_too_much(run: Run) -> None:
     frame = zstandard.ZstdCompressor().compress(bytes(1 << 24))
     file = run.publish()
     found = load_file(file)
-    save_file({"a": torch.frombuffer(bytearray(frame), dtype=torch.uint8)}, file)
+    save_file(found | {"a": torch.frombuffer(bytearray(frame), dtype=torch.uint8)}, file)
     assert "a" in found
     with pytest.raises(CheckpointError, match="says 16777216 bytes"):
         run.pull(1)

@@ -6,6 +6,7 @@ Nothing of the engine changes: `/update_weights_from_disk` with the same folder 
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from fastapi import APIRouter
@@ -33,20 +34,26 @@ def routes(serving: Serving) -> APIRouter:
     configured = serving.config.weights_root
     root = AllowedPaths("server.weights_root", [] if configured is None else [configured])
 
+    # A pull waits for others: in asyncio's own threads a few of them would hold up all calls.
+    one_at_a_time = ThreadPoolExecutor(1, "pull")
+
     @router.post("/pull_weights", responses=CHANGED)
     async def pull_weights(body: PullBody) -> JsonAnswer:
         """Bring a folder below server.weights_root to a published version; generation goes on."""
 
         def pull() -> None:
-            local = LocalCheckpoint(
-                root.new_folder("local_checkpoint_dir", body.local_checkpoint_dir),
+            folder = root.new_folder("local_checkpoint_dir", body.local_checkpoint_dir)
+            if folder.exists():
+                root.folder("local_checkpoint_dir", body.local_checkpoint_dir)
+            LocalCheckpoint(
+                folder,
                 Path(serving.model_path),
                 root.folder("source_dir", body.source_dir),
-            )
-            local.pull(body.target_version)
+                lambda version: root.folder("source_dir", str(version)),
+            ).pull(body.target_version)
 
         try:
-            await asyncio.to_thread(pull)
+            await asyncio.get_running_loop().run_in_executor(one_at_a_time, pull)
         except (RolloutError, OSError) as error:
             return RefusedError(error).response
         return success("Success.")
