@@ -138,7 +138,9 @@ class KVCacheManager:
         """Positions of the row whose slots the prefix cache owns; other rows may share them."""
         return self._rows[row].shared_len
 
-    def admit(self, tokens: np.ndarray, headroom: int) -> tuple[int, int] | None:
+    def admit(
+        self, tokens: np.ndarray, headroom: int, final_len: int = 0
+    ) -> tuple[int, int] | None:
         """Give a request a row that holds its cached prefix. Returns (row, cached length).
 
         Returns None and changes nothing unless slots for the other tokens plus ``headroom`` are
@@ -147,6 +149,7 @@ class KVCacheManager:
         Args:
             tokens: int32, all of the request's. The last is never cached: its logits are needed.
             headroom: slots that must stay obtainable.
+            final_len: tokens that the request grows to for certain, where those are more.
         """
         prefix = tokens[:-1]
         if self.states is not None and not self.states.can_admit:
@@ -158,7 +161,8 @@ class KVCacheManager:
         cached_len = len(slots)
         fits = len(tokens) - cached_len + headroom <= self.obtainable
         if fits and self.windows is not None:
-            fits = self.windows.can_admit(slots, len(tokens), self._ends)
+            length = max(len(tokens), final_len)
+            fits = self.windows.can_admit(slots, length, self._ends)
         if not fits:
             self.prefix_cache.unlock(node)
             return None
@@ -170,7 +174,7 @@ class KVCacheManager:
         if self.states is not None:
             self.states.open(row, cached_len, int(slots[-1]) if cached_len else NULL_SLOT)
         if self.windows is not None:
-            self.windows.open(row, cached_len, len(tokens))
+            self.windows.open(row, cached_len, max(len(tokens), final_len))
         self.counters.looked_up += len(tokens)
         self.counters.hit += cached_len
         return row, cached_len
@@ -244,6 +248,20 @@ class KVCacheManager:
             return min(self.obtainable, self.states.node_room(num_runs))
         if self.windows is not None:
             return min(self.obtainable, self.windows.obtainable)
+        return self.obtainable
+
+    @property
+    def node_slots(self) -> int:
+        """Slots of the smallest pool that draft nodes take slots of."""
+        if self.windows is not None:
+            return min(self.slots.num_slots, self.windows.sizes.num_slots)
+        return self.slots.num_slots
+
+    @property
+    def run_room(self) -> int:
+        """The longest run that one more request could have now."""
+        if self.windows is not None:
+            return min(self.obtainable, self.windows.run_room)
         return self.obtainable
 
     def advance(self, row: int, computed_len: int) -> None:

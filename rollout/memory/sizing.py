@@ -69,9 +69,9 @@ def num_kv_slots(
     else:
         apart += windowed * (windows.num_slots + 1)
     usual = _MAX_SLOTS_OF_CPU if device.type == "cpu" else _MAX_SLOTS
-    left, slots = max(0, budget - apart), config.max_kv_tokens or usual
-    if slot_bytes or not left:  # else all layers have a window
-        slots = min(slots, left // max(1, slot_bytes))
+    left, slots = budget - apart, config.max_kv_tokens or usual
+    if slot_bytes or left < 0:  # else all layers have a window, and their pool fits
+        slots = min(slots, max(0, left) // max(1, slot_bytes))
     if slots < 2:
         raise OutOfMemoryError(
             f"memory.kv_bytes={budget} holds {slots} tokens of {slot_bytes} bytes: give it "
@@ -135,7 +135,8 @@ def window_sizes(
     if slots is None:
         everywhere, windowed = slot_bytes_of(spec, dtype)
         wished = SPANS_PER_REQUEST * max_running * (span + NODES_PER_REQUEST) + chunk_len
-        slots = min(wished, budget // (2 * (everywhere + other_slot_bytes) + windowed))
+        beside = 2 * (everywhere + other_slot_bytes)
+        slots = min(wished, (budget - windowed) // (beside + windowed))  # and the null slot
         if min(slots, spec.max_context_len) <= 2 * span:
             return None
     if slots < span:

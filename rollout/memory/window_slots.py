@@ -119,6 +119,11 @@ class WindowSlots:
         spare = self.obtainable - (len(self._rows) if count > 1 else 0)
         return min(count, max(spare, min(1, self.obtainable)))
 
+    @property
+    def run_room(self) -> int:
+        """The longest run that one more request could have now."""
+        return max(0, self.obtainable - len(self._rows) - 1)
+
     def assign(self, kv_slots: NDArray[np.int32]) -> None:
         """Give new KV slots of a request, or of its draft nodes, a window slot each. Evicts."""
         missing = len(kv_slots) - self.slots.available

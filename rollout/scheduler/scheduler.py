@@ -285,7 +285,7 @@ class Scheduler:
         """
         wanted = self._draft_rooms(runs)
         if any(wanted):
-            share = self.memory.slots.num_slots // DRAFT_SHARE - self.memory.num_reserved
+            share = self.memory.node_slots // DRAFT_SHARE - self.memory.num_reserved
             others = len(self._running) - len(runs)
             room = max(0, min(self.memory.node_room(len(runs)) - others, share))
             if sum(wanted) > room:

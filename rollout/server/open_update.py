@@ -9,6 +9,7 @@ from typing import Any
 from rollout.engine.protocol import Engine
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
 from rollout.weights.manifest import Manifest, UpdateOptions
+from rollout.weights.versions import TARGET
 
 Options = dict[str, Any]
 """The fields of UpdateOptions that a caller gave."""
@@ -37,7 +38,6 @@ class HttpWeightUpdate:
         engine.begin_weight_update(manifest, **options)
         self._options, self._manifest = options, manifest
         self._has_loaded = self._ends_with_pause = False
-        self.adapter_name = None
 
     def load_adapter(self, engine: Engine, name: str, folder: Path) -> None:
         """Put PEFT's adapter in a folder into the weights, in place of an earlier one.
@@ -67,6 +67,7 @@ class HttpWeightUpdate:
             if error.field == "weight_version":  # the update is still open
                 self._options = options
             raise
+        self._forget_adapter(options or {})
 
     def abandon(self, engine: Engine, reason: str) -> None:
         """Give the update up."""
@@ -90,7 +91,7 @@ class HttpWeightUpdate:
             self._open_for_bucket(engine, manifest, options)
         if self._options is None:
             load(options)
-            self.adapter_name = None
+            self._forget_adapter(options)
             return f"the weights are version {engine.weight_version}"
         try:
             load(self._new_options(engine, options))
@@ -113,6 +114,14 @@ class HttpWeightUpdate:
         if self._options is None:
             _refuse_torn(engine)
         engine.continue_generation()
+
+    def _forget_adapter(self, options: Options) -> None:
+        """An update was committed. Where it reached the target and brought every tensor, or other
+        adapters, the named one is no longer in the weights."""
+        committed = UpdateOptions.of(options)
+        reaches_target = committed.selector in ("all", TARGET)
+        if reaches_target and (not committed.partial or committed.lora_scaling is not None):
+            self.adapter_name = None
 
     def _open_for_bucket(self, engine: Engine, manifest: Manifest, options: Options) -> None:
         """Opens an update, unless the tensors are a whole one or none at all."""

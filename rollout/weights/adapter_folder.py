@@ -28,6 +28,12 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "layer_replication": (None,),
     "trainable_token_indices": (None,),
     "target_parameters": (None, []),
+    "velora_config": (None,),
+    "monteclora_config": (None,),
+    "kasa_config": (None,),
+    "arrow_config": (None,),
+    "use_bdlora": (None, False),
+    "alora_invocation_tokens": (None,),  # applies to some tokens alone
     # The others change the trainer's base, which the engine does not have.
     "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
 }

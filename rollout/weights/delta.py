@@ -71,6 +71,11 @@ def _changed_spec(
             f"named_tensors['{base}:{kind}']", indices,
             f"must be int32 or int64 [n], with values of {list(expected)}, not {values}",
         )  # fmt: skip
+    most = shape[0] if kind == "rows" else prod(shape)
+    if indices.shape[0] > most:  # receivers allocate what was announced
+        raise InvalidInputError(
+            f"named_tensors['{base}:{kind}']", indices, f"must be at most {most}: there are no more"
+        )
     return TensorSpec(shape, values.dtype)
 
 

@@ -49,6 +49,8 @@ def adapted_spec(
             f"named_tensors[{name!r}]", f"A {a}, B {b}",
             f"must be [r, in] and [out, r] of a weight {list(loader.shape)}",
         )  # fmt: skip
+    if a.shape[0] > max(shape):  # receivers allocate what was announced
+        raise InvalidInputError(f"named_tensors[{name!r}]", a, f"r must be at most {max(shape)}")
     return TensorSpec(shape, loader.dtype)
 
 

@@ -63,9 +63,11 @@ class Scorer:
         memory.drop_steps()
         tokens = request.tokens + continuation
         prompt = np.array(request.tokens, dtype=np.int32)
-        admitted = memory.admit(prompt, headroom=len(continuation))
+        admitted = memory.admit(prompt, headroom=len(continuation), final_len=len(tokens))
         if admitted is None:
-            raise OutOfMemoryError(f"scoring {len(tokens)} tokens: {_what_is_short(memory)}")
+            raise OutOfMemoryError(
+                f"scoring {len(tokens)} tokens: {_what_is_short(memory, len(tokens))}"
+            )
         row, start = admitted
         computed = start
         try:
@@ -73,6 +75,7 @@ class Scorer:
             while computed < len(tokens):
                 self._ranks.all_gather_int(1)  # another one: see score_idle
                 end = memory.extend(row, min(computed + self._chunk_len, len(tokens)))
+                assert end > computed, "admission kept no slot for it"
                 batch = lone_run(memory, running, computed, end - computed)
                 first = len(request.tokens) - 1
                 yield self._runner.forward(batch, only_roots(1), scored_from=first).logits_RV
@@ -107,17 +110,17 @@ def _advance(memory: KVCacheManager, batch: Batch) -> None:
     memory.advance(entry.request.row, entry.end)
 
 
-def _what_is_short(memory: KVCacheManager) -> str:
+def _what_is_short(memory: KVCacheManager, num_tokens: int) -> str:
     states, windows = memory.states, memory.windows
     if states is not None and not states.can_admit:
         return (
             f"those that run need all {states.num_slots} state slots; raise memory.state_slots or "
             "let requests finish"
         )
-    if windows is not None and windows.obtainable < windows.sizes.span:
+    if windows is not None and memory.obtainable >= num_tokens:
         return (
-            f"only {windows.obtainable} window slots can be had; raise memory.window_slots or let "
-            "requests finish"
+            f"only {windows.obtainable} window slots can be had, and those that run need some of "
+            "them; raise memory.window_slots or let requests finish"
         )
     return (
         f"only {memory.obtainable} KV slots can be had; raise memory.kv_bytes or let requests "

@@ -42,13 +42,14 @@ def trial_forwards(
     ``sizes``: numbers of rows, ascending; those that KV slots or context do not suffice for are
     left out. The slots are borrowed while the context lasts.
     """
-    room = min(memory.max_sequence_len, memory.obtainable) - CONTEXT
+    room = min(memory.max_sequence_len, memory.run_room) - CONTEXT
     sizes = [rows for rows in sizes if rows <= room]
     tokens = [0] * (CONTEXT + max(sizes, default=0))
     memory.drop_steps()
     # Of one token nothing is cached, so that all of it is the row's own.
     prompt = np.array(tokens[:1], dtype=np.int32)
-    admitted = memory.admit(prompt, headroom=len(tokens) - 1) if sizes else None
+    headroom = len(tokens) - 1
+    admitted = memory.admit(prompt, headroom, final_len=len(tokens)) if sizes else None
     if admitted is None:
         yield {}
         return

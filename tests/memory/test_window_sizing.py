@@ -6,7 +6,7 @@ import torch
 from rollout import RolloutEngine
 from rollout.config import MemoryConfig
 from rollout.errors import InvalidInputError, OutOfMemoryError
-from rollout.memory.sizing import slot_bytes_of, window_sizes
+from rollout.memory.sizing import num_kv_slots, slot_bytes_of, window_sizes
 from rollout.models.spec import ModelSpec
 from tests.helpers.tiny_families import CONFIGS, save_tiny_family
 
@@ -35,7 +35,11 @@ def test_layers_are_counted_by_what_they_see() -> None:
 
 @pytest.mark.parametrize(
     ("budget", "slots"),
-    [(BUDGET, 2 * 4 * (9 + 8) + 32), (1 << 16, (1 << 16) // (2 * 192 + 384)), (1 << 13, None)],
+    [
+        (BUDGET, 2 * 4 * (9 + 8) + 32),
+        (1 << 16, ((1 << 16) - 384) // (2 * 192 + 384)),
+        (1 << 13, None),
+    ],
 )
 def test_the_default_is_two_windows_of_each_request_as_far_as_the_budget_goes(budget, slots):
     found = sizes(spec_of("olmo3"), budget)
@@ -73,6 +77,20 @@ def test_the_pools_fill_the_budget(name, tmp_path) -> None:
     assert kv[0] > 0.98 * (1 << 19)
     assert tokens[None] > 2 * tokens[0], "more tokens than where every layer stores all"
     assert engine.status().kv_slots == tokens[None]
+
+
+@pytest.mark.parametrize("budget", [1 << 16, (1 << 16) + 1000, 1 << 19])
+def test_a_model_of_windows_alone_starts_where_the_budget_limits_its_pool(budget) -> None:
+    spec = spec_of("mistral window")
+    windows = sizes(spec, budget, max_running=256)
+    assert windows is not None
+    _, windowed = slot_bytes_of(spec, torch.float32)
+    assert budget - windowed < windowed * (windows.num_slots + 1) <= budget
+    config, device = MemoryConfig(max_kv_tokens=9999), torch.device("cpu")
+    found = num_kv_slots(config, spec, torch.float32, device, budget, windows=windows)
+    assert found == 9999
+    with pytest.raises(OutOfMemoryError):
+        num_kv_slots(config, spec, torch.float32, device, budget - 999, windows=windows)
 
 
 def test_what_windows_take_is_named_where_nothing_is_left(tmp_path) -> None:

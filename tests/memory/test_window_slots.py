@@ -171,3 +171,20 @@ def test_integrity_finds_a_slot_that_is_lost_and_a_hold_too_many() -> None:
     memory.windows._holds[last] += 1
     with pytest.raises(IntegrityError, match="holds are counted wrongly"):
         memory.check_integrity()
+
+
+def test_a_request_whose_length_is_known_is_admitted_with_slots_to_reach_it() -> None:
+    memory = memory_of(120, 40, kv_slots=600, prefix_cache=False)
+    for first in (0, 1000):
+        run(memory, list(range(first, first + 100)))
+    assert memory.windows.obtainable < memory.windows.sizes.span
+    assert memory.admit(int32(range(5)), headroom=0, final_len=100) is None
+    row, _ = memory.admit(int32(range(5)), headroom=0)
+    memory.release(row, [])
+    assert memory.run_room == memory.windows.obtainable - 3
+    memory.check_integrity()
+
+
+def test_drafts_share_the_smaller_pool() -> None:
+    assert memory_of(60, 8).node_slots == 60
+    assert memory_of(60, 8, kv_slots=30).node_slots == 30

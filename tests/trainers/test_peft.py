@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import fields
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from peft import (
 from rollout import SamplingParams
 from rollout.errors import InvalidInputError
 from rollout.trainers import RolloutHook, weight_source
+from rollout.weights.adapter_folder import adapter_scaling
 from tests.helpers.tiny_model import save_tiny_llama
 from tests.helpers.trainer_checks import (
     digest_of_plain_update,
@@ -189,6 +191,16 @@ def test_adapters_that_only_a_merge_can_express_are_refused(base):
             RolloutHook(None, with_lora(copy.deepcopy(base), **options), adapters_only=True)
     with pytest.raises(InvalidInputError, match="no adapters"):
         RolloutHook(None, base, adapters_only=True)
+
+
+def test_every_variant_of_lora_is_refused_by_name():
+    config = LoraConfig(r=8, lora_alpha=16)
+    assert adapter_scaling(config.to_dict()) == 2.0
+    variants = [each.name for each in fields(config) if each.metadata.get("is_lora_variant")]
+    assert "use_dora" in variants
+    for name in variants:
+        with pytest.raises(InvalidInputError, match=f"peft_config.{name}"):
+            adapter_scaling(config.to_dict() | {name: [1]})
 
 
 def test_a_folder_of_an_adapter_is_an_update(folder, base, tmp_path):

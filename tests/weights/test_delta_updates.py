@@ -110,6 +110,10 @@ def test_a_missed_version_is_refused_by_name(engine, policies, new, wanted) -> N
         ({f"{UP}:elements": [0, 10**9]}, "ascending"),
         ({f"{UP}:elements": [0.0, 1.0]}, "int32 or int64"),
         ({f"{UP}:elements": [0, 1, 2]}, "values of"),
+        (
+            {f"{UP}:elements": [0] * 10**5, f"{UP}:values": [0.0] * 10**5},
+            "must be at most",
+        ),
         ({f"{UP}:elements": None}, "needs"),
         ({f"{UP}:values": None}, "needs"),
         ({f"{UP}:rows": [0, 1]}, "needs"),
