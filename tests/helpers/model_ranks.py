@@ -12,14 +12,18 @@ import torch
 
 from rollout.config import ParallelConfig, ParallelMode
 from rollout.parallel import open_ranks
+from tests.helpers.hang import wait_until
 
 
 def main() -> None:
     config = ParallelConfig(mode=ParallelMode.tensor, size=2)
     group = open_ranks(config, torch.device("cpu")).tensor
     met = group.all_gather_text(os.environ["RANK"])
-    Path(sys.argv[1]).write_text(json.dumps([group.rank, met]))
-    group.all_gather_text("")  # rank 0 hosts the store until all have met
+    output = Path(sys.argv[1])
+    output.write_text(json.dumps([group.rank, met]))
+    if os.environ["RANK"] == "0":  # it hosts the store of both models, until all have met
+        others = [output.with_name(output.name.replace("-0.", f"-{rank}.")) for rank in range(4)]
+        wait_until(lambda: all(each.exists() for each in others))
 
 
 if __name__ == "__main__":

@@ -150,8 +150,6 @@ def test_unknown_options_of_our_own_are_refused_by_name(options, own, named):
 @pytest.mark.parametrize(
     ("model", "named"),
     [
-        ({"lora_rank": 8}, "lora_rank=8"),
-        ({"lora": {"rank": 4}}, "lora_rank=4"),
         ({"override_config": {"rope_theta": 1e6}}, "override_config.rope_theta"),
         ({"override_config": {"model_config": {"head_dim": 4}}}, "override_config.head_dim"),
     ],
@@ -161,8 +159,14 @@ def test_a_model_that_differs_from_its_checkpoint_is_refused(options, model, nam
         options(model=model)
 
 
-def test_lora_is_served_merged(options):
-    assert options(model={"lora_rank": 8, "lora": {"merge": True}})
+@pytest.mark.parametrize("lora", [{"lora_rank": 8}, {"lora": {"rank": 4}}])
+def test_lora_comes_as_adapters_or_merged(options, lora):
+    assert options(model=lora).keeps_weights  # adapters come without them
+    merged = {**lora, "lora": {**lora.get("lora", {}), "merge": True}}
+    nccl = SimpleNamespace(backend="nccl", update_weights_bucket_megabytes=64)
+    assert not options(model=merged, checkpoint_engine=nccl).keeps_weights
+    with pytest.raises(InvalidInputError, match=r"backend='nccl'.*choose naive"):
+        options(model=lora, checkpoint_engine=nccl)
 
 
 def params(sent, prompt_len=8, partial_len=0, max_context_len=128, **changes):
