@@ -213,7 +213,7 @@ def recorded_epoch(job: Job, outputs: list[list[int]]) -> list[dict[str, list[in
 
 
 def replayed(python: Path, epochs: list[list[dict[str, list[int]]]]) -> dict[str, dict[str, Any]]:
-    """What the proposers made of the last epoch, in vLLM's environment."""
+    """Replay the last epoch through the proposers, in vLLM's environment."""
     script = Path(__file__).with_name("vllm_replay.py")
     asked = {"epochs": epochs, "num_tokens": NUM_TOKENS, "rows": 16}
     done = subprocess.run(

@@ -31,7 +31,7 @@ MAX_RUNNING = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What engines generate; a measurement has one of it for each."""
+    """A set of requests that engines generate; each has one measurement of it."""
 
     prompts: list[list[int]]
     tokens: int  # of each sample
@@ -47,7 +47,7 @@ WARM_UP = Job(prompts=[[1, 2, 3, 4]] * 4, tokens=8, width=4)
 
 @dataclass(kw_only=True)
 class Done:
-    """What came of some jobs on one engine, by job."""
+    """Measurements of one engine, by job."""
 
     seconds: list[float] = field(default_factory=list)
     lengths: list[list[int]] = field(default_factory=list)
@@ -146,7 +146,7 @@ class Engines:
         return self._running[name]
 
     def run(self, names: Sequence[str], jobs: Sequence[Job]) -> dict[str, Done]:
-        """What each engine that is there made of the jobs; at each job they take turns."""
+        """The measurements of each engine that started; at each job they take turns."""
         there = {name: engine for name in names if (engine := self.start(name)) is not None}
         done = {name: Done() for name in there}
         for turn, job in enumerate(jobs):

@@ -142,7 +142,7 @@ class ParameterSource(ABC):
 
     @property
     def lora_scaling(self) -> float | None:
-        """What B @ A is multiplied by; None where adapters come merged."""
+        """The factor of ``B @ A``; None where adapters come merged."""
         return self._scaling() if self.adapters_only else None
 
     def _scaling(self) -> float:

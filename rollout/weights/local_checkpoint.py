@@ -138,7 +138,7 @@ class LocalCheckpoint:
         return {"base": str(self._base), "source": str(self._source)}
 
     def _identity(self, version: int) -> dict[str, str]:
-        """What tells a version from another run's of the same number."""
+        """The fields of ``state.json``, which tell apart versions of one number of two runs."""
         digest = self._published(version).digest()
         return {"version": f"{version:06d}", "digest": digest} | self._origin()
 

@@ -87,12 +87,12 @@ class Linear:
 
     @property
     def memory(self) -> Memory:
-        """Where a packed weight is; a plain one's is not told."""
+        """The memory of a packed weight; `NO_MEMORY` for a plain one."""
         return NO_MEMORY if self._packed is None else self._packed.memory
 
     @property
     def next_memory(self) -> Memory:
-        """Where the packed weight of ``next`` is."""
+        """The memory of the packed weight of ``next``."""
         return NO_MEMORY if self.next is None else self.next.memory
 
     def pack(self) -> None:
