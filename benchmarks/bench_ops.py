@@ -24,8 +24,11 @@ from harness.shapes import SHAPES
 from harness.timing import Call, wall_seconds
 from op_case import Case, Workload, make_plan, normal, row_cases
 
+from rollout.models.layers.linear import FEW_ROWS
+from rollout.models.layers.packed_weight import PackedWeight
 from rollout.ops.categorical import categorical
 from rollout.ops.paged_attention import paged_attention
+from rollout.ops.panel_matmul import native, panel_matmul
 from rollout.ops.rms_norm import rms_norm
 
 SHAPE = SHAPES["demo"]
@@ -104,8 +107,31 @@ def categorical_case(rows: int) -> Case:
     )
 
 
+def product_case(rows: int) -> Case:
+    """Of a layer's widest weight, in as many layers as a step reads."""
+    outputs, inputs = 2 * SHAPE.ffn_size, SHAPE.hidden_size
+    weights = [PackedWeight.pack(on_cpu(outputs, inputs)) for _ in range(LAYERS)]
+    x_TE = on_cpu(rows, inputs)
+
+    def ours(weight: PackedWeight) -> object:
+        assert weight.panels_PUL is not None
+        return panel_matmul(x_TE, weight.panels_PUL, outputs, None, inputs)
+
+    def theirs(weight: PackedWeight) -> object:
+        return torch.ops.mkldnn._linear_pointwise(x_TE, weight.opaque, None, "none", [], "")
+
+    packed = [weight for weight in weights if weight is not None and weight.multiplies_few_rows]
+    return Case(
+        name=f"product of {rows} rows",
+        ours=[partial(ours, weight) for weight in packed],
+        theirs=[partial(theirs, weight) for weight in packed],
+    )
+
+
 def cases() -> Iterator[Case]:
     yield from map(attention_case, WORKLOADS)
+    if native.supports(on_cpu(1, 2), on_cpu(1)):
+        yield from map(product_case, (1, 2, 4, 6, 8, 12, 16, 24, FEW_ROWS))
     for rows in (1, 8, 32, 256):
         yield norm_case(rows)
         yield from row_cases(SHAPE, rows, "cpu", buffers=1)

@@ -210,6 +210,21 @@ def read_panels(
     first_row: int,
     threads: int,
 ) -> None: ...
+def has_panel_matmul() -> bool:
+    """Whether this processor has the product of a few rows with a packed weight."""
+
+def panel_matmul(
+    x: int,
+    x_shape: Sequence[int],
+    x_strides: Sequence[int],
+    panels: int,
+    panels_shape: Sequence[int],
+    outputs: int,
+    bias: int,
+    out: int,
+    block: int,
+    threads: int,
+) -> None: ...
 def gated_rms_norm(
     dtype: int,
     x: int,

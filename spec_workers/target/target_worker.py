@@ -42,7 +42,7 @@ from spec_workers.target.scorer import Scorer, joined
 from spec_workers.target.trial_forwards import trial_forwards
 
 _QUICKEST_ROWS = 4
-"""The fewest rows of a step on the CPU, padding included. oneDNN's products of fewer rows are
+"""The fewest rows of a step, padding included, that oneDNN multiplies. Its products of fewer are
 slower: with the demo model in bf16 a step of one row took 16.0 ms, a step of four 14.2."""
 
 
@@ -109,17 +109,20 @@ class TargetWorker:
             )
             self.limits = limits
             self.longest_step = limits.max_step_tokens + limits.max_running * (MAX_TREE_NODES - 1)
-            self.minimum_rows = _QUICKEST_ROWS if device.type == "cpu" else 1
+            exact_rows = 1
             if config.exact:
                 max_rows = self.longest_step * self.ranks.rows.size
                 exact_rows = make_row_invariant(self.model.linears(), max_rows)
                 if self.ranks.all.size > 1:
                     check_outputs(self.model.linears())
-                self.minimum_rows = max(
-                    self.minimum_rows, *self.ranks.all.all_gather_int(exact_rows)
-                )
             elif device.type == "cuda":
                 sum_in_float32()
+            is_onednn = device.type == "cpu" and not all(
+                linear.sum_block for linear in self.model.linears()
+            )
+            self.minimum_rows = max(
+                _QUICKEST_ROWS if is_onednn else 1, *self.ranks.all.all_gather_int(exact_rows)
+            )
             padding = DummyRun(self.model, features, exact=config.exact)
             reserved = (
                 bytes_of_steps(config.memory, limits, padding, draft_nodes)

@@ -7,7 +7,6 @@ from rollout.models.layers.row_invariance import (
     LARGEST_PADDING,
     check_outputs,
     make_row_invariant,
-    minimum_rows,
 )
 from rollout.ops import matmul
 from tests.helpers.packing import packs
@@ -35,7 +34,7 @@ def test_rows_do_not_change_from_the_minimum_on(dtype, packing):
         for shape in [(48, 80), (37, 49), (192, 64), (576, 960)]
     ]
     most = 150
-    least = minimum_rows(linears, most)
+    least = make_row_invariant(linears, most)
     assert 1 <= least <= LARGEST_PADDING
     threads = torch.get_num_threads()
     try:
@@ -72,7 +71,7 @@ def test_padding_is_the_least_that_holds(least, dtype, monkeypatch):
     linear = random_linear(64, 96, dtype)
     otherwise = summed_backwards_where(lambda rows, threads: rows < least)
     monkeypatch.setattr(Linear, "__call__", otherwise)
-    assert minimum_rows([linear], 64) == (least if linear.is_packed else LARGEST_PADDING)
+    assert make_row_invariant([linear], 64) == (least if linear.is_packed else LARGEST_PADDING)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -88,7 +87,7 @@ def test_a_product_that_no_padding_mends_is_named(differs, dtype, monkeypatch):
     torch.set_num_threads(2)
     try:
         with pytest.raises(ExactnessError, match=r"96 -> 160.*exact=false"):
-            minimum_rows([linear], 64)
+            make_row_invariant([linear], 64)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
@@ -113,7 +112,7 @@ def test_a_product_whose_width_changes_its_bits_is_named(dtype, monkeypatch, cap
 
 def test_products_on_the_cpu_stay_as_they_are():
     linears = [random_linear(48, 80, packing=packing) for packing in (True, False)]
-    assert make_row_invariant(iter(linears), 64) == minimum_rows(linears, 64)
+    make_row_invariant(iter(linears), 64)
     assert not any(linear.row_invariant for linear in linears)
 
 
@@ -142,11 +141,11 @@ def test_shapes_are_tried_once_each(monkeypatch):
     calls = []
     call = Linear.__call__
     monkeypatch.setattr(Linear, "__call__", lambda self, x: calls.append(1) or call(self, x))
-    minimum_rows([random_linear(16, 24)], 32)
+    make_row_invariant([random_linear(16, 24)], 32)
     once = len(calls)
-    minimum_rows([random_linear(16, 24) for _ in range(5)], 32)
+    make_row_invariant([random_linear(16, 24) for _ in range(5)], 32)
     assert len(calls) == 2 * once
-    assert minimum_rows([], 32) == 1
+    assert make_row_invariant([], 32) == 1
 
 
 def test_a_small_model_is_asked_little(monkeypatch):
@@ -164,7 +163,7 @@ def test_a_small_model_is_asked_little(monkeypatch):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads that wait for a busy core spin, and count as work
     try:
-        minimum_rows(linears, 512)
+        make_row_invariant(linears, 512)
         assert 0 < sum(products) < 1e10
     finally:
         torch.set_num_threads(threads)

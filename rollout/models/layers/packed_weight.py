@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from rollout.models.layers.storage import prefer_huge_pages
+from rollout.ops.panel_matmul import supports
 from rollout.ops.panels import LANES, read_panels, write_panels
 from rollout.parallel.rank_group import Memory
 
@@ -46,6 +47,13 @@ class PackedWeight:
         num_bytes = int(torch.ops.mkldnn._nbytes(opaque))  # padding included
         self.memory: Memory = (torch.ops.mkldnn.data_ptr(opaque), num_bytes)
         prefer_huge_pages(*self.memory)
+
+    @property
+    def multiplies_few_rows(self) -> bool:
+        """Whether `ops.panel_matmul` takes this weight, and rows of its dtype."""
+        return self.panels_PUL is not None and supports(
+            torch.empty(1, self.opaque.shape[1], dtype=self.opaque.dtype), self.panels_PUL
+        )
 
     @property
     def num_bytes(self) -> int:

@@ -2,9 +2,10 @@
 
 Libraries choose kernels by the number of rows, and some choices change the order of a row's sum.
 Exact mode needs one order for every step. So each shape in use is tried, and steps are padded to
-the smallest number of rows from which all counts agree. On a GPU the products are this package's,
-with one order for any number of rows; that is tested too, for every tile. If tiles disagree, the
-largest set that agrees is used.
+the smallest number of rows from which all counts agree. `ops.panel_matmul` multiplies few rows if
+it can add them up in oneDNN's order, which is found by trying. On a GPU the products are this
+package's, with one order for any number of rows; that is tested too, for every tile. If tiles
+disagree, the largest set that agrees is used.
 
 Legend: M rows, I input features, O output features.
 """
@@ -18,7 +19,7 @@ from contextlib import contextmanager
 import torch
 
 from rollout.errors import ExactnessError
-from rollout.models.layers.linear import Linear
+from rollout.models.layers.linear import FEW_ROWS, Linear
 from rollout.ops import gpu
 from rollout.ops.matmul.tiles import TWO_BLOCK_TILES, Tile, tiles
 
@@ -28,6 +29,7 @@ LARGEST_PADDING = 16
 # Dense where kernels' tiles are a few rows high, then around multiples of larger blocks.
 _ROW_COUNTS = (*range(1, 18), 24, 25, 32, 33, 48, 63, 64, 65, 96, 127, 128, 129, 255, 256, 257)
 _ONE_THREAD_ROW_COUNTS = (1, 2, 3, 4, 5, 8, 11, 33, 128)
+_SUM_BLOCKS = (1024, 512, 256, 2048, 4096, 8192)  # inputs that oneDNN may sum in one chain
 _AFFORDABLE = 2**30  # multiply-adds of one tested product: a few milliseconds
 _DISTINCT_OUTPUTS = 512
 _WIDTH = 64  # outputs of the product that others are compared with
@@ -35,10 +37,16 @@ _MAX_ON_A_GPU = 300  # rows: more than a tile has; max_rows would need gigabytes
 
 
 def make_row_invariant(linears: Iterable[Linear], max_rows: int) -> int:
-    """Switch products on a GPU to `ops.matmul`, and return `minimum_rows`.
+    """Make the rows of products independent of how many others there are.
 
-    Sets each product's ``min_rows``, since experts run fewer rows than a step, and on a GPU the
-    tiles to leave out.
+    Products on a GPU become `ops.matmul`, without tiles that disagree. Packed products of few rows
+    become oneDNN's where `ops.panel_matmul` does not add in the same order. Each product's
+    ``min_rows`` is set, since experts run fewer rows than a step.
+
+    Returns the smallest M0 such that all sampled row counts in [M0, max_rows] give bitwise equal
+    rows. Rows are compared across counts, positions, orders and, on the CPU, one thread against
+    all, for every distinct shape among ``linears``. Raises ExactnessError, naming the shape, if no
+    M0 up to LARGEST_PADDING works.
     """
     linears = list(linears)
     on_gpu = [linear for linear in linears if linear.device.type == "cuda"]
@@ -49,30 +57,15 @@ def make_row_invariant(linears: Iterable[Linear], max_rows: int) -> int:
         left_out = _left_out_tiles(same, max_rows)
         for linear in same:
             linear.left_out_tiles = left_out
-    least = _min_by_signature(linears, max_rows)
+    tested: dict[tuple[object, ...], Linear] = {}
     for linear in linears:
-        linear.min_rows = least[_signature(linear)]
-    return max(least.values(), default=1)
-
-
-def minimum_rows(linears: Iterable[Linear], max_rows: int) -> int:
-    """The smallest M0 such that all sampled row counts in [M0, max_rows] give bitwise equal rows.
-
-    Rows are compared across counts, positions, orders and, on the CPU, one thread against all, for
-    every distinct shape among ``linears``. Raises ExactnessError, naming the shape, if no M0 up to
-    LARGEST_PADDING works.
-    """
-    return max(_min_by_signature(linears, max_rows).values(), default=1)
-
-
-@torch.inference_mode()
-def _min_by_signature(linears: Iterable[Linear], max_rows: int) -> dict[tuple[object, ...], int]:
-    shapes = {_signature(linear): linear for linear in linears}
-    found = {}
-    for shape, linear in shapes.items():
-        with gpu.on(linear.device):
-            found[shape] = _minimum_rows(linear, max_rows)
-    return found
+        first = tested.get(_signature(linear))
+        if first is None:
+            first = tested[_signature(linear)] = linear
+            with gpu.on(linear.device):
+                _test_rows(linear, max_rows)
+        linear.min_rows, linear.sum_block = first.min_rows, first.sum_block
+    return max((linear.min_rows for linear in linears), default=1)
 
 
 @torch.inference_mode()
@@ -99,13 +92,17 @@ def check_outputs(linears: Iterable[Linear]) -> None:
             )  # fmt: skip
 
 
-def _minimum_rows(linear: Linear, max_rows: int) -> int:
-    most = max(max_rows, LARGEST_PADDING)
+@torch.inference_mode()
+def _test_rows(linear: Linear, max_rows: int) -> None:
+    """Set the product's ``sum_block`` and ``min_rows``."""
+    most = max(max_rows, FEW_ROWS + 1)  # more than `ops.panel_matmul` takes
     if linear.device.type == "cuda":
         most = min(most, _MAX_ON_A_GPU)
     probe = _cancelling_probe(linear, linear.out_features)
     x_MI = _cancelling_rows(most, linear)
     y_MO = probe(x_MI)
+    if probe.sum_block:
+        linear.sum_block = probe.sum_block = _sum_block(probe, x_MI[:FEW_ROWS], y_MO[:FEW_ROWS])
 
     affordable = most
     if linear.device.type == "cpu":
@@ -136,7 +133,16 @@ def _minimum_rows(linear: Linear, max_rows: int) -> int:
             f"{linear.dtype} on {linear.device} differ between {sorted(differing)} and {most} rows"
             "; set exact=false"
         )
-    return least
+    linear.min_rows = least
+
+
+def _sum_block(probe: Linear, x_MI: torch.Tensor, y_MO: torch.Tensor) -> int:
+    """The block with which `ops.panel_matmul` gives rows ``y_MO``; 0: there is none."""
+    for block in _SUM_BLOCKS:
+        probe.sum_block = block
+        if torch.equal(probe(x_MI), y_MO):
+            return block
+    return 0
 
 
 @torch.inference_mode()
@@ -231,7 +237,8 @@ def _signature(linear: Linear) -> tuple[object, ...]:
 def _cancelling_probe(linear: Linear, out_features: int) -> Linear:
     """A Linear of the same kind whose sums all cancel, so that only rounding errors are left.
 
-    The first outputs have the same weights for any ``out_features``.
+    The first outputs have the same weights for any ``out_features``. Biases are about as large as
+    the errors, so that it shows where they are added.
 
     A changed order of summation then shows in every output; with random weights the final rounding
     to bfloat16 would hide most changes. The second half of a weight row is the first half negated
@@ -250,11 +257,13 @@ def _cancelling_probe(linear: Linear, out_features: int) -> Linear:
         packing=linear.is_packed,
     )
     probe.row_invariant, probe.left_out_tiles = linear.row_invariant, linear.left_out_tiles
+    probe.sum_block = linear.sum_block
     for start in range(0, out_features, _DISTINCT_OUTPUTS):
         stop = min(start + _DISTINCT_OUTPUTS, out_features)
         probe.weight_rows(start, stop).write(block[: stop - start])
     if probe.bias_O is not None:
-        probe.bias_O.zero_()
+        errors_O = torch.randn(out_features, generator=torch.Generator().manual_seed(3)) * 1e-6
+        probe.bias_O.copy_(errors_O)
     probe.pack()
     return probe
 

@@ -308,6 +308,27 @@ void read_panels(int dtype, Address panels, Dims3 panels_shape, Address rows, Di
                        threads);
 }
 
+void panel_matmul(Address x, Dims2 x_shape, Dims2 x_strides, Address panels, Dims3 panels_shape,
+                  int64_t outputs, Address bias, Address out, int64_t block, int threads) {
+  require(rollout::has_panel_matmul(), "panel_matmul: this processor lacks it");
+  require(panels_shape[2] == 2 * rollout::kPanelLanes, "panels_PUL: a unit is 64 words");
+  require(x_shape[1] % 2 == 0 && x_shape[1] <= 2 * panels_shape[1],
+          "x_MI: its inputs must be even and those of the panels");
+  require(outputs <= panels_shape[0] * rollout::kPanelLanes, "panels_PUL: too few for the outputs");
+  require(block > 0 && block % 2 == 0, "sum_block: must be positive and even");
+  rollout::panel_matmul({.x = at(x),
+                         .x_row_stride = x_strides[0],
+                         .panels = at(panels),
+                         .panel_stride = panels_shape[1] * panels_shape[2],
+                         .bias = at(bias),
+                         .out = at(out),
+                         .rows = x_shape[0],
+                         .inputs = x_shape[1],
+                         .outputs = outputs,
+                         .block = block},
+                        threads);
+}
+
 }  // namespace
 
 NB_MODULE(_cpu, m) {
@@ -367,6 +388,10 @@ NB_MODULE(_cpu, m) {
         "strides"_a, "first_row"_a, "threads"_a, Unlocked());
   m.def("read_panels", &read_panels, "dtype"_a, "panels"_a, "panels_shape"_a, "rows"_a, "shape"_a,
         "strides"_a, "first_row"_a, "threads"_a, Unlocked());
+  m.def("has_panel_matmul", &rollout::has_panel_matmul,
+        "Whether this processor has the product of a few rows with a packed weight.");
+  m.def("panel_matmul", &panel_matmul, "x"_a, "x_shape"_a, "x_strides"_a, "panels"_a,
+        "panels_shape"_a, "outputs"_a, "bias"_a, "out"_a, "block"_a, "threads"_a, Unlocked());
 
   bind_recurrent(m);
 }

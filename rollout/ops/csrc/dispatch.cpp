@@ -56,4 +56,12 @@ const Kernels& kernels() {
   return chosen;
 }
 
+bool has_panel_matmul() {
+#ifdef ROLLOUT_X86
+  return kernels().panel_matmul != nullptr && __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
 }  // namespace rollout

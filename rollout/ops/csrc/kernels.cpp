@@ -8,6 +8,7 @@
 #include "gated_mul.h"
 #include "gates.h"
 #include "head_matmul.h"
+#include "panel_matmul.h"
 #include "panels.h"
 #include "rms_norm.h"
 #include "rotary.h"
@@ -118,6 +119,7 @@ const Kernels kKernels = {ROLLOUT_STRING(ROLLOUT_ISA),
                           token_logprobs,
                           entropy,
                           move_panel<false>,
-                          move_panel<true>};
+                          move_panel<true>,
+                          kPanelMatmul};
 
 }  // namespace rollout::ROLLOUT_ISA

@@ -233,6 +233,18 @@ struct PanelArgs {
   int64_t first_row, num_rows, inputs;
 };
 
+// out = x times the transposed weight in the panels, plus the bias, all bfloat16.
+struct PanelMatmulArgs {
+  const void* x;
+  int64_t x_row_stride;
+  const void* panels;
+  int64_t panel_stride;
+  const void* bias;  // or null
+  void* out;         // contiguous [rows, outputs]
+  int64_t rows, inputs, outputs;
+  int64_t block;  // inputs that are summed in one chain; even, as inputs are
+};
+
 struct Kernels {
   const char* name;
   void (*rms_norm)(const RmsNormArgs& args, int64_t begin, int64_t end);
@@ -254,8 +266,11 @@ struct Kernels {
   void (*entropy)(const CategoricalArgs& args, int64_t row);
   void (*write_panel)(const PanelArgs& args, int64_t panel);
   void (*read_panel)(const PanelArgs& args, int64_t panel);
+  // sums: scratch of rows x kPanelLanes floats. Null where the instruction set lacks it.
+  void (*panel_matmul)(const PanelMatmulArgs& args, int64_t first_panel, int64_t end, float* sums);
 };
 
 const Kernels& kernels();  // the best this processor runs
+bool has_panel_matmul();   // whether they and this processor have that one
 
 }  // namespace rollout

@@ -14,6 +14,8 @@ namespace {
 constexpr int64_t kParallelElements = 32 * 1024;
 constexpr int64_t kParallelMultiplyAdds = 128 * 1024;
 
+constexpr int64_t kPanelChunks = 4;  // of adjacent panels, for each thread
+
 void check_indices(const Indices& indices, int64_t count, int64_t limit, const char* name,
                    int64_t lowest = 0) {
   for (int64_t i = 0; i < count; ++i) {
@@ -252,6 +254,19 @@ void write_panels(const PanelArgs& args, int threads) {
 
 void read_panels(const PanelArgs& args, int threads) {
   parallel_panels(args, threads, kernels().read_panel);
+}
+
+void panel_matmul(const PanelMatmulArgs& args, int threads) {
+  if (args.rows == 0) return;
+  const bool small = args.rows * args.inputs * args.outputs < kParallelMultiplyAdds;
+  const int64_t panels = (args.outputs + kPanelLanes - 1) / kPanelLanes;
+  const int64_t chunk = std::max<int64_t>(1, panels / (kPanelChunks * threads));
+  parallel_for((panels + chunk - 1) / chunk, small ? 1 : threads,
+               static_cast<size_t>(args.rows * kPanelLanes) * sizeof(float),
+               [&](int64_t item, void* scratch) {
+                 const int64_t begin = item * chunk, end = std::min(panels, begin + chunk);
+                 kernels().panel_matmul(args, begin, end, static_cast<float*>(scratch));
+               });
 }
 
 }  // namespace rollout

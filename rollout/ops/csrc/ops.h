@@ -38,5 +38,6 @@ void entropy(const CategoricalArgs& args, int64_t rows, int threads);
 void uniforms(const uint64_t* seeds, const uint64_t* positions, int64_t rows, double* out);
 void write_panels(const PanelArgs& args, int threads);
 void read_panels(const PanelArgs& args, int threads);
+void panel_matmul(const PanelMatmulArgs& args, int threads);  // where has_panel_matmul()
 
 }  // namespace rollout
