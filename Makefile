@@ -179,7 +179,7 @@ demo-agents: $(STAMP) $(AGENTS_VENV)/.installed $(MODEL)/config.json  ## GRPO ov
 	$(AGENTS_VENV)/bin/python examples/agents_grpo.py --model $(MODEL)
 
 .PHONY: test-frameworks
-test-frameworks: test-verl test-openrlhf  ## both of them: environments of 3 GB each, and 7 minutes
+test-frameworks: test-verl test-openrlhf  ## both of them: environments of 3 GB each, and 8 minutes
 
 .PHONY: package
 package: $(STAMP)  ## sdist and abi3 wheel in dist/, checked, and the wheel used where no clone can be seen

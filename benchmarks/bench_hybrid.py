@@ -99,7 +99,7 @@ def state_rows(folder: Path) -> Iterator[Row]:
 
     def watched(batch: Any, trees: Any) -> Any:
         reserved = sum(1 + len(entry.states.nodes) for entry in batch.entries)
-        in_step.append((states.num_slots - states.obtainable, between[-1] + reserved))
+        in_step.append((states.slots.num_slots - states.obtainable, between[-1] + reserved))
         return verify(batch, trees)
 
     worker.target.verify = watched
@@ -110,7 +110,7 @@ def state_rows(folder: Path) -> Iterator[Row]:
     between, per_request = [0], []
     while engine.has_unfinished:
         engine.step()
-        between.append(states.num_slots - states.obtainable)
+        between.append(states.slots.num_slots - states.obtainable)
         if engine.last_step.running:
             per_request.append(between[-1] * slot_bytes / engine.last_step.running)
     engine.check_integrity()

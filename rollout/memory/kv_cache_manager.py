@@ -10,9 +10,8 @@ position:
 
 Only tokens whose KV has been computed enter the prefix cache.
 
-Where the target has recurrent layers, `StateSlots` does the same for states, and a cached prefix is
-usable only up to a token whose state was stored. Where layers with a window have a pool of their
-own, `WindowSlots` does it for that.
+Where the target has recurrent layers, or layers with a window that have a pool of their own,
+`LayerSlots` does the same for their slots, and says how much of a cached prefix is usable.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.errors import IntegrityError
-from rollout.memory.prefix_cache import FreedSlots, Node, PrefixCache
+from rollout.memory.layer_slots import LayerSlots, LinkedSlots, StateRun
+from rollout.memory.prefix_cache import Node, PrefixCache
 from rollout.memory.req_to_token import ReqToToken
 from rollout.memory.routes_pool import RoutesPool
-from rollout.memory.slots import NULL_SLOT, SlotAllocator
-from rollout.memory.state_checkpoints import CheckpointedSlots
-from rollout.memory.state_slots import StateRun, StateSizes, StateSlots
-from rollout.memory.window_slots import WindowedSlots, WindowSizes, WindowSlots
+from rollout.memory.slots import SlotAllocator
+from rollout.memory.state_slots import StateSizes, StateSlots
+from rollout.memory.window_slots import WindowSizes, WindowSlots
 from rollout.ops.ragged import ranges
 from rollout.types import Scheduled, ScheduledStates
 
@@ -86,15 +85,11 @@ class KVCacheManager:
         self.req_to_token = ReqToToken(max_rows, max_context_len)
         self.states = None if states is None else StateSlots(states, num_slots)
         self.windows: WindowSlots | None = None
-        freed: FreedSlots = self.slots
-        if self.states is not None:
-            freed = CheckpointedSlots(self.slots, self.states.checkpoints)
         if windows is not None:
             self.windows = WindowSlots(windows, num_slots, self.req_to_token.table)
-            freed = WindowedSlots(self.slots, self.windows)
-        # Of rows and drafts, which have no checkpoints.
-        self._own_slots: FreedSlots = self.slots if self.windows is None else freed
-        self.prefix_cache = PrefixCache(freed)
+        self.layer_slots: LayerSlots = self.states or self.windows or LayerSlots()
+        self._linked = LinkedSlots(self.slots, self.layer_slots)
+        self.prefix_cache = PrefixCache(self._linked)
         self.shares_prefixes = prefix_cache
         # Tokens a sequence can grow to, whatever else runs: the context limit or all slots.
         self.max_sequence_len = min(max_context_len, num_slots)
@@ -119,10 +114,8 @@ class KVCacheManager:
 
     def cached_len(self, tokens: np.ndarray) -> int:
         """Tokens (int32) that admit() would find cached now; at most all but the last."""
-        if self.states is not None:
-            return self.states.checkpoints.deepest(self.prefix_cache.match_slots(tokens[:-1]))
-        if self.windows is not None:
-            return self.windows.usable_len(self.prefix_cache.match_slots(tokens[:-1]))
+        if self.layer_slots.limits_prefixes:
+            return self.layer_slots.usable_len(self.prefix_cache.match_slots(tokens[:-1]))
         return self.prefix_cache.match_len(tokens[:-1])
 
     def routed_experts(self, row: int, length: int) -> NDArray[np.integer] | None:
@@ -144,7 +137,7 @@ class KVCacheManager:
         """Give a request a row that holds its cached prefix. Returns (row, cached length).
 
         Returns None and changes nothing unless slots for the other tokens plus ``headroom`` are
-        obtainable, and states and window slots for one more request.
+        obtainable, and its layers' slots.
 
         Args:
             tokens: int32, all of the request's. The last is never cached: its logits are needed.
@@ -152,18 +145,13 @@ class KVCacheManager:
             final_len: tokens that the request grows to for certain, where those are more.
         """
         prefix = tokens[:-1]
-        if self.states is not None and not self.states.can_admit:
-            return None
-        if self.states is not None or self.windows is not None:
+        if self.layer_slots.limits_prefixes:
             prefix = prefix[: self.cached_len(tokens)]
         slots, node = self.prefix_cache.match(prefix)
         self.prefix_cache.lock(node)
-        cached_len = len(slots)
+        cached_len, length = len(slots), max(len(tokens), final_len)
         fits = len(tokens) - cached_len + headroom <= self.obtainable
-        if fits and self.windows is not None:
-            length = max(len(tokens), final_len)
-            fits = self.windows.can_admit(slots, length, self._ends)
-        if not fits:
+        if not fits or not self.layer_slots.can_admit(slots, length, self._allocated):
             self.prefix_cache.unlock(node)
             return None
         row = self.req_to_token.allocate_row()
@@ -171,10 +159,7 @@ class KVCacheManager:
         self.row_versions[row] += 1
         self._rows[row] = _Row(node=node, shared_len=cached_len)
         self._allocated[row] = cached_len
-        if self.states is not None:
-            self.states.open(row, cached_len, int(slots[-1]) if cached_len else NULL_SLOT)
-        if self.windows is not None:
-            self.windows.open(row, cached_len, max(len(tokens), final_len))
+        self.layer_slots.open(row, slots, length)
         self.counters.looked_up += len(tokens)
         self.counters.hit += cached_len
         return row, cached_len
@@ -186,13 +171,12 @@ class KVCacheManager:
         """
         table, begin = self.req_to_token.table, self._allocated[row]
         if end > begin:
-            room = end - begin if self.windows is None else self.windows.room(end - begin)
-            slots = self._allocate(min(room, self.obtainable))
+            slots = self._allocate(min(self.layer_slots.room(end - begin), self.obtainable))
             end = begin + len(slots)
             table[row, begin:end] = slots
         elif end < begin:
             assert end >= self._rows[row].shared_len, "a shared prefix cannot be cut"
-            self._own_slots.free(table[row, end:begin])
+            self._linked.free(table[row, end:begin])
         self._allocated[row] = end
         return end
 
@@ -203,9 +187,9 @@ class KVCacheManager:
         Returns False and changes nothing if a row's slots do not end there, or if too few slots are
         free.
         """
-        if len(rows) > self.slots.available or [self._allocated[row] for row in rows] != ends:
+        if len(rows) > min(self.slots.available, self.layer_slots.one_slot_rows):
             return False
-        if self.windows is not None and len(rows) > self.windows.obtainable:
+        if [self._allocated[row] for row in rows] != ends:
             return False
         self.req_to_token.table[rows, ends] = self._allocate(len(rows))
         for row in rows:
@@ -236,38 +220,29 @@ class KVCacheManager:
 
     def state_run(self, row: int, start: int, end: int, prompt_len: int) -> StateRun:
         """The run [start, end) of the row, with the token counts after which to store its state."""
-        if self.states is None or not self.caches(row):
+        if not self.caches(row):
             return StateRun(row=row, start=start, end=end)
-        wanted = self.states.checkpoint_lengths(start, end, prompt_len)
+        wanted = self.layer_slots.checkpoint_lengths(start, end, prompt_len)
         return StateRun(row=row, start=start, end=end, checkpoints=wanted)
 
     def node_room(self, num_runs: int) -> int:
         """Draft nodes for which slots of each kind are obtainable in a step of ``num_runs``
         runs."""
-        if self.states is not None:
-            return min(self.obtainable, self.states.node_room(num_runs))
-        if self.windows is not None:
-            return min(self.obtainable, self.windows.obtainable)
-        return self.obtainable
+        return min(self.obtainable, self.layer_slots.node_room(num_runs))
 
     @property
     def node_slots(self) -> int:
         """Slots of the smallest pool that draft nodes take slots of."""
-        if self.windows is not None:
-            return min(self.slots.num_slots, self.windows.sizes.num_slots)
-        return self.slots.num_slots
+        return min(self.slots.num_slots, self.layer_slots.node_slots)
 
     @property
     def run_room(self) -> int:
         """The longest run that one more request could have now."""
-        if self.windows is not None:
-            return min(self.obtainable, self.windows.run_room)
-        return self.obtainable
+        return min(self.obtainable, self.layer_slots.run_room)
 
     def advance(self, row: int, computed_len: int) -> None:
-        """Give back what the row's windows will not see again, now that a step is booked."""
-        if self.windows is not None:
-            self.windows.advance(row, computed_len, self._rows[row].shared_len)
+        """Give back what the row's layers will not see again, now that a step is booked."""
+        self.layer_slots.advance(row, computed_len, self._rows[row].shared_len)
 
     def reserve_states(
         self, runs: Sequence[StateRun], counts: Sequence[int], step: int = 0
@@ -276,9 +251,7 @@ class KVCacheManager:
 
         They stay reserved until end_step(). A list of None if the target has no recurrent layers.
         """
-        if self.states is None:
-            return [None] * len(runs)
-        return self.states.reserve(runs, counts, step)
+        return self.layer_slots.reserve(runs, counts, step)
 
     def commit(self, entries: Sequence[Scheduled], paths: Sequence[Sequence[int]]) -> None:
         """Advance KV and state of each entry along its accepted path (tree nodes, in order).
@@ -298,9 +271,7 @@ class KVCacheManager:
                 counts,
                 np.concatenate(drafts).take(nodes_A + np.array(before[:-1]).repeat(counts)),
             )
-        if self.states is not None:
-            for entry, path in zip(entries, paths, strict=True):
-                self.states.commit(entry, path)
+        self.layer_slots.commit(entries, paths)
 
     def commit_paths(
         self,
@@ -337,15 +308,12 @@ class KVCacheManager:
         if slots is not None and slots.size:
             accepted = self._accepted.take(slots)
             self._accepted[slots] = False
-            self._own_slots.free(slots[~accepted])
-        if self.states is not None:
-            self.states.end_step(step, booked)
+            self._linked.free(slots[~accepted])
+        self.layer_slots.end_step(step, booked)
 
     def drop_steps(self, but: Collection[int] = ()) -> None:
         """End every step that did not end, as one to run again, except the steps in ``but``."""
-        reserved = set(self._draft_slots)
-        if self.states is not None:
-            reserved |= self.states.reserved_steps
+        reserved = self._draft_slots.keys() | self.layer_slots.reserved_steps
         for step in reserved.difference(but):
             self.end_step(step)
 
@@ -362,8 +330,7 @@ class KVCacheManager:
         self.prefix_cache.unlock(state.node)
         self.row_versions[row] += 1
         state.node, state.shared_len = node, len(tokens)
-        if self.states is not None:
-            self.states.store_checkpoints(row, self.prefix_cache.path_slots(node))
+        self.layer_slots.share(row, self.prefix_cache.path_slots(node))
 
     def release(self, row: int, tokens: Sequence[int]) -> None:
         """Free the row. The KV and states of its first ``tokens``, all computed, stay cached."""
@@ -373,12 +340,9 @@ class KVCacheManager:
             node = self._hand_over(row, state, tokens) if len(tokens) > owned_from else state.node
             owned_from = len(tokens)
         del self._rows[row]
-        if self.states is not None:
-            no_slots = np.empty(0, dtype=np.int32)
-            self.states.close(row, self.prefix_cache.path_slots(node) if node else no_slots)
-        if self.windows is not None:
-            self.windows.close(row, self._allocated[row])
-        self._own_slots.free(self.req_to_token.table[row, owned_from : self._allocated[row]])
+        cached = self.prefix_cache.path_slots(node) if node else np.empty(0, dtype=np.int32)
+        self.layer_slots.close(row, self._allocated[row], cached)
+        self._linked.free(self.req_to_token.table[row, owned_from : self._allocated[row]])
         self.prefix_cache.unlock(state.node)
         self.req_to_token.free_row(row)
 
@@ -389,8 +353,7 @@ class KVCacheManager:
         in them is shared with later requests.
         """
         self.prefix_cache.reset()
-        if self.states is not None:
-            self.states.reset()
+        self.layer_slots.reset()
         for state in self._rows.values():
             state.stale = True
 
@@ -403,12 +366,11 @@ class KVCacheManager:
             if not np.array_equal(shared, self.prefix_cache.path_slots(state.node)):
                 raise IntegrityError(f"row {row}'s shared prefix is not the prefix cache's")
         self.slots.check_integrity(self._held_slots())
-        if self.states is not None:
-            cached = [np.empty(0, dtype=np.int32), *self.prefix_cache.held_slots()]
-            self.states.check_integrity(np.concatenate(cached))
-        if self.windows is not None:
-            in_use = np.concatenate([np.empty(0, dtype=np.int32), *self._held_slots()])
-            self.windows.check_integrity(self._ends, self._unaccepted(), in_use)
+        cached, in_use = (
+            np.concatenate([np.empty(0, dtype=np.int32), *held])
+            for held in (self.prefix_cache.held_slots(), self._held_slots())
+        )
+        self.layer_slots.check_integrity(self._ends, self._unaccepted(), cached, in_use)
 
     def _held_slots(self) -> Iterator[np.ndarray]:
         yield from self.prefix_cache.held_slots()
@@ -431,8 +393,7 @@ class KVCacheManager:
         if missing > 0:
             self.counters.evicted += self.prefix_cache.evict(missing)
         slots = self.slots.allocate(count)
-        if self.windows is not None:
-            self.windows.assign(slots)
+        self.layer_slots.assign(slots)
         return slots
 
     def _hand_over(self, row: int, state: _Row, tokens: Sequence[int]) -> Node:
@@ -447,8 +408,7 @@ class KVCacheManager:
         copies = slots[state.shared_len : held].copy()
         if len(copies):
             slots[:] = self.prefix_cache.path_slots(node)
-            if self.windows is not None:
-                cached = slots[state.shared_len : held]
-                self.windows.replace(row, state.shared_len, copies, cached)
-            self._own_slots.free(copies)
+            cached = slots[state.shared_len : held]
+            self.layer_slots.replace(row, state.shared_len, copies, cached)
+            self._linked.free(copies)
         return node

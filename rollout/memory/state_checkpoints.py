@@ -116,16 +116,3 @@ class StateCheckpoints:
             raise IntegrityError("state checkpoints: the index and the ages disagree")
         if not np.isin(known, cached).all():
             raise IntegrityError("state checkpoints: one outlived its token")
-
-
-class CheckpointedSlots:
-    """Frees KV slots together with their checkpoints."""
-
-    def __init__(self, kv_slots: SlotAllocator, checkpoints: StateCheckpoints) -> None:
-        self._kv_slots = kv_slots
-        self._checkpoints = checkpoints
-
-    def free(self, slots: np.ndarray) -> None:
-        """Free KV slots, int32, and the checkpoints stored under them."""
-        self._checkpoints.forget(slots)
-        self._kv_slots.free(slots)

@@ -12,12 +12,14 @@ copies nothing: the slot of the last accepted node becomes the request's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
+from numpy.typing import NDArray
 
+from rollout.memory.layer_slots import LayerSlots, StateRun
 from rollout.memory.slots import NULL_SLOT, SlotAllocator
 from rollout.memory.state_checkpoints import StateCheckpoints
 from rollout.types import Scheduled, ScheduledStates
@@ -58,18 +60,10 @@ class StateSizes:
     interval: int  # tokens between checkpoints of a prefill
 
 
-@dataclass(slots=True, frozen=True)
-class StateRun:
-    """One request's causal run [start, end) in a step."""
-
-    row: int
-    start: int
-    end: int
-    checkpoints: Sequence[int] = ()  # lengths at which to store the state, ascending, (start, end]
-
-
-class StateSlots:
+class StateSlots(LayerSlots):
     """Moves state slots between owners. Evicts checkpoints, least recently used first."""
+
+    limits_prefixes = True
 
     def __init__(self, sizes: StateSizes, num_kv_slots: int) -> None:
         assert sizes.num_slots >= SLOTS_PER_ROW, "nothing could run"
@@ -82,11 +76,6 @@ class StateSlots:
         self._committed: dict[int, tuple[int, int]] = {}  # row -> (length, slot), for end_step
 
     @property
-    def num_slots(self) -> int:
-        """State slots, without the null slot."""
-        return self.slots.num_slots
-
-    @property
     def obtainable(self) -> int:
         """Slots that are free or evictable, so that no running request has to give any."""
         return self.slots.available + self.checkpoints.evictable
@@ -96,18 +85,26 @@ class StateSlots:
         """Numbers of the steps that hold reserved slots."""
         return set(self._reserved)
 
+    def usable_len(self, kv_slots: NDArray[np.int32]) -> int:
+        """Up to the last token whose state was stored."""
+        return self.checkpoints.deepest(kv_slots)
+
     @property
-    def can_admit(self) -> bool:
+    def fits_another(self) -> bool:
         """Whether one more request can run."""
-        if len(self._rows) >= self.num_slots // SLOTS_PER_ROW:
+        if len(self._rows) >= self.slots.num_slots // SLOTS_PER_ROW:
             return False
         return not self._reserved or self._spare >= 0
+
+    def can_admit(self, prefix: NDArray[np.int32], length: int, ends: Sequence[int]) -> bool:
+        """Whether one more request can run, of any length."""
+        return self.fits_another
 
     def node_room(self, num_runs: int) -> int:
         """Slots that draft nodes may take in a step of ``num_runs`` runs."""
         is_alone = num_runs == len(self._rows)
         room = self.obtainable - num_runs if is_alone else self._spare
-        return max(0, room - self.num_slots // CHECKPOINT_SHARE)
+        return max(0, room - self.slots.num_slots // CHECKPOINT_SHARE)
 
     @property
     def _spare(self) -> int:
@@ -115,24 +112,21 @@ class StateSlots:
 
         A step of some of the requests may use them for nodes and checkpoints.
         """
-        max_requests = min(len(self._rows) + 1, self.num_slots // SLOTS_PER_ROW)
+        max_requests = min(len(self._rows) + 1, self.slots.num_slots // SLOTS_PER_ROW)
         reserved = sum(len(of_step) for of_step in self._reserved.values())
         owned = sum(row.owns_state for row in self._rows.values())
         return self.obtainable - (SLOTS_PER_ROW * max_requests - owned - reserved)
 
-    def open(self, row: int, length: int, last_kv_slot: int) -> None:
-        """Register a request that begins with the checkpoint at ``length`` tokens; 0: with no
-        state.
-
-        ``last_kv_slot``: KV slot of the last of those tokens, which must be locked.
-        """
-        if not length:
+    def open(self, row: int, prefix: NDArray[np.int32], length: int) -> None:
+        """Register a request that begins with the checkpoint after its prefix, if it has one."""
+        if not len(prefix):
             self._rows[row] = _Row(length=0, slot=NULL_SLOT, pinned=NULL_SLOT)
             return
+        last_kv_slot = int(prefix[-1])
         slot = self.checkpoints.at(last_kv_slot)
         assert slot != NULL_SLOT, f"no checkpoint at KV slot {last_kv_slot}"
         self.checkpoints.pin(last_kv_slot)
-        self._rows[row] = _Row(length=length, slot=slot, pinned=last_kv_slot)
+        self._rows[row] = _Row(length=len(prefix), slot=slot, pinned=last_kv_slot)
 
     def checkpoint_lengths(self, start: int, end: int, prompt_len: int) -> list[int]:
         """Lengths in (start, end] at which a run [start, end) should store its state, ascending.
@@ -182,15 +176,16 @@ class StateSlots:
             reserved[run.row].checkpoints = checkpoints
         return [reserved[run.row] for run in runs]
 
-    def commit(self, entry: Scheduled, path: Sequence[int]) -> None:
-        """Give the request the state after the last accepted node, or after the run.
+    def commit(self, entries: Sequence[Scheduled], paths: Sequence[Sequence[int]]) -> None:
+        """Give each request the state after its last accepted node, or after the run.
 
-        ``path``: accepted tree nodes, in order. It takes effect when `end_step` books the step.
+        ``paths``: accepted tree nodes, in order. It takes effect when `end_step` books the step.
         """
-        states = entry.states
-        assert states is not None
-        slot = int(states.nodes[path[-1] - 1]) if path else states.run_end
-        self._committed[entry.request.row] = (entry.end + len(path), slot)
+        for entry, path in zip(entries, paths, strict=True):
+            states = entry.states
+            assert states is not None
+            slot = int(states.nodes[path[-1] - 1]) if path else states.run_end
+            self._committed[entry.request.row] = (entry.end + len(path), slot)
 
     def end_step(self, step: int, booked: bool) -> None:
         """Free the step's reserved slots, except committed states and checkpoints if ``booked``."""
@@ -210,24 +205,24 @@ class StateSlots:
         if free:
             self.slots.free(np.concatenate(free))
 
-    def store_checkpoints(self, row: int, kv_slots: np.ndarray) -> None:
+    def share(self, row: int, kv_slots: NDArray[np.int32]) -> None:
         """Make checkpoints of the states that the row took in the step just booked.
 
-        ``kv_slots``: int32, the prefix cache's slots for the row's first tokens, locked for the
-        row.
+        ``kv_slots``: those of the prefix cache for the row's first tokens, locked for the row.
         """
         self._store(self._rows[row], kv_slots)
 
-    def close(self, row: int, kv_slots: np.ndarray) -> None:
-        """Remove a request. Its states become checkpoints as far as ``kv_slots`` reach.
-
-        ``kv_slots``: int32, the prefix cache's slots for its first tokens; may be empty.
-        """
+    def close(self, row: int, end: int, kv_slots: NDArray[np.int32]) -> None:
+        """Remove a request. Its states become checkpoints as far as ``kv_slots`` reach."""
         state = self._rows.pop(row)
         if state.length == len(kv_slots) > 0:
             state.taken[state.length] = state.slot
         self._store(state, kv_slots)
         self.slots.free(np.array(self._let_go(state), dtype=np.int32))
+
+    def forget(self, kv_slots: NDArray[np.int32]) -> None:
+        """Free the checkpoints at these KV slots."""
+        self.checkpoints.forget(kv_slots)
 
     def reset(self) -> None:
         """Free every checkpoint that no running request begins with."""
@@ -236,17 +231,20 @@ class StateSlots:
     def counters(self) -> dict[str, float]:
         """Gauges for metrics, in state slots."""
         return {
-            "states/used": self.num_slots - self.obtainable,
+            "states/used": self.slots.num_slots - self.obtainable,
             "states/cached": self.checkpoints.evictable,
             "states/free": self.slots.available,
             "states/evicted": self.evicted,
         }
 
-    def check_integrity(self, cached: np.ndarray) -> None:
-        """Raise IntegrityError unless every state slot has exactly one owner.
-
-        ``cached``: int32, all KV slots of the prefix cache.
-        """
+    def check_integrity(
+        self,
+        ends: Mapping[int, int],
+        drafts: Iterable[NDArray[np.int32]],
+        cached: NDArray[np.int32],
+        in_use: NDArray[np.int32],
+    ) -> None:
+        """Raise IntegrityError unless every state slot has exactly one owner."""
         pins = [row.pinned for row in self._rows.values() if row.pinned != NULL_SLOT]
         self.checkpoints.check_integrity(pins, cached)
         self.slots.check_integrity(self._held_slots())

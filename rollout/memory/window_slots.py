@@ -16,13 +16,14 @@ length before which all keys of a window are there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollout.errors import IntegrityError
+from rollout.memory.layer_slots import LayerSlots
 from rollout.memory.slots import NULL_SLOT, SlotAllocator
 
 _GIVE_BACK = 8  # an eighth of a window has piled up behind a request when it gives that back
@@ -54,8 +55,10 @@ class _Row:
     length: int  # tokens that it was admitted with
 
 
-class WindowSlots:
+class WindowSlots(LayerSlots):
     """Moves window slots between owners. Arrays are int32, of distinct KV slots."""
+
+    limits_prefixes = True
 
     def __init__(self, sizes: WindowSizes, num_kv_slots: int, table: NDArray[np.int32]) -> None:
         """``table``: req_to_token."""
@@ -89,12 +92,12 @@ class WindowSlots:
         usable = (lengths - after_gap >= self.sizes.window - 1) | (after_gap == 0)
         return int(np.flatnonzero(usable)[-1])
 
-    def can_admit(self, prefix: NDArray[np.int32], length: int, ends: Mapping[int, int]) -> bool:
+    def can_admit(self, prefix: NDArray[np.int32], length: int, ends: Sequence[int]) -> bool:
         """Whether a request of ``length`` tokens can run beside those that do.
 
         Args:
             prefix: KV slots of its cached tokens.
-            ends: allocated_len of each running request.
+            ends: allocated_len of each row.
         """
         seen = prefix[max(0, len(prefix) - self.sizes.window + 1) :]
         taken = int(np.count_nonzero(self._kept_at[seen]))
@@ -107,17 +110,30 @@ class WindowSlots:
     def _span(self, length: int) -> int:
         return min(self.sizes.span, length + _HEADROOM)
 
-    def open(self, row: int, cached_len: int, length: int) -> None:
-        """Register a request of ``length`` tokens; those in [0, cached_len) are usable and
-        locked."""
-        first = max(0, cached_len - self.sizes.window + 1)
+    def open(self, row: int, prefix: NDArray[np.int32], length: int) -> None:
+        """Register a request of ``length`` tokens, which holds what it sees of its prefix."""
+        first = max(0, len(prefix) - self.sizes.window + 1)
         self._rows[row] = _Row(first=first, length=length)
-        self._hold(self._table[row, first:cached_len])
+        self._hold(prefix[first:])
 
     def room(self, count: int) -> int:
         """How many of ``count`` tokens a run may have. Long ones leave each request a slot."""
         spare = self.obtainable - (len(self._rows) if count > 1 else 0)
         return min(count, max(spare, min(1, self.obtainable)))
+
+    @property
+    def one_slot_rows(self) -> int:
+        """Rows that can be one token longer now."""
+        return self.obtainable
+
+    @property
+    def node_slots(self) -> int:
+        """All of them."""
+        return self.sizes.num_slots
+
+    def node_room(self, num_runs: int) -> int:
+        """Draft nodes for which there are slots."""
+        return self.obtainable
 
     @property
     def run_room(self) -> int:
@@ -156,7 +172,7 @@ class WindowSlots:
         self.slot_of[given], self._holds[given] = NULL_SLOT, 0
         self._hold(new[~lacks])
 
-    def close(self, row: int, end: int) -> None:
+    def close(self, row: int, end: int, kv_slots: NDArray[np.int32]) -> None:
         """Remove a request whose slots end at ``end``. Nothing is given back: those of its KV slots
         that are freed next, are forgotten then."""
         self._let_go(self._table[row, self._rows.pop(row).first : end])
@@ -183,15 +199,14 @@ class WindowSlots:
         return end - self._rows[row].first
 
     def check_integrity(
-        self, ends: Mapping[int, int], drafts: Iterable[NDArray], in_use: NDArray
+        self,
+        ends: Mapping[int, int],
+        drafts: Iterable[NDArray[np.int32]],
+        cached: NDArray[np.int32],
+        in_use: NDArray[np.int32],
     ) -> None:
-        """Raise IntegrityError unless every window slot is free, held or kept, and counted right.
-
-        Args:
-            ends: allocated_len of each running request.
-            drafts: KV slots of draft nodes, without accepted ones.
-            in_use: all KV slots that are not free.
-        """
+        """Raise IntegrityError unless every window slot is free, held or kept, and counted
+        right."""
 
         def require(ok: bool | np.bool_, problem: str) -> None:
             if not ok:
@@ -245,16 +260,3 @@ class WindowSlots:
                 self._queue.appendleft((at, slots[-left:]))
                 self._queued += left
             count -= len(slots) - left
-
-
-class WindowedSlots:
-    """Frees KV slots together with their window slots."""
-
-    def __init__(self, kv_slots: SlotAllocator, windows: WindowSlots) -> None:
-        self._kv_slots = kv_slots
-        self._windows = windows
-
-    def free(self, slots: np.ndarray) -> None:
-        """Free KV slots, int32, and the window slots stored under them."""
-        self._windows.forget(slots)
-        self._kv_slots.free(slots)

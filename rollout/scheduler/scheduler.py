@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rollout.memory.kv_cache_manager import KVCacheManager
-from rollout.memory.state_slots import StateRun
+from rollout.memory.layer_slots import StateRun
 from rollout.scheduler.length_forecast import LengthForecast
 from rollout.scheduler.step_limits import StepLimits, check_length
 from rollout.scheduler.waiting import QueuedRequest, ReplacementRate, WaitingQueue

@@ -112,10 +112,10 @@ def _advance(memory: KVCacheManager, batch: Batch) -> None:
 
 def _what_is_short(memory: KVCacheManager, num_tokens: int) -> str:
     states, windows = memory.states, memory.windows
-    if states is not None and not states.can_admit:
+    if states is not None and not states.fits_another:
         return (
-            f"those that run need all {states.num_slots} state slots; raise memory.state_slots or "
-            "let requests finish"
+            f"those that run need all {states.slots.num_slots} state slots; raise "
+            "memory.state_slots or let requests finish"
         )
     if windows is not None and memory.obtainable >= num_tokens:
         return (

@@ -274,11 +274,8 @@ class TargetWorker:
     def counters(self) -> dict[str, float]:
         """Gauges of KV slots, window slots and recurrent states, for metrics."""
         usage, counters = self.memory.usage, self.memory.counters
-        states = {} if self.memory.states is None else self.memory.states.counters()
-        windows = {} if self.memory.windows is None else self.memory.windows.counters()
         return {
-            **states,
-            **windows,
+            **self.memory.layer_slots.counters(),
             "kv/used": usage.used,
             "kv/cached": usage.cached,
             "kv/free": usage.free,

@@ -190,7 +190,7 @@ def test_no_more_requests_run_than_have_two_slots():
     memory = make_memory(5, rows=3)
     one = prefill(memory, [1, 2, 3])
     prefill(memory, [4, 5, 6])
-    assert not memory.states.can_admit
+    assert not memory.states.fits_another
     assert memory.admit(int32([7, 8]), headroom=0) is None
     memory.release(one, [])
     assert memory.admit(int32([7, 8]), headroom=0) is not None
