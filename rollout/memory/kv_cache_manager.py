@@ -87,7 +87,8 @@ class KVCacheManager:
         self.windows: WindowSlots | None = None
         if windows is not None:
             self.windows = WindowSlots(windows, num_slots, self.req_to_token.table)
-        self.layer_slots: LayerSlots = self.states or self.windows or LayerSlots()
+        kinds = (self.states, self.windows)
+        self.layer_slots = next((each for each in kinds if each is not None), LayerSlots())
         self._linked = LinkedSlots(self.slots, self.layer_slots)
         self.prefix_cache = PrefixCache(self._linked)
         self.shares_prefixes = prefix_cache
@@ -144,6 +145,8 @@ class KVCacheManager:
             headroom: slots that must stay obtainable.
             final_len: tokens that the request grows to for certain, where those are more.
         """
+        if not self.layer_slots.fits_another:
+            return None
         prefix = tokens[:-1]
         if self.layer_slots.limits_prefixes:
             prefix = prefix[: self.cached_len(tokens)]

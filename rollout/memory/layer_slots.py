@@ -30,7 +30,8 @@ class StateRun:
 
 
 class LayerSlots:
-    """Told whenever KV slots change hands. This one is for models that have no such layers.
+    """Owns such slots, and is told whenever KV slots change hands. This one is for models that have
+    no such layers.
 
     KV slots are int32 and distinct. A request is known by its row; ``ends`` are the positions, by
     row, up to which it has KV slots.
@@ -43,6 +44,11 @@ class LayerSlots:
         """The longest part of a cached prefix from which a request can go on."""
         return len(kv_slots)
 
+    @property
+    def fits_another(self) -> bool:
+        """Whether one more request may run, of whatever length."""
+        return True
+
     def can_admit(self, prefix: NDArray[np.int32], length: int, ends: Sequence[int]) -> bool:
         """Whether a request of ``length`` tokens can run beside those that do.
 
@@ -51,7 +57,7 @@ class LayerSlots:
         return True
 
     def open(self, row: int, prefix: NDArray[np.int32], length: int) -> None:
-        """Register such a request. Its prefix is locked."""
+        """Register a request of ``length`` tokens, whose prefix is locked."""
 
     def room(self, count: int) -> int:
         """How many of ``count`` tokens a run may have now."""

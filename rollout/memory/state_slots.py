@@ -86,7 +86,7 @@ class StateSlots(LayerSlots):
         return set(self._reserved)
 
     def usable_len(self, kv_slots: NDArray[np.int32]) -> int:
-        """Up to the last token whose state was stored."""
+        """A cached prefix is usable up to the last token whose state was stored."""
         return self.checkpoints.deepest(kv_slots)
 
     @property
@@ -95,10 +95,6 @@ class StateSlots(LayerSlots):
         if len(self._rows) >= self.slots.num_slots // SLOTS_PER_ROW:
             return False
         return not self._reserved or self._spare >= 0
-
-    def can_admit(self, prefix: NDArray[np.int32], length: int, ends: Sequence[int]) -> bool:
-        """Whether one more request can run, of any length."""
-        return self.fits_another
 
     def node_room(self, num_runs: int) -> int:
         """Slots that draft nodes may take in a step of ``num_runs`` runs."""

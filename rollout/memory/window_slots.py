@@ -128,7 +128,7 @@ class WindowSlots(LayerSlots):
 
     @property
     def node_slots(self) -> int:
-        """All of them."""
+        """All window slots: a draft node takes one."""
         return self.sizes.num_slots
 
     def node_room(self, num_runs: int) -> int:

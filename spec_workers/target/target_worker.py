@@ -117,12 +117,11 @@ class TargetWorker:
                     check_outputs(self.model.linears())
             elif device.type == "cuda":
                 sum_in_float32()
-            is_onednn = device.type == "cpu" and not all(
-                linear.sum_block for linear in self.model.linears()
-            )
-            self.minimum_rows = max(
-                _QUICKEST_ROWS if is_onednn else 1, *self.ranks.all.all_gather_int(exact_rows)
-            )
+            quickest_rows = 1
+            if device.type == "cpu" and not all(it.sum_block for it in self.model.linears()):
+                quickest_rows = _QUICKEST_ROWS
+            # Ranks' processors may differ, and their steps have the same rows.
+            self.minimum_rows = max(self.ranks.all.all_gather_int(max(exact_rows, quickest_rows)))
             padding = DummyRun(self.model, features, exact=config.exact)
             reserved = (
                 bytes_of_steps(config.memory, limits, padding, draft_nodes)

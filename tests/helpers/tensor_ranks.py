@@ -71,6 +71,15 @@ def long_chain(folder: str, draft: str) -> dict:
     return found
 
 
+def unlike_processors(folder: str) -> dict:
+    """Rank 1 runs where only oneDNN multiplies few rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        if RANK == 1:
+            patch.setattr("rollout.ops.panel_matmul.native.supports", lambda *tensors: False)
+        engine = engine_of(folder, dtype="bfloat16")
+        return {"rows": engine.worker.target.minimum_rows, "rollouts": rolled_out(engine)}
+
+
 def error_of(call, *args, **options) -> str:
     """The name of the error that a call raises, with its message if it is ours; empty without
     one."""
@@ -281,6 +290,7 @@ def main(output: Path) -> None:
     results["bfloat16"] = chain(llama, "bfloat16")
     for name in ("tied", "one kv head", "hybrid", "interleaved", "experts", *FAMILIES):
         results[name] = chain(folders[name])
+    results["unlike processors"] = unlike_processors(llama)
     results["updates"], own["updates"] = updates(llama, folders["other"])
     results["corpora"] = corpora(llama)
     own["different calls"] = different_calls(llama)

@@ -93,9 +93,30 @@ def test_a_product_that_no_padding_mends_is_named(differs, dtype, monkeypatch):
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rows_that_onednn_multiplies_are_tried_at_any_size(threads, monkeypatch):
+    """A product too large for every number of rows to be tried."""
+    linear = random_linear(96, 160, torch.bfloat16)
+    if not linear.sum_block:
+        pytest.skip("oneDNN multiplies few rows here")
+    otherwise = summed_backwards_where(lambda rows, now: 48 < rows <= 64 and now == threads)
+    monkeypatch.setattr(Linear, "__call__", otherwise)
+    monkeypatch.setattr("rollout.models.layers.row_invariance._AFFORDABLE", 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(ExactnessError, match="96 -> 160"):
+            make_row_invariant([linear], 300)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_product_whose_width_changes_its_bits_is_named(dtype, monkeypatch, caplog):
-    linears = [random_linear(96, outputs, dtype) for outputs in (7, 33, 160, 700)]
+    linears = [
+        random_linear(96, outputs, dtype, bias=bias)
+        for outputs in (7, 33, 160, 700) for bias in (False, True)
+    ]  # fmt: skip
     if linears[0].is_packed:
         check_outputs(linears)
         assert not caplog.text
@@ -106,8 +127,8 @@ def test_a_product_whose_width_changes_its_bits_is_named(dtype, monkeypatch, cap
 
     monkeypatch.setattr(Linear, "__call__", call)
     check_outputs(linears)
-    (record,) = caplog.records
-    assert "96 -> 33 product" in record.getMessage()
+    assert len(caplog.records) == 2, "with biases and without"
+    assert all("96 -> 33 product" in record.getMessage() for record in caplog.records)
 
 
 def test_products_on_the_cpu_stay_as_they_are():

@@ -11,8 +11,8 @@ from rollout.models.layers.row_invariance import make_row_invariant
 from rollout.ops.panel_matmul import native, panel_matmul, reference
 from rollout.ops.panels import write_panels
 
-pytestmark = pytest.mark.skipif(
-    not native.supports(torch.empty(1, 2, dtype=torch.bfloat16), torch.empty(0).bfloat16()),
+needs_the_op = pytest.mark.skipif(
+    not native.supports(torch.empty(1, 2).bfloat16(), torch.empty(1, 1, 128).bfloat16()),
     reason="needs AVX-512's bfloat16 products",
 )
 CPU = torch.device("cpu")
@@ -31,6 +31,7 @@ def panels_of(weight_OI: torch.Tensor) -> torch.Tensor:
     return panels
 
 
+@needs_the_op
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
 def test_the_op_is_the_reference(inputs: int, outputs: int, threads: int, set_threads) -> None:
@@ -49,6 +50,7 @@ def test_the_op_is_the_reference(inputs: int, outputs: int, threads: int, set_th
                 assert torch.equal(y, torch.cat([y[:0], *alone])), "a row is its own"
 
 
+@needs_the_op
 def test_what_is_not_finite_stays_in_its_row_and_output() -> None:
     weight, x = random(70, 32, seed=1), random(9, 32, seed=2)
     clean = panel_matmul(x, panels_of(weight), 70, None, 1024)
@@ -61,6 +63,7 @@ def test_what_is_not_finite_stays_in_its_row_and_output() -> None:
     assert torch.equal(y[others][:, 67:], clean[others][:, 67:])
 
 
+@needs_the_op
 def test_columns_that_are_not_adjacent_are_read_too() -> None:
     panels, x = panels_of(random(30, 20, seed=1)), random(20, 4, seed=2).T
     assert torch.equal(
@@ -68,6 +71,7 @@ def test_columns_that_are_not_adjacent_are_read_too() -> None:
     )
 
 
+@needs_the_op
 def test_sizes_that_disagree_are_refused() -> None:
     panels, x = panels_of(random(30, 20, seed=1)), random(4, 20, seed=2)
     with pytest.raises(ValueError, match="too few for the outputs"):
@@ -79,6 +83,7 @@ def test_sizes_that_disagree_are_refused() -> None:
             panel_matmul(x, panels, 30, None, block)
 
 
+@needs_the_op
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
     ("inputs", "outputs"), [(48, 80), (576, 960), (1024, 70), (1536, 576), (3072, 192)]
@@ -107,6 +112,7 @@ def test_bits_are_onednns(inputs: int, outputs: int, bias: bool, set_threads) ->
             assert torch.equal(y.view(torch.int16), whole[:rows].view(torch.int16)), rows
 
 
+@needs_the_op
 @torch.inference_mode()
 def test_a_library_that_adds_otherwise_multiplies_few_rows_too(monkeypatch) -> None:
     """The order of the sums decides, not the processor."""
@@ -117,10 +123,11 @@ def test_a_library_that_adds_otherwise_multiplies_few_rows_too(monkeypatch) -> N
     make_row_invariant([linear], 64)
     assert linear.sum_block == 0
     x = random(1, 600, seed=2)
-    monkeypatch.setattr("rollout.models.layers.linear.panel_matmul", None)
+    monkeypatch.setattr("rollout.models.layers.linear.native", None)
     assert linear(x).shape == (1, 70)
 
 
+@needs_the_op
 @torch.inference_mode()
 def test_few_rows_see_weights_that_were_written_and_woken() -> None:
     linear = Linear(1536, 70, dtype=torch.bfloat16, device=CPU)
@@ -144,3 +151,11 @@ def test_other_weights_are_left_to_onednn() -> None:
         packed = PackedWeight.pack(torch.ones(8, inputs, dtype=dtype))
         assert packed is not None
         assert not packed.multiplies_few_rows
+
+
+def test_the_reference_is_a_product() -> None:
+    weight, x, bias = random(70, 1100, seed=1), random(9, 1100, seed=2), random(70, seed=3)
+    for block in (2, 512, 2048):
+        y = reference.panel_matmul(x, panels_of(weight), 70, bias, block)
+        expected = x.double() @ weight.double().T + bias.double()
+        torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=1e-2)

@@ -68,6 +68,13 @@ def test_the_bits_of_one_rank(case, folders, ranks):
     assert first["rollouts"] == one
 
 
+def test_ranks_on_unlike_processors_run_the_same_rows(folders, ranks):
+    first, second = (rank["unlike processors"] for rank in ranks)
+    assert first == second
+    one = numbers(alone(folders["llama"], "bfloat16").generate(PROMPTS, PARAMS))
+    assert first["rollouts"] == one
+
+
 def test_an_update_reaches_all_ranks_or_none(folders, ranks):
     first, second = (rank["updates"] for rank in ranks)
     assert first == second

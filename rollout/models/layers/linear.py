@@ -15,7 +15,7 @@ from rollout.models.layers.storage import allocate_storage, free_storage
 from rollout.models.layers.weight_loader import WeightLoader, fill
 from rollout.ops.matmul import matmul
 from rollout.ops.matmul.tiles import Tile
-from rollout.ops.panel_matmul import panel_matmul
+from rollout.ops.panel_matmul import native
 from rollout.parallel.rank_group import NO_MEMORY, Memory
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class Linear:
             if self.sum_block and x_MI.shape[0] <= FEW_ROWS:
                 panels_PUL = self._packed.panels_PUL
                 assert panels_PUL is not None
-                return panel_matmul(
+                return native.panel_matmul(
                     x_MI, panels_PUL, self.out_features, self.bias_O, self.sum_block
                 )
             return torch.ops.mkldnn._linear_pointwise.default(

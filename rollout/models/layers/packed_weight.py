@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rollout.models.layers.storage import prefer_huge_pages
-from rollout.ops.panel_matmul import supports
+from rollout.ops.panel_matmul import native
 from rollout.ops.panels import LANES, read_panels, write_panels
 from rollout.parallel.rank_group import Memory
 
@@ -51,7 +51,7 @@ class PackedWeight:
     @property
     def multiplies_few_rows(self) -> bool:
         """Whether `ops.panel_matmul` takes this weight, and rows of its dtype."""
-        return self.panels_PUL is not None and supports(
+        return self.panels_PUL is not None and native.supports(
             torch.empty(1, self.opaque.shape[1], dtype=self.opaque.dtype), self.panels_PUL
         )
 

@@ -27,8 +27,11 @@ log = logging.getLogger(__name__)
 
 LARGEST_PADDING = 16
 # Dense where kernels' tiles are a few rows high, then around multiples of larger blocks.
-_ROW_COUNTS = (*range(1, 18), 24, 25, 32, 33, 48, 63, 64, 65, 96, 127, 128, 129, 255, 256, 257)
-_ONE_THREAD_ROW_COUNTS = (1, 2, 3, 4, 5, 8, 11, 33, 128)
+_LIBRARY_ROW_COUNTS = (FEW_ROWS + 1, 64, 65)  # the fewest that oneDNN multiplies beside our op
+_ROW_COUNTS = (
+    *range(1, 18), 24, 25, 32, 33, 48, 63, *_LIBRARY_ROW_COUNTS, 96, 127, 128, 129, 255, 256, 257
+)  # fmt: skip
+_ONE_THREAD_ROW_COUNTS = (1, 2, 3, 4, 5, 8, 11, 33, *_LIBRARY_ROW_COUNTS, 128)
 _SUM_BLOCKS = (1024, 512, 256, 2048, 4096, 8192)  # inputs that oneDNN may sum in one chain
 _AFFORDABLE = 2**30  # multiply-adds of one tested product: a few milliseconds
 _DISTINCT_OUTPUTS = 512
@@ -63,7 +66,7 @@ def make_row_invariant(linears: Iterable[Linear], max_rows: int) -> int:
         if first is None:
             first = tested[_signature(linear)] = linear
             with gpu.on(linear.device):
-                _test_rows(linear, max_rows)
+                _set_sum_block_and_min_rows(linear, max_rows)
         linear.min_rows, linear.sum_block = first.min_rows, first.sum_block
     return max((linear.min_rows for linear in linears), default=1)
 
@@ -93,8 +96,7 @@ def check_outputs(linears: Iterable[Linear]) -> None:
 
 
 @torch.inference_mode()
-def _test_rows(linear: Linear, max_rows: int) -> None:
-    """Set the product's ``sum_block`` and ``min_rows``."""
+def _set_sum_block_and_min_rows(linear: Linear, max_rows: int) -> None:
     most = max(max_rows, FEW_ROWS + 1)  # more than `ops.panel_matmul` takes
     if linear.device.type == "cuda":
         most = min(most, _MAX_ON_A_GPU)
@@ -110,13 +112,15 @@ def _test_rows(linear: Linear, max_rows: int) -> None:
         affordable = max(LARGEST_PADDING, _AFFORDABLE // cost)
     order_M = _shuffled(most, linear)
 
+    def is_tried(count: int) -> bool:
+        is_library = bool(probe.sum_block) and count in _LIBRARY_ROW_COUNTS
+        return count <= most and (count <= affordable or is_library)
+
     def differing_among(counts: tuple[int, ...]) -> set[int]:
-        differing = set()
-        for count in counts:
-            rows = order_M[:count]
-            if count <= min(most, affordable) and not torch.equal(probe(x_MI[rows]), y_MO[rows]):
-                differing.add(count)
-        return differing
+        tried = {count: order_M[:count] for count in counts if is_tried(count)}
+        return {
+            count for count, rows in tried.items() if not torch.equal(probe(x_MI[rows]), y_MO[rows])
+        }
 
     differing = differing_among(_ROW_COUNTS)
     if linear.device.type == "cpu" and torch.get_num_threads() > 1:
@@ -262,8 +266,8 @@ def _cancelling_probe(linear: Linear, out_features: int) -> Linear:
         stop = min(start + _DISTINCT_OUTPUTS, out_features)
         probe.weight_rows(start, stop).write(block[: stop - start])
     if probe.bias_O is not None:
-        errors_O = torch.randn(out_features, generator=torch.Generator().manual_seed(3)) * 1e-6
-        probe.bias_O.copy_(errors_O)
+        errors = torch.randn(_DISTINCT_OUTPUTS, generator=torch.Generator().manual_seed(3)) * 1e-6
+        probe.bias_O.copy_(errors.repeat(-(-out_features // _DISTINCT_OUTPUTS))[:out_features])
     probe.pack()
     return probe
 

@@ -312,7 +312,7 @@ void panel_matmul(Address x, Dims2 x_shape, Dims2 x_strides, Address panels, Dim
                   int64_t outputs, Address bias, Address out, int64_t block, int threads) {
   require(rollout::has_panel_matmul(), "panel_matmul: this processor lacks it");
   require(panels_shape[2] == 2 * rollout::kPanelLanes, "panels_PUL: a unit is 64 words");
-  require(x_shape[1] % 2 == 0 && x_shape[1] <= 2 * panels_shape[1],
+  require(x_shape[1] > 0 && x_shape[1] % 2 == 0 && x_shape[1] <= 2 * panels_shape[1],
           "x_MI: its inputs must be even and those of the panels");
   require(outputs <= panels_shape[0] * rollout::kPanelLanes, "panels_PUL: too few for the outputs");
   require(block > 0 && block % 2 == 0, "sum_block: must be positive and even");

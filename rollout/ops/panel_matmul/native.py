@@ -6,16 +6,16 @@ import torch
 
 from rollout.ops.extension import cpu
 
-_IS_HERE: bool = cpu is not None and cpu.has_panel_matmul()
-
 
 def supports(x_MI: torch.Tensor, panels_PUL: torch.Tensor) -> bool:
     """Whether the compiled op takes these tensors."""
     return (
-        _IS_HERE
+        cpu is not None
+        and cpu.has_panel_matmul()
         and x_MI.dtype is torch.bfloat16
         and panels_PUL.dtype is torch.bfloat16
         and x_MI.is_cpu
+        and panels_PUL.is_contiguous()
         and x_MI.shape[1] % 2 == 0
     )
 

@@ -17,8 +17,8 @@ from rollout.weights.adapter_folder import adapter_scaling, update_name
 from rollout.weights.shared_memory import SharedMemorySender
 
 SEGMENTS = 4
-"""Of shared memory: with two, where sender and two ranks share two cores, an update took 1.5 times
-as long as one to one rank; with four, 1.05 times."""
+"""Segments of shared memory. Where sender and two ranks shared two cores, an update took 1.5 times
+as long as one to one rank with two segments, and 1.05 times with four."""
 
 
 class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl is untyped here
@@ -125,7 +125,8 @@ async def send_weights(
                 async for handle in _handles(sender, weights, bucket_bytes):
                     loading.append(update.start("load_weights", handle))
                     if len(loading) == SEGMENTS:  # the next bucket takes the first one's place
-                        await update.wait(loading.popleft())
+                        await update.wait(loading[0])
+                        loading.popleft()
             finally:  # they read what goes with the sender
                 for each in loading:
                     await update.wait(each)
@@ -145,7 +146,7 @@ class _Update:
         self.failure: Exception | None = None
 
     def start(self, method: str, *arguments: Any) -> Any:
-        """The call, to be awaited; None after a failure."""
+        """Start a call; what is returned is to be awaited. None after a failure."""
         if self.failure is None:
             return getattr(self._server, method).remote(*arguments)
         return None

@@ -17,7 +17,7 @@ from verl.workers.rollout.replica import TokenOutput
 from rollout.engine.engine import RolloutEngine
 from rollout.engine.rank_processes import open_on_ranks
 from rollout.engine.tokenizer import prompt_group
-from rollout.errors import InvalidInputError, RolloutError
+from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
 from rollout.trainers.served_engine import ServedEngine
 from rollout.trainers.verl.configuration import options_of
 from rollout.trainers.verl.sampling import RequestStart, engine_params
@@ -180,8 +180,17 @@ class Server:
         await self._engine.call(lambda engine: engine.begin_weight_update(**options))
 
     async def load_weights(self, handle: dict[str, Any]) -> None:
-        """``handle``: of a bucket in the shared memory of a `SharedMemorySender`."""
-        await self._engine.update(lambda engine: engine.update_weights_from_ipc(handle))
+        """``handle``: of a bucket in the shared memory of a `SharedMemorySender`.
+
+        Raises WeightUpdateError also where an earlier bucket of the update has failed.
+        """
+
+        def load(engine: RolloutEngine) -> None:
+            if not engine.worker.weights.is_under_way:
+                raise WeightUpdateError("no update is open: an earlier bucket has ended it")
+            engine.update_weights_from_ipc(handle)
+
+        await self._engine.update(load)
 
     async def end_weight_update(self, global_steps: int | None) -> None:
         """Serve the new weights, of trainer step ``global_steps``; None: of the step before."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import suppress
 from dataclasses import fields
+from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -19,10 +22,11 @@ from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutCo
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from rollout.errors import InvalidInputError, WeightUpdateError
-from rollout.trainers.verl.adapter import ServerAdapter
+from rollout.trainers.verl.adapter import SEGMENTS, ServerAdapter, send_weights
 from rollout.trainers.verl.options import HARMLESS, HONOURED, NAME, REFUSED, server_name
 from rollout.trainers.verl.sampling import RequestSeeds
 from rollout.trainers.verl.server import Server
+from rollout.weights.shared_memory import SharedMemoryHandle, SharedMemoryReceiver
 
 pytestmark = [pytest.mark.timeout(6600), pytest.mark.usefixtures("own_ray")]
 RESPONSE = 300
@@ -345,3 +349,110 @@ def test_what_cannot_be_honoured_is_refused(server, model_config):
                 prompt_ids=[5], sampling_params={}, request_id="any", image_data=[object()]
             )
         )
+
+
+class Reference:
+    """Like Ray's reference to a call: who stops awaiting it does not cancel the call."""
+
+    def __init__(self, call):
+        self._task = asyncio.ensure_future(call)
+
+    def __await__(self):
+        return asyncio.shield(self._task).__await__()
+
+
+class LateReader:
+    """Stands for a server's handle. It reads buckets one after the other, when asked to."""
+
+    def __init__(self, fails_at=None):
+        self.found, self.started, self.fails_at = {}, 0, fails_at
+        self.turns = asyncio.Semaphore(0)
+        self._one_at_a_time = asyncio.Lock()
+        self._receiver = SharedMemoryReceiver()
+
+    def __getattr__(self, method):
+        return SimpleNamespace(remote=partial(self._start, method))
+
+    def _start(self, method, *arguments):
+        call = self._load(self.started, *arguments) if method == "load_weights" else self._nothing()
+        self.started += method == "load_weights"
+        return Reference(call)
+
+    async def _nothing(self):
+        pass
+
+    async def _load(self, index, handle):
+        async with self._one_at_a_time:
+            await self.turns.acquire()
+            if index == self.fails_at:
+                raise WeightUpdateError("this bucket is refused")
+            pairs = self._receiver.tensors(SharedMemoryHandle.from_json(handle), "handle")
+            self.found.update((name, tensor.clone()) for name, tensor in pairs)
+
+
+def numbered(count):
+    return {f"weight {index}": torch.full((4096,), float(index)) for index in range(count)}
+
+
+async def send(reader, weights):
+    """Send a bucket for each tensor; the reader takes one whenever the sender waits for it."""
+    sending = asyncio.ensure_future(
+        send_weights(reader, weights.items(), global_steps=1, bucket_bytes=SEGMENTS * 4 * 4096)
+    )
+    while not sending.done():
+        for _ in range(20):  # the sender gets as far as it can
+            await asyncio.sleep(0)
+        assert reader.started - len(reader.found) <= SEGMENTS
+        reader.turns.release()
+    await sending
+
+
+def test_a_segment_is_filled_again_only_after_it_was_read():
+    async def run():
+        reader, weights = LateReader(), numbered(3 * SEGMENTS + 1)
+        await send(reader, weights)
+        assert reader.found.keys() == weights.keys()
+        assert all(torch.equal(reader.found[name], weights[name]) for name in weights)
+
+    asyncio.run(run())
+
+
+def test_after_a_bucket_that_fails_no_other_is_sent():
+    async def run():
+        reader, taken = LateReader(fails_at=2), []
+        weights = numbered(4 * SEGMENTS)
+
+        def watched():
+            for pair in weights.items():
+                taken.append(pair)
+                yield pair
+
+        with pytest.raises(WeightUpdateError, match="is refused"):
+            await send(reader, SimpleNamespace(items=watched))
+        assert reader.started == 2 + SEGMENTS
+        assert len(taken) == len(weights), "taking them may be a collective"
+
+    asyncio.run(run())
+
+
+def test_a_sender_that_is_cancelled_waits_for_those_that_read():
+    async def run():
+        reader = LateReader()
+        sending = asyncio.ensure_future(
+            send_weights(
+                reader, numbered(9).items(), global_steps=1, bucket_bytes=SEGMENTS * 4 * 4096
+            )
+        )
+        while reader.started < SEGMENTS:
+            await asyncio.sleep(0)
+        sending.cancel()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not sending.done()
+        for _ in range(SEGMENTS):
+            reader.turns.release()
+        with suppress(asyncio.CancelledError):
+            await sending
+        assert len(reader.found) == SEGMENTS, "what was sent was there to be read"
+
+    asyncio.run(run())
