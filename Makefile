@@ -76,10 +76,9 @@ demo-mtp: demo-draft-text $(PROMPTS)  ## train a two-step MTP chain for it, on t
 	  $(if $(wildcard $(DRAFTS)/mtp/training.pt),--resume)
 
 # Files side by side, each process with one thread: two that wait for each other are slower than one.
-# Three, for a third of two processes' time is waiting, much of it for Ray.
 # In the order of the folders, the many short files of spec_workers and weights come last and fill both.
 # Where bytecode may not be written, pytest compiles its plugins and all tests anew in each process.
-TEST_PROCESSES ?= 3
+TEST_PROCESSES ?= 2
 
 # As `rollout` sets it itself where it is imported before torch.
 test test-gpu bench bench-vllm: export GOMP_SPINCOUNT ?= 10000

@@ -58,7 +58,9 @@ const Kernels& kernels() {
 
 bool has_panel_matmul() {
 #ifdef ROLLOUT_X86
-  return kernels().panel_matmul != nullptr && __builtin_cpu_supports("avx512bf16");
+  // With AMX a library multiplies more rows in less time, and adds up in another order.
+  return kernels().panel_matmul != nullptr && __builtin_cpu_supports("avx512bf16") &&
+         !__builtin_cpu_supports("amx-bf16");
 #else
   return false;
 #endif
