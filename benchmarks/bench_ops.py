@@ -28,7 +28,7 @@ from rollout.models.layers.linear import FEW_ROWS
 from rollout.models.layers.packed_weight import PackedWeight
 from rollout.ops.categorical import categorical
 from rollout.ops.paged_attention import paged_attention
-from rollout.ops.panel_matmul import native, panel_matmul
+from rollout.ops.panel_matmul import native
 from rollout.ops.rms_norm import rms_norm
 
 SHAPE = SHAPES["demo"]
@@ -108,14 +108,14 @@ def categorical_case(rows: int) -> Case:
 
 
 def product_case(rows: int) -> Case:
-    """Of a layer's widest weight, in as many layers as a step reads."""
+    """Rows times the widest weight of a layer, round as many layers as a step reads."""
     outputs, inputs = 2 * SHAPE.ffn_size, SHAPE.hidden_size
     weights = [PackedWeight.pack(on_cpu(outputs, inputs)) for _ in range(LAYERS)]
     x_TE = on_cpu(rows, inputs)
 
     def ours(weight: PackedWeight) -> object:
         assert weight.panels_PUL is not None
-        return panel_matmul(x_TE, weight.panels_PUL, outputs, None, inputs)
+        return native.panel_matmul(x_TE, weight.panels_PUL, outputs, None, inputs)
 
     def theirs(weight: PackedWeight) -> object:
         return torch.ops.mkldnn._linear_pointwise(x_TE, weight.opaque, None, "none", [], "")

@@ -8,7 +8,8 @@ import torch
 from rollout.models.layers.linear import FEW_ROWS, Linear
 from rollout.models.layers.packed_weight import PackedWeight
 from rollout.models.layers.row_invariance import make_row_invariant
-from rollout.ops.panel_matmul import native, panel_matmul, reference
+from rollout.ops.panel_matmul import native, reference
+from rollout.ops.panel_matmul.native import panel_matmul
 from rollout.ops.panels import write_panels
 
 needs_the_op = pytest.mark.skipif(

@@ -27,6 +27,16 @@ def panel_matmul(
     bias_O: torch.Tensor | None,
     sum_block: int,
 ) -> torch.Tensor:
+    """``x @ weight.T + bias``, summed in float32 and rounded once: [M, O], bfloat16.
+
+    A row's bits depend on that row alone. ``x_MI`` may have strided rows.
+
+    Args:
+        panels_PUL: contiguous, of the packed weight; see `rollout.ops.panels`.
+        sum_block: inputs that are summed in one chain before the sum joins the others', even.
+
+    Raises ValueError for sizes that disagree.
+    """
     if x_MI.stride(1) != 1:
         x_MI = x_MI.contiguous()
     y_MO = x_MI.new_empty((x_MI.shape[0], out_features))
