@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.errors import IntegrityError
-from rollout.memory.layer_slots import LayerSlots, LinkedSlots, StateRun
+from rollout.memory.layer_slots import KVOwners, LayerSlots, LinkedSlots, StateRun
 from rollout.memory.prefix_cache import Node, PrefixCache
 from rollout.memory.req_to_token import ReqToToken
 from rollout.memory.routes_pool import RoutesPool
@@ -373,7 +373,10 @@ class KVCacheManager:
             np.concatenate([np.empty(0, dtype=np.int32), *held])
             for held in (self.prefix_cache.held_slots(), self._held_slots())
         )
-        self.layer_slots.check_integrity(self._ends, self._unaccepted(), cached, in_use)
+        ends = {row: self._allocated[row] for row in self._rows}
+        self.layer_slots.check_integrity(
+            KVOwners(ends=ends, drafts=list(self._unaccepted()), cached=cached, in_use=in_use)
+        )
 
     def _held_slots(self) -> Iterator[np.ndarray]:
         yield from self.prefix_cache.held_slots()
@@ -385,11 +388,6 @@ class KVCacheManager:
         """Slots of draft nodes that are no row's."""
         for slots in self._draft_slots.values():
             yield slots[~self._accepted[slots]]
-
-    @property
-    def _ends(self) -> dict[int, int]:
-        """allocated_len of each running request."""
-        return {row: self._allocated[row] for row in self._rows}
 
     def _allocate(self, count: int) -> np.ndarray:
         missing = count - self.slots.available

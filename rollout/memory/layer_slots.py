@@ -7,7 +7,7 @@ belong to KV slots, and move with them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,16 @@ class StateRun:
     start: int
     end: int
     checkpoints: Sequence[int] = ()  # lengths at which to store the state, ascending, (start, end]
+
+
+@dataclass(slots=True, frozen=True)
+class KVOwners:
+    """The KV slots in use, by owner."""
+
+    ends: Mapping[int, int]  # positions up to which running requests have some, by row
+    drafts: Sequence[NDArray[np.int32]]  # of draft nodes, without accepted ones
+    cached: NDArray[np.int32]  # of the prefix cache
+    in_use: NDArray[np.int32]  # of all owners
 
 
 class LayerSlots:
@@ -131,21 +141,8 @@ class LayerSlots:
         """Gauges for metrics."""
         return {}
 
-    def check_integrity(
-        self,
-        ends: Mapping[int, int],
-        drafts: Iterable[NDArray[np.int32]],
-        cached: NDArray[np.int32],
-        in_use: NDArray[np.int32],
-    ) -> None:
-        """Raise IntegrityError unless every slot has its owner.
-
-        Args:
-            ends: of all running requests.
-            drafts: KV slots of draft nodes, without accepted ones.
-            cached: all KV slots of the prefix cache.
-            in_use: all KV slots that are not free.
-        """
+    def check_integrity(self, kv: KVOwners) -> None:
+        """Raise IntegrityError unless every slot has its owner."""
 
 
 class LinkedSlots:

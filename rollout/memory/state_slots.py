@@ -12,14 +12,14 @@ copies nothing: the slot of the last accepted node becomes the request's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.memory.layer_slots import LayerSlots, StateRun
+from rollout.memory.layer_slots import KVOwners, LayerSlots, StateRun
 from rollout.memory.slots import NULL_SLOT, SlotAllocator
 from rollout.memory.state_checkpoints import StateCheckpoints
 from rollout.types import Scheduled, ScheduledStates
@@ -233,16 +233,10 @@ class StateSlots(LayerSlots):
             "states/evicted": self.evicted,
         }
 
-    def check_integrity(
-        self,
-        ends: Mapping[int, int],
-        drafts: Iterable[NDArray[np.int32]],
-        cached: NDArray[np.int32],
-        in_use: NDArray[np.int32],
-    ) -> None:
+    def check_integrity(self, kv: KVOwners) -> None:
         """Raise IntegrityError unless every state slot has exactly one owner."""
         pins = [row.pinned for row in self._rows.values() if row.pinned != NULL_SLOT]
-        self.checkpoints.check_integrity(pins, cached)
+        self.checkpoints.check_integrity(pins, kv.cached)
         self.slots.check_integrity(self._held_slots())
 
     def _held_slots(self) -> Iterator[np.ndarray]:

@@ -16,14 +16,14 @@ length before which all keys of a window are there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollout.errors import IntegrityError
-from rollout.memory.layer_slots import LayerSlots
+from rollout.memory.layer_slots import KVOwners, LayerSlots
 from rollout.memory.slots import NULL_SLOT, SlotAllocator
 
 _GIVE_BACK = 8  # an eighth of a window has piled up behind a request when it gives that back
@@ -198,13 +198,7 @@ class WindowSlots(LayerSlots):
         """Slots that a request holds, whose row is allocated up to ``end``."""
         return end - self._rows[row].first
 
-    def check_integrity(
-        self,
-        ends: Mapping[int, int],
-        drafts: Iterable[NDArray[np.int32]],
-        cached: NDArray[np.int32],
-        in_use: NDArray[np.int32],
-    ) -> None:
+    def check_integrity(self, kv: KVOwners) -> None:
         """Raise IntegrityError unless every window slot is free, held or kept, and counted
         right."""
 
@@ -212,14 +206,14 @@ class WindowSlots(LayerSlots):
             if not ok:
                 raise IntegrityError(f"window slots: {problem}")
 
-        require(self._rows.keys() == ends.keys(), "the rows are others")
-        held = [self._table[row, self._rows[row].first : end] for row, end in ends.items()]
-        every = np.concatenate([np.empty(0, dtype=np.int32), *held, *drafts])
+        require(self._rows.keys() == kv.ends.keys(), "the rows are others")
+        held = [self._table[row, self._rows[row].first : end] for row, end in kv.ends.items()]
+        every = np.concatenate([np.empty(0, dtype=np.int32), *held, *kv.drafts])
         holds = np.bincount(every, minlength=len(self._holds))
         require(np.array_equal(holds, self._holds), "holds are counted wrongly")
         has = self.slot_of != NULL_SLOT
         require(has[every].all(), "a held token has none")
-        require(np.isin(np.flatnonzero(has), in_use).all(), "one outlived its KV slot")
+        require(np.isin(np.flatnonzero(has), kv.in_use).all(), "one outlived its KV slot")
         kept = has & (holds == 0)
         require(np.array_equal(kept, self._kept_at > 0), "those kept are others")
         require(np.count_nonzero(kept) == self._num_kept, "those kept are counted wrongly")

@@ -29,7 +29,8 @@ LARGEST_PADDING = 16
 # Dense where kernels' tiles are a few rows high, then around multiples of larger blocks.
 _LIBRARY_ROW_COUNTS = (FEW_ROWS + 1, 64, 65)  # the fewest that oneDNN multiplies beside our op
 _ROW_COUNTS = (
-    *range(1, 18), 24, 25, 32, 33, FEW_ROWS, 63, *_LIBRARY_ROW_COUNTS, 96, 127, 128, 129, 255, 256, 257
+    *range(1, 18), 24, 25, 32, 33, FEW_ROWS, 63, *_LIBRARY_ROW_COUNTS,
+    96, 127, 128, 129, 255, 256, 257,
 )  # fmt: skip
 _ONE_THREAD_ROW_COUNTS = (1, 2, 3, 4, 5, 8, 11, 33, *_LIBRARY_ROW_COUNTS, 128)
 _SUM_BLOCKS = (1024, 512, 256, 2048, 4096, 8192)  # inputs that oneDNN may sum in one chain
