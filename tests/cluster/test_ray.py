@@ -22,6 +22,7 @@ from rollout import ExternalState
 from rollout.cluster.cluster import RolloutCluster
 from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.cluster.open_engine import open_with
+from rollout.cluster.ray import heartbeats
 from rollout.cluster.ray.pool import RayPool
 from rollout.cluster.ray.replica import import_failure
 from rollout.config import EngineConfig
@@ -56,7 +57,9 @@ def cluster(own_ray, config, flag) -> Iterator[RolloutCluster]:
         2, report_seconds=0.005, share_seconds=0.02, heartbeat_seconds=HANG_SECONDS, max_deaths=100,
         max_deaths_per_request=100,
     )  # fmt: skip
-    pool = RayPool(config, partial(broken_workers.sticks, flag), options)
+    with pytest.MonkeyPatch.context() as patch:  # looked at each second, for the test of hangs
+        patch.setattr(heartbeats, "_CHECKS", HANG_SECONDS)
+        pool = RayPool(config, partial(broken_workers.sticks, flag), options)
     wait_until(lambda: pool._failure or pool._answers.qsize() >= 4)  # where each lives, its engine
     assert pool._failure is None
     pool._cluster = replace(options, start_seconds=0.01)
@@ -105,9 +108,9 @@ def test_replicas_killed_at_random_are_not_seen_and_replaced(cluster, expected):
 
 def test_replicas_that_hang_are_not_seen_and_replaced(cluster, expected, flag, monkeypatch, caplog):
     """One is stopped as a debugger would; the step of the other never ends."""
-    heartbeats = cluster.replicas._pool._heartbeats
-    monkeypatch.setattr(heartbeats, "_silence_seconds", 5.0)
-    monkeypatch.setattr(heartbeats, "_stall_seconds", 5.0)
+    limits = cluster.replicas._pool._heartbeats
+    monkeypatch.setattr(limits, "_silence_seconds", 5.0)
+    monkeypatch.setattr(limits, "_stall_seconds", 5.0)
     stopped: list[psutil.Process] = []
     tokens = cluster.metrics().generated_tokens
 
