@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,8 +77,9 @@ def _registers_and_stack(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def ttgir(source: ASTSource, options: Mapping[str, Any]) -> str:
-    """A kernel in Triton's GPU dialect, where tensors have layouts, long before machine code."""
+def dialects(source: ASTSource, options: Mapping[str, Any]) -> Iterator[str]:
+    """A kernel in Triton's dialect, then in that for GPUs, where tensors have layouts: each is made
+    when it is asked for, long before machine code."""
     backend = make_backend(HOPPER)
     parsed = backend.parse_options(dict(options) | source.parse_options())
     context = ir.context()
@@ -96,4 +97,4 @@ def ttgir(source: ASTSource, options: Mapping[str, Any]) -> str:
     metadata = {"target": HOPPER, **parsed.__dict__}
     for stage in ("ttir", "ttgir"):
         module = stages[stage](module, metadata)
-    return str(module)
+        yield str(module)
