@@ -48,9 +48,9 @@ from spec_workers.budget import FixedBudget, LearnedBudget, Verified
 from spec_workers.corpus.ngram_corpus import NgramCorpus
 from spec_workers.ngram import SOURCES, NgramWorker
 from spec_workers.none import PlainWorker
+from spec_workers.spec_worker import SpecWorker
 from spec_workers.step import learning
 from spec_workers.target import TargetWorker
-from spec_workers.worker import SpecWorker
 
 SHAPE = Shape(
     hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, ffn_size=32,

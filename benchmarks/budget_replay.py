@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from replaying import CorpusDrafter, Drafts, replay
 
 from ngram_native import Proposal
-from spec_workers.budget.prices import choose_nodes, falling
+from spec_workers.budget.node_choice import choose_nodes, falling
 
 NODES = 16
 """Most draft nodes per request and step."""

@@ -18,8 +18,8 @@ from rollout import Request, Rollout, RolloutEngine, SamplingParams
 from rollout.config import EngineConfig, LoadFormat, MemoryConfig, ModelConfig, SchedulerConfig
 from rollout.types import Batch, DraftTrees
 from spec_workers.draft_tree import only_roots, spread
+from spec_workers.spec_worker import SpecWorker
 from spec_workers.target import TargetWorker
-from spec_workers.worker import SpecWorker
 
 SETTLING = 6
 """Steps before those that are timed: kernels compile, graphs are captured."""

@@ -14,9 +14,9 @@ from spec_workers.budget import DraftBudget
 from spec_workers.neural.draft_factory import open_eagle
 from spec_workers.neural.drafter import NeuralDrafter
 from spec_workers.options import EagleOptions, NeuralOptions, takes
+from spec_workers.spec_worker import SpecWorker
 from spec_workers.step.observation import Observation
 from spec_workers.target import TargetWorker
-from spec_workers.worker import SpecWorker
 
 
 class EagleWorker(SpecWorker):

@@ -17,9 +17,9 @@ from spec_workers.budget import DraftBudget
 from spec_workers.corpus.ngram_corpus import NgramCorpus
 from spec_workers.draft_tree import only_roots, spread
 from spec_workers.options import CorpusOptions, takes
+from spec_workers.spec_worker import SpecWorker
 from spec_workers.step.observation import Observation
 from spec_workers.target import TargetWorker
-from spec_workers.worker import SpecWorker
 
 SOURCES = tuple(source.name.lower() for source in Source)
 

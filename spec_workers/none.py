@@ -9,8 +9,8 @@ from rollout.config import EngineConfig
 from rollout.models.loader import Progress
 from rollout.types import Batch, DraftTrees
 from spec_workers.draft_tree import only_roots
+from spec_workers.spec_worker import SpecWorker
 from spec_workers.target import TargetWorker
-from spec_workers.worker import SpecWorker
 
 
 class PlainWorker(SpecWorker):

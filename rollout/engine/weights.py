@@ -29,7 +29,7 @@ from rollout.weights.bucket import (
     unflattened,
 )
 from rollout.weights.bucket_layout import BucketLayout
-from rollout.weights.groups import WeightGroups
+from rollout.weights.joined_groups import JoinedGroups
 from rollout.weights.manifest import (
     Manifest,
     NamedTensors,
@@ -53,7 +53,7 @@ class WeightUpdates:
 
     def __init__(self, worker: Worker, steps: StepRunner) -> None:
         self.handles = HandleReceiver()
-        self.groups = WeightGroups()
+        self.groups = JoinedGroups()
         self._worker = worker
         self._steps = steps
 

@@ -22,7 +22,8 @@ from rollout.ops.paged_attention import AttentionPlan
 from rollout.ops.state_plan import NO_STATE, StatePlan
 from rollout.ops.truncation import truncation_threshold
 from rollout.ops.uniforms import uniforms
-from rollout.runner.attention import PagedAttention, RecurrentStates
+from rollout.runner.paged_attention import PagedAttention
+from rollout.runner.recurrent_states import RecurrentStates
 
 
 class DummyRun:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout.memory.device_table import DeviceTable, TableChanges
+from rollout.memory.device_slot_table import DeviceSlotTable, TableChanges
 from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.memory.kv_pool import KvPool
 from rollout.memory.routes_pool import StepRoutes
@@ -25,9 +25,10 @@ from rollout.ops.gated_delta_rule.chunked import (
     ChunkedPlan,
     chunked_plan,
 )
-from rollout.runner.attention import PagedAttention, RecurrentStates, state_plan
 from rollout.runner.batch_layout import StepArrays, attention_plan, padded
 from rollout.runner.graphs import ForwardGraphs
+from rollout.runner.paged_attention import PagedAttention
+from rollout.runner.recurrent_states import RecurrentStates, state_plan
 from rollout.types import Batch, DraftTrees
 
 
@@ -73,11 +74,11 @@ class ModelRunner:
         self._kv_pool = kv_pool
         self._state_pool = state_pool
         self._req_to_token = memory.req_to_token.table
-        self._table = DeviceTable(memory, device)
+        self._table = DeviceSlotTable(memory, device)
         self._windows = memory.windows  # layers with a window have slots of their own; None: not
         self._window_table = None
         if memory.windows is not None:
-            self._window_table = DeviceTable(memory, device, memory.windows)
+            self._window_table = DeviceSlotTable(memory, device, memory.windows)
         self._routes_pool = memory.routes
         self._minimum_rows = minimum_rows
         self._device = device

@@ -18,8 +18,9 @@ from spec_workers.budget.budget import Verified
 from spec_workers.budget.cost_curve import CostCurve
 from spec_workers.budget.gate import Gate
 from spec_workers.budget.learned_json import mapping
+from spec_workers.budget.node_choice import Choice, choose_nodes, falling
 from spec_workers.budget.node_values import NodeValues, RequestTrust
-from spec_workers.budget.prices import Choice, KnownPrices, Prices, choose_nodes, falling
+from spec_workers.budget.prices import KnownPrices, Prices
 from spec_workers.budget.step_cost import StepCost
 from spec_workers.budget.token_worth import AcceptRate
 from spec_workers.draft_tree import first_nodes, only_roots

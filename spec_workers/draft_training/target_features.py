@@ -22,7 +22,7 @@ from rollout.ops.paged_attention import (
 )
 from rollout.ops.rotary_store_kv import rotary_store_kv_
 from rollout.ops.state_plan import NO_STATE, StatePlan
-from rollout.runner.attention import RecurrentStates
+from rollout.runner.recurrent_states import RecurrentStates
 from spec_workers.draft_training.sequences import TokenSequence, TrainingSequence
 
 _ROWS_AT_ONCE = 1024

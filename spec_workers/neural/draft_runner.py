@@ -17,8 +17,8 @@ from rollout.models.draft_model import DraftModel
 from rollout.ops import gpu
 from rollout.ops.paged_attention import AttentionPlan
 from rollout.ops.ragged import offsets_of
-from rollout.runner.attention import PagedAttention
 from rollout.runner.batch_layout import attention_plan
+from rollout.runner.paged_attention import PagedAttention
 from spec_workers.draft_tree import indices_within
 from spec_workers.neural.draft_kv import DraftKv
 

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from spec_workers.budget.cost_curve import CostCurve
 from spec_workers.budget.gate import Gate
+from spec_workers.budget.node_choice import choose_nodes, falling
 from spec_workers.budget.node_values import NodeValues
-from spec_workers.budget.prices import choose_nodes, falling
 
 _TO_BEGIN = 0.02
 """A step that follows one without drafts has drafts only if they gain more than this share."""

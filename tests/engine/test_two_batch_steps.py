@@ -13,8 +13,8 @@ from rollout import RolloutEngine, SamplingParams
 from rollout.config import EngineConfig, engine_config
 from rollout.models.loader import Progress
 from spec_workers.draft_tree import only_roots
+from spec_workers.spec_worker import SpecWorker
 from spec_workers.target import TargetWorker
-from spec_workers.worker import SpecWorker
 
 FORWARD = 0.005  # seconds that the device takes for a step when it is waited for
 PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True, n=4, seed=2)

@@ -9,7 +9,7 @@ import torch
 from rollout.memory.state_pool import StatePool
 from rollout.models.spec import ModelSpec
 from rollout.ops.state_plan import NO_STATE, StatePlan
-from rollout.runner.attention import RecurrentStates
+from rollout.runner.recurrent_states import RecurrentStates
 
 
 class DenseStates:

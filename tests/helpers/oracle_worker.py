@@ -6,8 +6,8 @@ import numpy as np
 
 from rollout.config import EngineConfig
 from rollout.types import Batch, DraftTrees
+from spec_workers.spec_worker import SpecWorker
 from spec_workers.target import TargetWorker
-from spec_workers.worker import SpecWorker
 from tests.helpers.requests import make_trees
 from tests.helpers.tree_checks import check_trees
 

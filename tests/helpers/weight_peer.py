@@ -18,7 +18,7 @@ import torch
 from rollout.errors import RolloutError
 from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.group import WeightGroup
-from rollout.weights.groups import WeightGroups
+from rollout.weights.joined_groups import JoinedGroups
 from rollout.weights.manifest import Manifest
 from rollout.weights.parts import CheckpointSource
 from rollout.weights.shared_memory import SharedMemorySender
@@ -135,7 +135,7 @@ def send(pipe: Connection, cut: _Cut, folder: str, port: int, size: int) -> None
 
 
 def receive(pipe: Connection, cut: _Cut, port: int, rank: int, size: int) -> None:
-    groups = WeightGroups()
+    groups = JoinedGroups()
     groups.init("127.0.0.1", port, rank, size, "weights", "gloo", HANG_SECONDS)
     pipe.send({"joined": rank})
     with groups.source(**pipe.recv(), timeout=HANG_SECONDS) as source:

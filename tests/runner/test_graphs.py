@@ -17,15 +17,15 @@ import torch
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import engine_config
 from rollout.errors import InvalidInputError
-from rollout.memory.device_table import DeviceTable
+from rollout.memory.device_slot_table import DeviceSlotTable
 from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.memory.transfers import DeviceBuffer
 from rollout.models.aux_hidden_states import AuxHiddenStates
-from rollout.runner.attention import StateInputs
 from rollout.runner.batch_layout import StepArrays
 from rollout.runner.dummy_run import DummyRun
 from rollout.runner.graphs import Bucket, Buckets
 from rollout.runner.profile_run import activation_bytes, run_largest, warm_up
+from rollout.runner.recurrent_states import StateInputs
 from spec_workers.budget import FixedBudget, LearnedBudget
 from spec_workers.none import PlainWorker
 from spec_workers.target import TargetWorker
@@ -340,7 +340,7 @@ def test_the_largest_step_can_be_tried_before_there_is_kv(tiny_model_path) -> No
 
 def test_on_the_cpu_the_devices_table_is_the_hosts() -> None:
     memory = KVCacheManager(20, 2, 10, prefix_cache=False)
-    table = DeviceTable(memory, torch.device("cpu"))
+    table = DeviceSlotTable(memory, torch.device("cpu"))
     memory.req_to_token.table[1, 3] = 7
     assert table.tensor[1, 3] == 7
 

@@ -18,7 +18,7 @@ from rollout.parallel import ModelRanks
 from rollout.weights.bucket_layout import layouts, sliced_layout
 from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.group import WeightGroup, listen
-from rollout.weights.groups import WeightGroups
+from rollout.weights.joined_groups import JoinedGroups
 from rollout.weights.manifest import (
     TensorSpec,
     UpdateOptions,
@@ -84,7 +84,7 @@ def same(one, other):
 
 def received(rank_model, port, group, arguments):
     """An update through a weight group: the bytes that came, the most of them held at once."""
-    groups = WeightGroups()
+    groups = JoinedGroups()
     groups.init("127.0.0.1", port, 1 + group.rank, 1 + group.size, "weights", "gloo", HANG_SECONDS)
     with groups.source(**arguments, timeout=HANG_SECONDS) as source, LiveBytes() as live:
         rank_model.update(source)
@@ -365,7 +365,7 @@ def test_a_receiver_that_needs_all_is_sent_all_beside_one_that_does_not(tmp_path
         )  # fmt: skip
 
     def receive(rank, needed):
-        groups = WeightGroups()
+        groups = JoinedGroups()
         groups.init("127.0.0.1", store.port, rank, 3, "weights", "gloo", HANG_SECONDS)
         call = {
             "names": list(tensors), "dtypes": ["float32"] * 3,

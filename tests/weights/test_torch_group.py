@@ -9,7 +9,7 @@ import torch
 
 from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.weights import distributed
-from rollout.weights.groups import WeightGroups
+from rollout.weights.joined_groups import JoinedGroups
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.ports import free_port
 from tests.helpers.torch_trainer import TorchTrainer
@@ -27,7 +27,7 @@ def announced(tensors):
 @pytest.fixture
 def pair():
     """A trainer, and the groups of a receiver that has joined its own."""
-    port, groups = free_port(), WeightGroups()
+    port, groups = free_port(), JoinedGroups()
     with ThreadPoolExecutor(1) as threads:
         other = threads.submit(TorchTrainer, port)
         groups.init("127.0.0.1", port, 1, 2, "weights", "gloo", HANG_SECONDS, sender="torch")
@@ -98,7 +98,7 @@ def test_buckets_of_our_own_sender_cannot_come_through_it(pair):
 
 
 def test_nobody_there():
-    groups = WeightGroups()
+    groups = JoinedGroups()
     with pytest.raises(WeightUpdateError, match="rank 0 is missing"):
         groups.init("127.0.0.1", free_port(), 1, 2, "weights", "gloo", 1.0, sender="torch")
     with pytest.raises(InvalidInputError, match="specrollout, torch"):

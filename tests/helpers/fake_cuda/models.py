@@ -10,8 +10,8 @@ import torch
 
 from rollout import RolloutEngine
 from rollout.config import EngineConfig, engine_config
+from spec_workers.spec_worker import SpecWorker
 from spec_workers.target import TargetWorker
-from spec_workers.worker import SpecWorker
 from tests.helpers.oracle_worker import OracleWorker
 
 _LLAMA = {

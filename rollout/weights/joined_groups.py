@@ -42,7 +42,7 @@ class TorchGroup(BroadcastGroup):
 _SENDERS = {"specrollout": WeightGroup, "torch": TorchGroup}
 
 
-class WeightGroups:
+class JoinedGroups:
     """The groups that one engine is in."""
 
     def __init__(self) -> None:

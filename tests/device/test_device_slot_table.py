@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.memory.device_table import DeviceTable
+from rollout.memory.device_slot_table import DeviceSlotTable
 from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.memory.transfers import upload
 from rollout.memory.window_slots import WindowSizes
@@ -26,7 +26,7 @@ def test_rows_of_a_batch_are_the_hosts_through_a_random_life(device, seed, windo
     with a window, as far as a window sees."""
     rng = np.random.default_rng(seed)
     memory = KVCacheManager(160, 4, 60, prefix_cache=True, windows=windows)
-    table = DeviceTable(memory, device, memory.windows)
+    table = DeviceSlotTable(memory, device, memory.windows)
     table.tensor.fill_(-7)
     running: list = []
     sent = 0
@@ -88,7 +88,7 @@ def test_rows_of_a_batch_are_the_hosts_through_a_random_life(device, seed, windo
 
 def test_a_decode_step_sends_what_it_runs_alone(device) -> None:
     memory = KVCacheManager(40, 2, 30, prefix_cache=False)
-    table = DeviceTable(memory, device)
+    table = DeviceSlotTable(memory, device)
     row, _ = memory.admit(np.arange(8, dtype=np.int32), headroom=0)
     request = make_request(list(range(8)))
     request.row = row

@@ -1,7 +1,7 @@
-"""Attention and recurrence: planned once per step, run once per layer.
+"""Recurrent states of a step: planned once, run once per layer.
 
-Legend: B entries, T query rows, N draft nodes, S slots; H query heads, K kv heads, D head dim; of
-recurrent layers C channels, W taps, H key heads of K, G value heads of V.
+Legend: B entries, T query rows, N draft nodes, S slots; C channels, W taps, H key heads of K, G
+value heads of V.
 """
 
 from __future__ import annotations
@@ -18,60 +18,8 @@ from rollout.memory.transfers import A
 from rollout.ops.causal_conv import causal_conv
 from rollout.ops.gated_delta_rule import gated_delta_rule
 from rollout.ops.gated_delta_rule.chunked import ChunkedPlan
-from rollout.ops.latent_attention import latent_attention
-from rollout.ops.paged_attention import PLAIN, AttentionPlan, AttentionVariant, paged_attention
-from rollout.ops.rotary_store_kv import rotary_store_kv_
 from rollout.ops.state_plan import NO_STATE, StatePlan
 from rollout.types import Batch, DraftTrees
-
-
-class PagedAttention:
-    """One step's attention: what the plan fixes once, every layer runs with.
-
-    A model calls ``run`` for each of its attention layers and knows nothing of pools and slots.
-    """
-
-    def __init__(
-        self,
-        *,
-        keys: list[torch.Tensor],
-        values: list[torch.Tensor],
-        slots_T: torch.Tensor,
-        plan: AttentionPlan,
-        scale: float,
-        windowed: tuple[torch.Tensor, AttentionPlan] | None = None,
-    ) -> None:
-        """``windowed``: slots [T] and plan of layers with a window; None: the others'."""
-        self._keys = keys
-        self._values = values
-        self._everywhere = (slots_T, plan)
-        self._windowed = windowed or self._everywhere
-        self._scale = scale
-
-    def run(
-        self,
-        layer: int,
-        q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor | None,
-        positions_T: torch.Tensor,
-        cos_sin_PD: torch.Tensor,
-        rows_R: torch.Tensor | None = None,
-        variant: AttentionVariant = PLAIN,
-    ) -> torch.Tensor:
-        """Store keys and values of all rows, then attend from all rows. Returns [T, H, D].
-
-        ``v_TKD``: None for latent attention; the result is then [T, H, D without rotated dims].
-        ``rows_R``: attend from these alone, which are the query rows of the plan.
-        """
-        keys, values = self._keys[layer], None if v_TKD is None else self._values[layer]
-        slots_T, plan = self._everywhere if variant.window is None else self._windowed
-        rotary_store_kv_(q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, keys, values, slots_T)
-        if rows_R is not None:
-            q_THD = q_THD[rows_R]
-        if values is None:
-            return latent_attention(q_THD, keys, plan, self._scale, cos_sin_PD.shape[1])
-        return paged_attention(q_THD, keys, values, plan, self._scale, variant)
 
 
 class RecurrentStates:
@@ -120,15 +68,6 @@ class RecurrentStates:
             self._plan,
             self._chunks,
         )
-
-
-@dataclass(kw_only=True)
-class WindowInputs(Generic[A]):
-    """The slots of layers with a window that have their own. Filled by
-    `StepArrays.with_windows`."""
-
-    slots_T: A  # int64
-    node_slots_N: A  # int32
 
 
 @dataclass(kw_only=True)

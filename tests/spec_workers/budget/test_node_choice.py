@@ -7,7 +7,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
-from spec_workers.budget.prices import choose_nodes, falling
+from spec_workers.budget.node_choice import choose_nodes, falling
 
 
 def best_of_all(values_N, offsets_B1, token_ms_B, step_ms):

@@ -18,7 +18,7 @@ from rollout.ops.ragged import ranges
 
 @dataclass(kw_only=True)
 class TableWrites(Generic[A]):
-    """Slots and the places in the table they are written to. Filled by `DeviceTable.changes`."""
+    """Slots, and the places in the table they go to. Filled by `DeviceSlotTable.changes`."""
 
     indices_C: A  # int64, in the flat table
     slots_C: A  # int32
@@ -38,7 +38,7 @@ _NO_ROWS = np.zeros(0, dtype=np.int64)
 _NOTHING = TableChanges(rows_B=_NO_ROWS, versions_B=_NO_ROWS, ends_B=_NO_ROWS, writes=None)
 
 
-class DeviceTable:
+class DeviceSlotTable:
     """``tensor``, int32 [max_rows, max_context_len], equals the host's table where a batch reads
     it.
 
