@@ -44,7 +44,7 @@ from rollout.config import (
 from rollout.ops import gpu
 from rollout.sampling.sampler import PendingSamples
 from rollout.types import Batch, EntryResult, StepTimes
-from spec_workers.budget import FixedBudget, LearnedBudget, Verified
+from spec_workers.budget import FixedBudget, LearnedBudget, SelectedDrafts
 from spec_workers.corpus.ngram_corpus import NgramCorpus
 from spec_workers.ngram import SOURCES, NgramWorker
 from spec_workers.none import PlainWorker
@@ -136,10 +136,10 @@ def tell_times(budget: Any) -> None:
     observe = budget.observe
 
     def told(
-        batch: Batch, verified: Verified, results: list[EntryResult], times: StepTimes
+        batch: Batch, selected: SelectedDrafts, results: list[EntryResult], times: StepTimes
     ) -> None:
-        rows = batch.num_run_tokens + verified.trees.num_nodes
-        observe(batch, verified, results, replace(times, forward=forward_ms(rows)))
+        rows = batch.num_run_tokens + selected.trees.num_nodes
+        observe(batch, selected, results, replace(times, forward=forward_ms(rows)))
 
     budget.observe = told
 

@@ -25,10 +25,10 @@ from safetensors.torch import save_file
 from rollout import RolloutEngine
 from rollout.config import DType, LoadFormat
 from rollout.models.loader import load_model
+from rollout.weights.checkpoint_source import CheckpointSource
 from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.group import WeightGroup, listen
 from rollout.weights.manifest import Manifest, TensorSpec
-from rollout.weights.parts import CheckpointSource
 from rollout.weights.rank_stream import RankStream
 from rollout.weights.shared_memory import SharedMemorySender
 

@@ -31,7 +31,7 @@ from rollout.types import (
     TokenExtras,
 )
 from rollout.weights.transaction import WeightTransaction
-from spec_workers.budget import DraftBudget, FixedBudget, Verified
+from spec_workers.budget import DraftBudget, FixedBudget, SelectedDrafts
 from spec_workers.budget.cost_run import calibrate
 from spec_workers.draft_tree import only_roots
 from spec_workers.features.feature_recorder import FeatureRecorder
@@ -150,11 +150,11 @@ class SpecWorker:
         with gpu.on(self.model_device):
             timer = self._timers.begin()
             with timer.drafting():
-                verified = self._draft(batch)
+                selected = self._draft(batch)
             with timer.forward():
-                forwarded = self.target.verify(batch, verified.trees)
+                forwarded = self.target.verify(batch, selected.trees)
             with timer.sampling():
-                samples = self.target.sample(batch, verified.trees, forwarded.logits_RV)
+                samples = self.target.sample(batch, selected.trees, forwarded.logits_RV)
             with timer.booking():
                 self._learning.catch_up()  # while a GPU computes
         # Nobody reads logits again: their memory is the next step's.
@@ -168,12 +168,12 @@ class SpecWorker:
                 with timer.booking():
                     results = self._accept(batch, read)
                     self.target.commit(batch, results)
-                    step = self._observation(batch, verified, forwarded, results)
+                    step = self._observation(batch, selected, forwarded, results)
                 with timer.drafting():
                     self.observe(step)
             times = agreed_times(self.ranks.tensor, timer.end())
-            self._learning.observe(batch, verified, results, times, steady)
-            return self._result(batch, verified, results, times)
+            self._learning.observe(batch, selected, results, times, steady)
+            return self._result(batch, selected, results, times)
 
         return finish
 
@@ -189,17 +189,17 @@ class SpecWorker:
         """
         self.step(Batch(step=0, entries=[]))
 
-    def _draft(self, batch: Batch) -> Verified:
+    def _draft(self, batch: Batch) -> SelectedDrafts:
         self.prepare(batch)
         self.drafting_is_steady = True
         floors_B = self.budget.floors(batch)
         if floors_B is not None and self.budget.wants_plain_step():
             floors_B = None
         proposed = None if floors_B is None else self.propose(batch, floors_B)
-        verified = self.budget.choose(batch, proposed)
+        selected = self.budget.choose(batch, proposed)
         if self.target.checks_ranks:
-            check_drafts(self.ranks.tensor, batch, verified.trees)
-        return verified
+            check_drafts(self.ranks.tensor, batch, selected.trees)
+        return selected
 
     def _steady_phases(self) -> SteadyPhases:
         """Whether the phases of the step launched last were steady-state, with nothing compiled or
@@ -216,13 +216,17 @@ class SpecWorker:
         return results
 
     def _observation(
-        self, batch: Batch, verified: Verified, forwarded: Forwarded, results: list[EntryResult]
+        self,
+        batch: Batch,
+        selected: SelectedDrafts,
+        forwarded: Forwarded,
+        results: list[EntryResult],
     ) -> Observation:
         """The step as `observe` is told of it, its features recorded."""
         step = Observation(
             batch=batch,
-            trees=verified.trees,
-            was_asked=verified.proposed is not None,
+            trees=selected.trees,
+            was_asked=selected.proposed is not None,
             forwarded=forwarded,
             results=results,
         )
@@ -231,15 +235,15 @@ class SpecWorker:
         return step
 
     def _result(
-        self, batch: Batch, verified: Verified, results: list[EntryResult], times: StepTimes
+        self, batch: Batch, selected: SelectedDrafts, results: list[EntryResult], times: StepTimes
     ) -> StepResult:
         return StepResult(
             entries=results,
             weight_version=self.weights.version,
-            num_query_tokens=batch.num_run_tokens + verified.trees.num_nodes,
-            num_proposed=0 if verified.proposed is None else verified.proposed.num_nodes,
-            expected_accepted=float(verified.values_N.sum()),
-            forecast=verified.forecast,
+            num_query_tokens=batch.num_run_tokens + selected.trees.num_nodes,
+            num_proposed=0 if selected.proposed is None else selected.proposed.num_nodes,
+            expected_accepted=float(selected.values_N.sum()),
+            forecast=selected.forecast,
             times=times,
         )
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from rollout.sampling.noise import split_mix
+from rollout.sampling.seeds import split_mix
 
 
 @dataclass(slots=True, eq=False)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rollout.engine.grammars import Grammars
 from rollout.engine.tokenizer import PromptEncoder, prompt_group
 from rollout.errors import InvalidInputError
-from rollout.sampling.noise import derive_seed
+from rollout.sampling.seeds import derive_seed
 from rollout.types import FinishReason, Request, Rollout, SamplingParams, TokenConstraint
 from rollout.validation import checked_int
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rollout.models.experts_config import LinearAttentionSpec
+from rollout.models.hybrid_config import LinearAttentionSpec
 from rollout.models.layers.storage import allocate_storage, free_storage
 from rollout.ops.state_plan import NO_STATE
 

@@ -1,4 +1,4 @@
-"""The specs of sparse and of recurrent layers, and reading the former from config.json."""
+"""The spec of sparse layers, and reading it from config.json."""
 
 from __future__ import annotations
 
@@ -23,24 +23,6 @@ def size(config: Mapping[str, Any], name: str, default: int | None = None) -> in
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise CheckpointError(f"config.json: {name}={value!r} must be a whole number >= 1")
     return value
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinearAttentionSpec:
-    """Gated delta rule layers (Yang et al. 2024, Gated Delta Networks) as in Qwen3-Next."""
-
-    layers: tuple[int, ...]  # indices in the model; the other layers are full attention
-    num_key_heads: int  # H, also the number of query heads
-    num_value_heads: int  # G, a multiple of H: value head g reads key head g // (G // H)
-    key_dim: int  # K, of one head of keys or queries
-    value_dim: int  # V, of one head
-    conv_width: int  # W: taps of the convolution before the delta rule
-    interleaved: bool = False  # checkpoints store the input projections key head by key head
-
-    @property
-    def channels(self) -> int:
-        """C: channels of the convolution: queries, keys and values, in this order."""
-        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

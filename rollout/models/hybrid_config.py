@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rollout.errors import CheckpointError, UnsupportedModelError
-from rollout.models.experts_config import LinearAttentionSpec, size
+from rollout.models.experts_config import size
 from rollout.models.rope_config import without_partial_rotary
 
 HYBRIDS = frozenset(
@@ -29,6 +30,24 @@ _IMPLEMENTED: Mapping[str, tuple[object, ...]] = {
     "output_gate_type": ("swish", None),
     "mtp_use_dedicated_embeddings": (False, None),
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearAttentionSpec:
+    """Gated delta rule layers (Yang et al. 2024, Gated Delta Networks) as in Qwen3-Next."""
+
+    layers: tuple[int, ...]  # indices in the model; the other layers are full attention
+    num_key_heads: int  # H, also the number of query heads
+    num_value_heads: int  # G, a multiple of H: value head g reads key head g // (G // H)
+    key_dim: int  # K, of one head of keys or queries
+    value_dim: int  # V, of one head
+    conv_width: int  # W: taps of the convolution before the delta rule
+    interleaved: bool = False  # checkpoints store the input projections key head by key head
+
+    @property
+    def channels(self) -> int:
+        """C: channels of the convolution: queries, keys and values, in this order."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

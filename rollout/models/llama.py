@@ -23,7 +23,7 @@ from rollout.models.layers.rope import cos_sin_table
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.own_weights import OwnWeights
 from rollout.models.spec import ModelSpec
-from rollout.models.vocabulary import Vocabulary
+from rollout.models.vocab_parallel import VocabParallel
 from rollout.ops.rms_norm import add_rms_norm, rms_norm
 from rollout.parallel import ONE_RANK, ModelRanks
 
@@ -122,7 +122,7 @@ class Llama(OwnWeights):
         self.ranks = ranks
         self.dtype = dtype
         self.device = device
-        self.vocabulary = Vocabulary(
+        self.vocabulary = VocabParallel(
             spec, dtype=dtype, device=device, packing=packing, group=ranks.tensor
         )
         self.layers = self._make_layers(packing)

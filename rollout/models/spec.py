@@ -14,11 +14,12 @@ import torch
 from rollout.errors import CheckpointError, InvalidInputError, UnsupportedModelError
 from rollout.models.config_fields import dtype_field, token_ids
 from rollout.models.deepseek_config import FAMILY, LatentSpec, deepseek_fields
-from rollout.models.experts_config import ExpertsSpec, LinearAttentionSpec, experts_spec, size
+from rollout.models.experts_config import ExpertsSpec, experts_spec, size
 from rollout.models.family_config import biases, family_fields
 from rollout.models.hybrid_config import (
     HYBRIDS,
     VISION,
+    LinearAttentionSpec,
     decoder_names,
     linear_attention_spec,
     plain_rope,

@@ -20,8 +20,8 @@ from rollout.memory.transfers import A
 from rollout.ops.paged_attention import AttentionPlan
 from rollout.ops.ragged import offsets_of, ranges
 from rollout.ops.state_plan import NO_STATE
-from rollout.runner.paged_attention import WindowInputs
-from rollout.runner.recurrent_states import StateInputs, state_inputs
+from rollout.runner.step_attention import WindowInputs
+from rollout.runner.step_states import StateInputs, state_inputs
 from rollout.types import Batch, DraftTrees, Scheduled
 
 _PLAN = ("rows_B", "starts_B", "run_lens_B", "q_offsets_B1", "node_offsets_B1", "node_masks_N",

@@ -22,8 +22,8 @@ from rollout.ops.paged_attention import AttentionPlan
 from rollout.ops.state_plan import NO_STATE, StatePlan
 from rollout.ops.truncation import truncation_threshold
 from rollout.ops.uniforms import uniforms
-from rollout.runner.paged_attention import PagedAttention
-from rollout.runner.recurrent_states import RecurrentStates
+from rollout.runner.step_attention import StepAttention
+from rollout.runner.step_states import StepStates
 
 
 class DummyRun:
@@ -60,7 +60,7 @@ class DummyRun:
     def forward(self, rows: int, *, nodes: int = 0, longest: int = 1) -> torch.Tensor:
         """Hidden states [T, E] of a step with room for so many draft nodes and so long runs."""
         spec, zeros_T = self.model.spec, self._zeros(rows, torch.int64)
-        attention = PagedAttention(
+        attention = StepAttention(
             keys=self._kv.keys,
             values=self._kv.values,
             slots_T=zeros_T,
@@ -108,7 +108,7 @@ class DummyRun:
             longest=longest,
         )
 
-    def _recurrent(self, rows: int) -> RecurrentStates | None:
+    def _recurrent(self, rows: int) -> StepStates | None:
         if self._states is None:
             return None
         zeros_T = self._zeros(rows, torch.int32)
@@ -118,7 +118,7 @@ class DummyRun:
             parents_T=zeros_T - 1,
             targets_T=zeros_T + NO_STATE,
         )
-        return RecurrentStates(
+        return StepStates(
             convolutions=self._states.convolutions,
             recurrent=self._states.recurrent,
             plan=plan,

@@ -27,8 +27,8 @@ from rollout.ops.gated_delta_rule.chunked import (
 )
 from rollout.runner.batch_layout import StepArrays, attention_plan, padded
 from rollout.runner.graphs import ForwardGraphs
-from rollout.runner.paged_attention import PagedAttention
-from rollout.runner.recurrent_states import RecurrentStates, state_plan
+from rollout.runner.step_attention import StepAttention
+from rollout.runner.step_states import StepStates, state_plan
 from rollout.types import Batch, DraftTrees
 
 
@@ -148,7 +148,7 @@ class ModelRunner:
             of_windows = {**vars(inputs), "node_slots_N": inputs.windows.node_slots_N}
             window_plan = attention_plan(of_windows, self._window_table.tensor, longest)
             windowed = inputs.windows.slots_T, window_plan
-        attention = PagedAttention(
+        attention = StepAttention(
             keys=self._kv_pool.keys,
             values=self._kv_pool.values,
             slots_T=inputs.slots_T,
@@ -192,11 +192,11 @@ class ModelRunner:
 
     def _states(
         self, inputs: StepArrays[torch.Tensor], chunks: ChunkedPlan | None
-    ) -> RecurrentStates | None:
+    ) -> StepStates | None:
         pool = self._state_pool
         if pool is None or inputs.states is None:
             return None
-        return RecurrentStates(
+        return StepStates(
             convolutions=pool.convolutions,
             recurrent=pool.recurrent,
             plan=state_plan(inputs.q_offsets_B1, inputs.states),

@@ -9,8 +9,8 @@ from typing import Any
 
 from rollout.errors import InvalidInputError
 from rollout.models.spec import read_json
+from rollout.weights.checkpoint_source import CheckpointSource
 from rollout.weights.lora import split_lora_name
-from rollout.weights.parts import CheckpointSource
 
 _CONFIG = "adapter_config.json"
 _PREFIX = "base_model.model."

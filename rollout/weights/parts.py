@@ -7,45 +7,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Protocol
 
 import torch
 
 from rollout.errors import InvalidInputError
-from rollout.models.checkpoint import Checkpoint
 from rollout.models.layers.weight_loader import WeightLoader, same_values
-from rollout.weights.manifest import Manifest, StoredWeights, TensorSpec, WeightSource
-
-
-class CheckpointSource(StoredWeights):
-    """A folder with model.safetensors, or with shards and their index.
-
-    Opening reads every header: a missing or truncated shard raises CheckpointError here, and wrong
-    names and shapes are in the manifest. Tensors are views of the mapped files.
-    """
-
-    def __init__(self, model_path: str | Path) -> None:
-        self._checkpoint = Checkpoint(Path(model_path))
-        self._names: Mapping[str, str] = {name: name for name in self._checkpoint.tensors}
-
-    @classmethod
-    def named(cls, checkpoint: Checkpoint, names: Mapping[str, str]) -> Self:
-        """Some tensors of a folder: their names there, and those they come under."""
-        source = cls.__new__(cls)
-        source._checkpoint, source._names = checkpoint, names
-        return source
-
-    def manifest(self) -> Manifest:
-        stored = self._checkpoint.tensors
-        return {
-            ours: TensorSpec(stored[name].shape, stored[name].dtype)
-            for name, ours in self._names.items()
-        }
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._checkpoint:
-            if name in self._names:
-                yield self._names[name], tensor
+from rollout.weights.checkpoint_source import CheckpointSource
+from rollout.weights.manifest import Manifest, TensorSpec, WeightSource
 
 
 class WeightPart(Protocol):

@@ -17,7 +17,7 @@ from spec_workers.draft_tree import only_roots
 
 
 @dataclass(kw_only=True, slots=True)
-class Verified:
+class SelectedDrafts:
     """The nodes a step verifies, and what they are expected to give."""
 
     trees: DraftTrees
@@ -44,12 +44,12 @@ class DraftBudget(Protocol):
         """Whether a step that could draft decodes plainly, to be compared with. Asked once each."""
         ...
 
-    def choose(self, batch: Batch, proposed: DraftTrees | None) -> Verified:
+    def choose(self, batch: Batch, proposed: DraftTrees | None) -> SelectedDrafts:
         """Choose the proposed nodes to verify; None when nobody was asked."""
         ...
 
     def observe(
-        self, batch: Batch, verified: Verified, results: list[EntryResult], times: StepTimes
+        self, batch: Batch, selected: SelectedDrafts, results: list[EntryResult], times: StepTimes
     ) -> None:
         """Learn from a finished step. ``times``: NaN for a phase whose timing is not
         steady-state."""
@@ -91,9 +91,9 @@ class FixedBudget:
     def wants_plain_step(self) -> bool:
         return False
 
-    def choose(self, batch: Batch, proposed: DraftTrees | None) -> Verified:
+    def choose(self, batch: Batch, proposed: DraftTrees | None) -> SelectedDrafts:
         trees = only_roots(len(batch.entries)) if proposed is None else proposed
-        return Verified(
+        return SelectedDrafts(
             trees=trees,
             values_N=trees.probs_N,
             proposed=proposed,
@@ -101,7 +101,7 @@ class FixedBudget:
         )
 
     def observe(
-        self, batch: Batch, verified: Verified, results: list[EntryResult], times: StepTimes
+        self, batch: Batch, selected: SelectedDrafts, results: list[EntryResult], times: StepTimes
     ) -> None:
         pass
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.types import Batch, DraftTrees, EntryResult, Request, StepForecast, StepTimes
-from spec_workers.budget.budget import Verified
+from spec_workers.budget.budget import SelectedDrafts
 from spec_workers.budget.cost_curve import CostCurve
 from spec_workers.budget.gate import Gate
 from spec_workers.budget.learned_json import mapping
@@ -113,21 +113,21 @@ class LearnedBudget:
         self._turns += 1
         return self._turns % _PLAIN_EVERY == 0 or self._turns in _FIRST_PLAIN
 
-    def choose(self, batch: Batch, proposed: DraftTrees | None) -> Verified:
+    def choose(self, batch: Batch, proposed: DraftTrees | None) -> SelectedDrafts:
         prices = self._priced(batch)
         trees, values_N = only_roots(len(batch.entries)), np.zeros(0)
         if proposed is None:
             if prices.plain_forecast is None:
                 following_ms = self.cost.of_following(prices.width)
                 prices.plain_forecast = self._forecast(prices, 0, 0.0, following_ms)
-            return Verified(
+            return SelectedDrafts(
                 trees=trees, values_N=values_N, proposed=None, forecast=prices.plain_forecast
             )
         if proposed.num_nodes:
             trees, values_N = self._chosen(batch, prices, proposed)
         drafting_ms = self.cost.of_drafting(prices.width)
         forecast = self._forecast(prices, trees.num_nodes, float(values_N.sum()), drafting_ms)
-        return Verified(trees=trees, values_N=values_N, proposed=proposed, forecast=forecast)
+        return SelectedDrafts(trees=trees, values_N=values_N, proposed=proposed, forecast=forecast)
 
     def step_ms(self, batch: Batch, num_nodes: int) -> float:
         """Milliseconds of this batch with so many draft nodes: forward and sampling, without
@@ -148,10 +148,10 @@ class LearnedBudget:
         return Bought(choice, bought, values_N[is_bought_N], is_bought_N)
 
     def observe(
-        self, batch: Batch, verified: Verified, results: list[EntryResult], times: StepTimes
+        self, batch: Batch, selected: SelectedDrafts, results: list[EntryResult], times: StepTimes
     ) -> None:
-        prices, trees = self._priced(batch), verified.trees
-        if verified.proposed is not None or prices.is_hopeless or not self._gate.is_open:
+        prices, trees = self._priced(batch), selected.trees
+        if selected.proposed is not None or prices.is_hopeless or not self._gate.is_open:
             self._drafted = trees.num_nodes > 0  # else it was a plain turn
         self._steps += 1
         every = _LEARN_EVERY if self._gate.is_open else _LEARN_EVERY_CLOSED
@@ -160,22 +160,22 @@ class LearnedBudget:
                 width=prices.width,
                 rows=batch.num_run_tokens + trees.num_nodes,
                 longest_context=prices.longest_context,
-                proposed=verified.proposed is not None,
+                proposed=selected.proposed is not None,
                 times=times,
                 decode_only=batch.num_run_tokens == prices.width,
                 steps=self._steps - self._learned_at,
             )
             self._learned_at = self._steps
             self._values.fade()
-        if verified.proposed is not None and verified.proposed.num_nodes:
-            self._judge(batch, verified.proposed, results)
+        if selected.proposed is not None and selected.proposed.num_nodes:
+            self._judge(batch, selected.proposed, results)
         if trees.num_nodes:
             accepted = sum(len(result.path) for result in results)
             self._accept_rate.observe(accepted / prices.width)
         else:
             self._accept_rate.fade()
         if prices.width:
-            self._observe_gain(prices, verified, results, times)
+            self._observe_gain(prices, selected, results, times)
 
     def change_policy(self) -> None:
         self._values.decay()
@@ -262,11 +262,11 @@ class LearnedBudget:
         )
 
     def _observe_gain(
-        self, prices: Prices, verified: Verified, results: list[EntryResult], times: StepTimes
+        self, prices: Prices, selected: SelectedDrafts, results: list[EntryResult], times: StepTimes
     ) -> None:
         """Tell the gate what drafts gained, by usual times and not by the clock: one slow step
         would outweigh fifty good ones."""
-        if verified.proposed is None:
+        if selected.proposed is None:
             if not self._gate.is_open:
                 self._gate.skip(prices.width, prices.temperature)
             elif prices.is_hopeless:
@@ -276,7 +276,7 @@ class LearnedBudget:
         accepted_B = np.array([len(result.path) for result in results])
         saved_ms = float(accepted_B @ prices.token_ms_B)
         plain = float(prices.with_nodes_N1[0])
-        extra_ms = float(prices.with_nodes_N1[verified.trees.num_nodes]) - plain
+        extra_ms = float(prices.with_nodes_N1[selected.trees.num_nodes]) - plain
         usual = self.cost.of_drafting(prices.width)
         if math.isnan(times.draft) and not usual:
             return  # nobody knows yet what it takes

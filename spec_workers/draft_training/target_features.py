@@ -22,7 +22,7 @@ from rollout.ops.paged_attention import (
 )
 from rollout.ops.rotary_store_kv import rotary_store_kv_
 from rollout.ops.state_plan import NO_STATE, StatePlan
-from rollout.runner.recurrent_states import RecurrentStates
+from rollout.runner.step_states import StepStates
 from spec_workers.draft_training.sequences import TokenSequence, TrainingSequence
 
 _ROWS_AT_ONCE = 1024
@@ -153,7 +153,7 @@ def _causal_plan(lengths: list[int], device: torch.device) -> AttentionPlan:
     )
 
 
-def _states(model: CausalLM, lengths: list[int]) -> RecurrentStates | None:
+def _states(model: CausalLM, lengths: list[int]) -> StepStates | None:
     """Recurrent states of a forward whose sequences begin without one and store none."""
     spec = model.spec.linear_attention
     if spec is None:
@@ -168,7 +168,7 @@ def _states(model: CausalLM, lengths: list[int]) -> RecurrentStates | None:
         parents_T=parents_T.int().to(model.device),
         targets_T=torch.full_like(parents_T, NO_STATE).int().to(model.device),
     )
-    return RecurrentStates(
+    return StepStates(
         convolutions=pool.convolutions,
         recurrent=pool.recurrent,
         plan=plan,

@@ -18,7 +18,7 @@ from rollout.models.eagle.loader import load_eagle, read_eagle_spec, tensors_for
 from rollout.models.loader import Progress
 from rollout.models.mtp.loader import MtpChain
 from rollout.models.spec import ModelSpec
-from rollout.weights.parts import CheckpointSource
+from rollout.weights.checkpoint_source import CheckpointSource
 from spec_workers.neural.drafter import NeuralDrafter
 from spec_workers.neural.tree_proposer import proposal_graphs
 from spec_workers.options import NeuralOptions, check_topk

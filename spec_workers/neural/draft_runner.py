@@ -18,7 +18,7 @@ from rollout.ops import gpu
 from rollout.ops.paged_attention import AttentionPlan
 from rollout.ops.ragged import offsets_of
 from rollout.runner.batch_layout import attention_plan
-from rollout.runner.paged_attention import PagedAttention
+from rollout.runner.step_attention import StepAttention
 from spec_workers.draft_tree import indices_within
 from spec_workers.neural.draft_kv import DraftKv
 
@@ -188,7 +188,7 @@ class DraftRunner:
         ``rows_R``: give those of these rows alone, [R, E], which are the plan's query rows.
         """
         rows = len(input_ids_T if rows_R is None else rows_R)
-        attention = PagedAttention(
+        attention = StepAttention(
             keys=self.kv.pool.keys,
             values=self.kv.pool.values,
             slots_T=self._padded(slots_T),

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from rollout.types import Batch, DraftTrees, EntryResult, StepTimes
-from spec_workers.budget import DraftBudget, Verified
+from spec_workers.budget import DraftBudget, SelectedDrafts
 from spec_workers.step.timer import SteadyPhases
 
 
@@ -29,7 +29,7 @@ class StepLearning:
     def observe(
         self,
         batch: Batch,
-        verified: Verified,
+        selected: SelectedDrafts,
         results: list[EntryResult],
         times: StepTimes,
         steady: SteadyPhases,
@@ -44,7 +44,7 @@ class StepLearning:
             forward=times.forward if steady.forward else math.nan,
             draft=times.draft if steady.drafting else math.nan,
         )
-        self._pending = partial(self._learn, batch, verified, results, times, known)
+        self._pending = partial(self._learn, batch, selected, results, times, known)
         if not self.is_deferred:
             self.catch_up()
 
@@ -57,23 +57,23 @@ class StepLearning:
     def _learn(
         self,
         batch: Batch,
-        verified: Verified,
+        selected: SelectedDrafts,
         results: list[EntryResult],
         times: StepTimes,
         known: StepTimes,
     ) -> None:
         started = time.perf_counter()
-        self._budget.observe(batch, verified, results, known)
+        self._budget.observe(batch, selected, results, known)
         if not self.is_deferred:
             times.draft += (time.perf_counter() - started) * 1e3
-        count_step(batch, verified, results, times)
+        count_step(batch, selected, results, times)
 
 
 def count_step(
-    batch: Batch, verified: Verified, results: list[EntryResult], times: StepTimes
+    batch: Batch, selected: SelectedDrafts, results: list[EntryResult], times: StepTimes
 ) -> None:
     """Adds to each request's stats its share of the step: by query rows, of drafting by entries."""
-    entries, trees, forecast = batch.entries, verified.trees, verified.forecast
+    entries, trees, forecast = batch.entries, selected.trees, selected.forecast
     total_ms = times.draft + times.forward + times.sample
     row_share = 1.0 / max(1, batch.num_run_tokens + trees.num_nodes)
     entry_draft_ms = times.draft / max(1, len(entries))
@@ -89,22 +89,22 @@ def count_step(
             stats.verify_steps += 1
             stats.drafted += result.num_drafted
             stats.accepted += len(result.path)
-    if verified.proposed is not None and verified.proposed.num_nodes:
-        _count_drafts(batch, verified.proposed, verified, results, row_share, total_ms)
+    if selected.proposed is not None and selected.proposed.num_nodes:
+        _count_drafts(batch, selected.proposed, selected, results, row_share, total_ms)
 
 
 def _count_drafts(
     batch: Batch,
     proposed: DraftTrees,
-    verified: Verified,
+    selected: SelectedDrafts,
     results: list[EntryResult],
     row_share: float,
     total_ms: float,
 ) -> None:
     proposed_B = np.diff(proposed.offsets_B1).tolist()
-    expected = np.concatenate([[0.0], np.cumsum(verified.values_N)])
-    expected_B = np.diff(expected[verified.trees.offsets_B1]).tolist()
-    forecast = verified.forecast
+    expected = np.concatenate([[0.0], np.cumsum(selected.values_N)])
+    expected_B = np.diff(expected[selected.trees.offsets_B1]).tolist()
+    forecast = selected.forecast
     width = sum(entry.samples for entry in batch.entries)
     if forecast is not None and batch.num_run_tokens != width:
         total_ms = forecast.predicted_ms  # with prefill: as in the engine's metrics

@@ -32,7 +32,6 @@ def own_ray() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:  # for actors, which Ray's own processes start
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
         patch.setenv("GOMP_SPINCOUNT", "10000")
-        patch.setenv("RAY_worker_niceness", "0")  # as any process of the suite, on a busy machine
         patch.delenv("RAY_ADDRESS", raising=False)
         context = ray.init(
             "local", num_cpus=4, include_dashboard=False, log_to_driver=False, _temp_dir=folder

@@ -94,8 +94,7 @@ def test_stopped_by_ctrl_c_and_resumed_while_a_replica_is_killed(config, start, 
     process = start(output, "parallel=tensor", "parallel.size=2", stops_after=20)
     wait_until_stopped(process, log)
     below = psutil.Process(process.pid).children(recursive=True)
-    replicas = replica_processes(process.pid)
-    assert [each.nice() for each in replicas] == 4 * [psutil.Process().nice()]
+    assert len(replica_processes(process.pid)) == 4
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: all of the group get it
     os.kill(process.pid, signal.SIGCONT)
     process.join(HANG_SECONDS)

@@ -9,7 +9,7 @@ import torch
 from rollout.memory.state_pool import StatePool
 from rollout.models.spec import ModelSpec
 from rollout.ops.state_plan import NO_STATE, StatePlan
-from rollout.runner.recurrent_states import RecurrentStates
+from rollout.runner.step_states import StepStates
 
 
 class DenseStates:
@@ -29,7 +29,7 @@ class DenseStates:
         lengths: Sequence[int],
         sources: Sequence[int] | None = None,
         targets: Sequence[int] | None = None,
-    ) -> RecurrentStates:
+    ) -> StepStates:
         """The states of one step: the sequences' lengths, the slots they continue, and those of
         their last states."""
         nowhere = [NO_STATE] * len(lengths)
@@ -46,6 +46,6 @@ class DenseStates:
             parents_T=parents.int(),
             targets_T=kept.int(),
         )
-        return RecurrentStates(
+        return StepStates(
             convolutions=self.pool.convolutions, recurrent=self.pool.recurrent, plan=plan
         )

@@ -22,9 +22,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.errors import RolloutError
+from rollout.weights.checkpoint_source import CheckpointSource
 from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.group import WeightGroup
-from rollout.weights.parts import CheckpointSource
 from rollout.weights.shared_memory import SharedMemorySender
 from spec_workers import rank_agreement
 from tests.helpers.hang import HANG_SECONDS

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from rollout.errors import RolloutError
+from rollout.weights.checkpoint_source import CheckpointSource
 from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.group import WeightGroup
 from rollout.weights.joined_groups import JoinedGroups
 from rollout.weights.manifest import Manifest
-from rollout.weights.parts import CheckpointSource
 from rollout.weights.shared_memory import SharedMemorySender
 from tests.helpers.forked import forked
 from tests.helpers.hang import HANG_SECONDS

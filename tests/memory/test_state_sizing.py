@@ -8,7 +8,7 @@ from rollout.config import MemoryConfig
 from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.memory.sizing import state_sizes
 from rollout.memory.state_pool import StatePool
-from rollout.models.experts_config import LinearAttentionSpec
+from rollout.models.hybrid_config import LinearAttentionSpec
 from tests.helpers.tiny_hybrid import save_tiny_hybrid
 
 SPEC = LinearAttentionSpec(

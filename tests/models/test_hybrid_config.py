@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rollout.errors import CheckpointError, UnsupportedModelError
-from rollout.models.experts_config import LinearAttentionSpec
+from rollout.models.hybrid_config import LinearAttentionSpec
 from rollout.models.layers.rope import RopeType
 from rollout.models.spec import ModelSpec
 

@@ -8,7 +8,7 @@ from scipy import stats
 
 from rollout.ops.uniforms import uniforms
 from rollout.ops.uniforms.reference import noise
-from rollout.sampling.noise import derive_seed
+from rollout.sampling.seeds import derive_seed
 
 
 def test_the_noise_is_bitwise_the_reference(device) -> None:

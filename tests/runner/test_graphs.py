@@ -25,7 +25,7 @@ from rollout.runner.batch_layout import StepArrays
 from rollout.runner.dummy_run import DummyRun
 from rollout.runner.graphs import Bucket, Buckets
 from rollout.runner.profile_run import activation_bytes, run_largest, warm_up
-from rollout.runner.recurrent_states import StateInputs
+from rollout.runner.step_states import StateInputs
 from spec_workers.budget import FixedBudget, LearnedBudget
 from spec_workers.none import PlainWorker
 from spec_workers.target import TargetWorker

@@ -28,9 +28,9 @@ def test_proposals_that_compile_teach_no_cost(tmp_path, monkeypatch, spec, warmu
     drafting, gated, proposals = [], [], []
     observe, propose = worker.budget.observe, worker.drafter.propose
 
-    def observed(batch, verified, results, times) -> None:
+    def observed(batch, selected, results, times) -> None:
         drafting.append(times.draft)
-        observe(batch, verified, results, times)
+        observe(batch, selected, results, times)
 
     def proposed(*arguments):
         proposals.append(propose(*arguments))

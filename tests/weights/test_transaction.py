@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 
 from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.models.layers.weight_loader import WeightLoader, with_alias
+from rollout.weights.checkpoint_source import CheckpointSource
 from rollout.weights.manifest import TensorSpec, UpdateOptions
-from rollout.weights.parts import CheckpointSource
 from rollout.weights.transaction import WeightState, WeightTransaction
 from tests.helpers.plain_part import PlainPart
 

@@ -59,9 +59,6 @@ def process_resources(
 
 log = logging.getLogger(__name__)
 
-_NICENESS = "RAY_worker_niceness"
-"""The environment variable that sets how nice Ray's workers are."""
-
 
 class RayInstance:
     """A connection to Ray. `close` ends only what this process started."""
@@ -148,9 +145,6 @@ def _start(wanted: int, options: dict[str, Any]) -> None:
     """Start Ray on this machine, with CPUs for all replicas: they are Ray's bookkeeping, and may be
     shared."""
     num_cpus = max(wanted, os.cpu_count() or 1)
-    if _NICENESS not in os.environ:
-        # Ray's own default is 15: replicas starve beside other work, and count as hung.
-        options |= {"_system_config": {"worker_niceness": 0}}
     try:
         ray.init("local", num_cpus=num_cpus, include_dashboard=False, **options)
     except Exception as error:  # also bare ones: "The current node timed out during startup"

@@ -12,7 +12,7 @@ import torch
 
 from rollout.errors import InvalidInputError, RolloutError
 from rollout.models.loader import resolve_device
-from rollout.sampling.noise import derive_seed
+from rollout.sampling.seeds import derive_seed
 from rollout.trainers.openrlhf.options import ActorSettings
 from rollout.trainers.openrlhf.sample import Executor, Sample, SampleSeeds
 from rollout.trainers.openrlhf.sampling import RequestOutput, engine_params, request_output

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rollout.errors import InvalidInputError
-from rollout.sampling.noise import derive_seed
+from rollout.sampling.seeds import derive_seed
 from rollout.trainers.openrlhf.sampling import RequestOutput
 from rollout.types import Rollout
 

@@ -13,7 +13,7 @@ from rollout.engine.engine import RolloutEngine
 from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError
 from rollout.parallel import RankGroup, SingleRank
-from rollout.sampling.noise import derive_seed
+from rollout.sampling.seeds import derive_seed
 from rollout.trainers.hook import RolloutHook
 from rollout.types import FinishReason, MemoryTag, Rollout, SamplingParams
 

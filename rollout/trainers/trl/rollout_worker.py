@@ -19,7 +19,7 @@ from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
 
 from rollout.engine.engine_loop import EngineLoop
 from rollout.errors import EngineStateError, InvalidInputError, RolloutError
-from rollout.sampling.noise import derive_seed
+from rollout.sampling.seeds import derive_seed
 from rollout.trainers.trl.sampling import sampling_params
 from rollout.types import FinishReason, SamplingParams
 

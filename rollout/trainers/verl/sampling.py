@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.errors import InvalidInputError
-from rollout.sampling.noise import derive_seed
 from rollout.sampling.parameter_names import our_fields, refuse_unhonoured
+from rollout.sampling.seeds import derive_seed
 from rollout.types import SamplingParams
 
 _LIMITS = ("max_tokens", "max_new_tokens")

@@ -19,7 +19,7 @@ from rollout.types import (
     StepTimes,
     Tail,
 )
-from spec_workers.budget import LearnedBudget, Verified
+from spec_workers.budget import LearnedBudget, SelectedDrafts
 from spec_workers.budget.cost_curve import CostCurve
 from spec_workers.budget.gate import Gate
 from spec_workers.budget.node_values import NodeValues
@@ -107,11 +107,11 @@ def results_of(trees: DraftTrees, accepted=0, reason=None):
     ]
 
 
-def step(budget, batch, prob, *, accepted=0, times=FREE) -> Verified:
+def step(budget, batch, prob, *, accepted=0, times=FREE) -> SelectedDrafts:
     floors_B = budget.floors(batch)
-    verified = budget.choose(batch, None if floors_B is None else chains(batch, prob))
-    budget.observe(batch, verified, results_of(verified.trees, accepted), times)
-    return verified
+    selected = budget.choose(batch, None if floors_B is None else chains(batch, prob))
+    budget.observe(batch, selected, results_of(selected.trees, accepted), times)
+    return selected
 
 
 def test_nothing_is_verified_where_nodes_cost_more_than_they_bring():
@@ -151,8 +151,8 @@ def test_no_node_below_the_floor_would_have_been_bought():
         floors_B = budget.floors(batch)
         floor = 0.98 if floors_B is None else floors_B.min()
         step(budget, batch, 0.95)
-        verified = budget.choose(batch, chains(batch, float(rng.uniform(0.3, 0.95))))
-        assert verified.values_N.min(initial=1.0) >= min(floor, 1.0) - 1e-9 or floor == 0.02
+        selected = budget.choose(batch, chains(batch, float(rng.uniform(0.3, 0.95))))
+        assert selected.values_N.min(initial=1.0) >= min(floor, 1.0) - 1e-9 or floor == 0.02
 
 
 def test_it_begins_later_than_it_goes_on():
@@ -189,14 +189,14 @@ def test_prices_are_those_of_this_batch_whatever_came_before():
             entries[ever[k].request.request_id] = ever[k]
         batch = Batch(step=0, entries=list(entries.values()))
         fresh = make_budget()
-        verified, expected = budget.choose(batch, None), fresh.choose(batch, None)
-        assert verified.forecast == expected.forecast
+        selected, expected = budget.choose(batch, None), fresh.choose(batch, None)
+        assert selected.forecast == expected.forecast
         np.testing.assert_array_equal(budget.floors(batch), fresh.floors(batch))
         np.testing.assert_array_equal(budget.token_ms(batch), fresh.token_ms(batch))
         some = any(entry.samples for entry in batch.entries)
         assert (budget.token_ms(batch) > 0).tolist() == [some] * len(batch.entries)
         if rng.random() < 0.5:
-            budget.observe(batch, verified, results_of(verified.trees), FREE)
+            budget.observe(batch, selected, results_of(selected.trees), FREE)
 
 
 def test_prices_are_looked_up_while_the_batch_is_the_same():
@@ -216,11 +216,11 @@ def test_prefill_alone():
     budget = make_budget()
     batch = batch_of(2, samples=False, run_len=30)
     assert budget.floors(batch) is None
-    verified = budget.choose(batch, None)
-    assert verified.forecast is None
-    assert verified.trees.num_nodes == 0
+    selected = budget.choose(batch, None)
+    assert selected.forecast is None
+    assert selected.trees.num_nodes == 0
     before = budget.learned()["gate"]
-    budget.observe(batch, verified, [EntryResult(), EntryResult()], FREE)
+    budget.observe(batch, selected, [EntryResult(), EntryResult()], FREE)
     assert budget.learned()["gate"] == before
     assert budget.cost.curve.seen == 0
 
@@ -228,44 +228,44 @@ def test_prefill_alone():
 def test_a_batch_of_nobody():
     budget, batch = make_budget(), Batch(step=0, entries=[])
     assert budget.floors(batch) is None
-    verified = budget.choose(batch, None)
-    budget.observe(batch, verified, [], FREE)
-    assert verified.forecast is None
+    selected = budget.choose(batch, None)
+    budget.observe(batch, selected, [], FREE)
+    assert selected.forecast is None
 
 
 def test_without_draft_slots_nothing_is_asked_for():
     budget, batch = make_budget(), batch_of(3, slots=0)
     assert budget.floors(batch) is None
     for _ in range(100):
-        verified = step(budget, batch, 0.9)
-        assert verified.proposed is None
-        assert verified.forecast is not None
+        selected = step(budget, batch, 0.9)
+        assert selected.proposed is None
+        assert selected.forecast is not None
     assert budget.is_open
 
 
 def test_where_nothing_may_be_drafted_the_forecast_is_that_of_the_step():
     budget, batch = make_budget(), batch_of(5, slots=0)
-    verified = budget.choose(batch, None)
+    selected = budget.choose(batch, None)
     assert budget.token_ms(batch) == pytest.approx(np.full(5, float(ramp(5)) / 5))
-    assert verified.forecast.plain_ms == verified.forecast.predicted_ms == float(ramp(5))
+    assert selected.forecast.plain_ms == selected.forecast.predicted_ms == float(ramp(5))
 
 
 def test_entries_that_ended_are_not_judged():
     budget, batch = make_budget(), batch_of(2)
     trees = chains(batch, 0.5, 3)
     trees.sources_N[3:] = 1
-    verified = replace_trees(budget.choose(batch, trees), trees)
+    selected = replace_trees(budget.choose(batch, trees), trees)
     results = results_of(trees, accepted=2)
     results[1].finish_reason = FinishReason.STOP
-    budget.observe(batch, verified, results, FREE)
+    budget.observe(batch, selected, results, FREE)
     values = budget.learned()["values"]
     assert values["expected"][0] == pytest.approx([0.5, 0.25, 0.125, 0.0])
     assert values["accepted"][0] == [1.0, 1.0, 0.0, 0.0]
     assert values["expected"][1] == values["accepted"][1] == [0.0] * 4
 
 
-def replace_trees(verified: Verified, trees: DraftTrees) -> Verified:
-    return replace(verified, trees=trees, values_N=trees.probs_N)
+def replace_trees(selected: SelectedDrafts, trees: DraftTrees) -> SelectedDrafts:
+    return replace(selected, trees=trees, values_N=trees.probs_N)
 
 
 def test_requests_are_trusted_each_for_itself():
@@ -273,10 +273,10 @@ def test_requests_are_trusted_each_for_itself():
     budget, batch = make_budget(), batch_of(2)
     for _ in range(40):
         trees = chains(batch, 0.7, 6)
-        verified = replace_trees(budget.choose(batch, trees), trees)
+        selected = replace_trees(budget.choose(batch, trees), trees)
         results = results_of(trees, accepted=3)
         results[1] = EntryResult(token_ids=[9], path=[], num_drafted=6)
-        budget.observe(batch, verified, results, FREE)
+        budget.observe(batch, selected, results, FREE)
     chosen = budget.choose(batch, chains(batch, 0.7)).trees
     ours, theirs = np.diff(chosen.offsets_B1)
     assert ours > theirs
@@ -291,9 +291,9 @@ def test_branches_not_taken_are_judged():
     budget, batch = make_budget(), batch_of(1)
     trees = make_trees([([1, 2, 3], [0, 0, 2])])
     trees.probs_N[:] = [0.4, 0.3, 0.2]
-    verified = replace_trees(budget.choose(batch, trees), trees)
+    selected = replace_trees(budget.choose(batch, trees), trees)
     result = EntryResult(token_ids=[2, 3, 9], path=[2, 3], num_drafted=3)
-    budget.observe(batch, verified, [result], FREE)
+    budget.observe(batch, selected, [result], FREE)
     values = budget.learned()["values"]
     assert values["expected"][0] == pytest.approx([0.7, 0.2, 0, 0])
     assert values["accepted"][0] == [1.0, 1.0, 0.0, 0.0]
@@ -305,8 +305,8 @@ def test_it_closes_where_drafts_never_pay_and_opens_when_they_do():
     opened = []
     for _ in range(2000):
         opened.append(budget.is_open)
-        verified = step(budget, batch, 0.9, times=drafting if opened[-1] else FREE)
-        assert opened[-1] or verified.proposed is None
+        selected = step(budget, batch, 0.9, times=drafting if opened[-1] else FREE)
+        assert opened[-1] or selected.proposed is None
     assert sum(opened) < 0.08 * len(opened)
     for _ in range(700):
         step(budget, batch, 0.9, accepted=16, times=FREE)
@@ -382,9 +382,9 @@ def test_a_new_policy_halves_what_was_learned_of_drafts():
 def test_roots_alone_are_a_proposal():
     """Nothing was found; that was asked for all the same, and took its time."""
     budget, batch = make_budget(), batch_of(2)
-    verified = budget.choose(batch, only_roots(2))
-    assert verified.proposed.num_nodes == 0
-    budget.observe(batch, verified, results_of(verified.trees), StepTimes(draft=0.5))
+    selected = budget.choose(batch, only_roots(2))
+    assert selected.proposed.num_nodes == 0
+    budget.observe(batch, selected, results_of(selected.trees), StepTimes(draft=0.5))
     assert budget.learned()["gate"]["gain"] < 0
 
 
@@ -395,9 +395,9 @@ def test_what_was_taken_for_hopeless_can_rise_again():
 
     def corrected_after(token):
         for _ in range(300):
-            verified = budget.choose(batch, proposed)
+            selected = budget.choose(batch, proposed)
             results = [EntryResult(token_ids=[token]) for _ in batch.entries]
-            budget.observe(batch, verified, results, FREE)
+            budget.observe(batch, selected, results, FREE)
         trees = (proposed.probs_N, proposed.sources_N, proposed.depths_N)
         trust_B = budget._trust.ratios([entry.request.request_id for entry in batch.entries])
         return float((budget._values.corrected(*trees) * trust_B).max())
@@ -469,11 +469,11 @@ def test_tokens_of_requests_that_end_together_close_the_gate(waits):
     for number in range(60):
         batch = batch_of(width)
         batch.tail = None if waits else tail_of([60 - number] * width)
-        verified = budget.choose(batch, chains(batch, 0.06, 1) if budget.is_open else None)
-        results = results_of(verified.trees)
-        if verified.trees.num_nodes:
+        selected = budget.choose(batch, chains(batch, 0.06, 1) if budget.is_open else None)
+        results = results_of(selected.trees)
+        if selected.trees.num_nodes:
             results[number % width] = EntryResult(token_ids=[0, 9], path=[1], num_drafted=1)
-        budget.observe(batch, verified, results, StepTimes(draft=0.5))
+        budget.observe(batch, selected, results, StepTimes(draft=0.5))
     assert budget.is_open == waits
 
 
@@ -497,8 +497,8 @@ def test_only_requests_whose_tokens_could_pay_are_asked_about():
 def test_where_no_token_could_pay_nothing_is_asked_and_the_gate_closes():
     budget, batch = make_budget(proportional), batch_of(4)
     for _ in range(30):
-        verified = step(budget, batch, 0.9)
-        assert verified.proposed is None
+        selected = step(budget, batch, 0.9)
+        assert selected.proposed is None
     assert not budget.is_open
 
 

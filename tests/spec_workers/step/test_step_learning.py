@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rollout.types import Batch, EntryResult, StepForecast, StepTimes
-from spec_workers.budget import FixedBudget, Verified
+from spec_workers.budget import FixedBudget, SelectedDrafts
 from spec_workers.draft_tree import first_nodes
 from spec_workers.step.learning import count_step
 from tests.helpers.requests import make_trees
@@ -37,20 +37,20 @@ def drafted_step(batch):
     proposed = make_trees([([1, 2, 3], [0, 1, 2]), ([4, 5], [0, 0]), ([6], [0]), ([], [])])
     trees, kept_N = first_nodes(proposed, np.array([2, 2, 0, 0]))
     values_N = np.linspace(0.9, 0.2, 6)[kept_N]
-    verified = Verified(trees=trees, values_N=values_N, proposed=proposed, forecast=FORECAST)
+    selected = SelectedDrafts(trees=trees, values_N=values_N, proposed=proposed, forecast=FORECAST)
     results = [
         EntryResult(token_ids=[1, 2, 7], path=[1, 2], num_drafted=2),
         EntryResult(token_ids=[5, 7], path=[2], num_drafted=2),
         EntryResult(token_ids=[9]),
         EntryResult(),
     ]
-    return verified, results
+    return selected, results
 
 
 def test_shares_are_the_whole_step():
     batch = mixed_batch()
-    verified, results = drafted_step(batch)
-    count_step(batch, verified, results, TIMES)
+    selected, results = drafted_step(batch)
+    count_step(batch, selected, results, TIMES)
     assert booked(batch, "forward_ms") == pytest.approx(TIMES.forward)
     assert booked(batch, "draft_ms") == pytest.approx(TIMES.draft)
     assert booked(batch, "total_ms") == pytest.approx(24.5)
@@ -59,18 +59,18 @@ def test_shares_are_the_whole_step():
     assert booked(batch, "drafted") == 4
     assert booked(batch, "accepted") == 3
     assert booked(batch, "verify_steps") == 3
-    assert booked(batch, "expected_accepted") == pytest.approx(verified.values_N.sum())
+    assert booked(batch, "expected_accepted") == pytest.approx(selected.values_N.sum())
     # Tokens by what a plain one costs, less what the step took longer: with prefill, by forecast.
     gain = 3 * 15.0 / 3 - (22.0 - 18.0)
-    predicted = verified.values_N.sum() * 15.0 / 3 - (22.0 - 18.0)
+    predicted = selected.values_N.sum() * 15.0 / 3 - (22.0 - 18.0)
     assert booked(batch, "gain_ms") == pytest.approx(gain)
     assert booked(batch, "predicted_gain_ms") == pytest.approx(predicted)
 
 
 def test_shares_are_by_rows():
     batch = mixed_batch()
-    verified, results = drafted_step(batch)
-    count_step(batch, verified, results, TIMES)
+    selected, results = drafted_step(batch)
+    count_step(batch, selected, results, TIMES)
     shares = [entry.request.stats.forward_ms / TIMES.forward for entry in batch.entries]
     assert shares == pytest.approx([3 / 45, 3 / 45, 9 / 45, 30 / 45])
     assert batch.entries[3].request.stats.verify_steps == 0
@@ -86,24 +86,24 @@ def test_steps_add_up():
 
 def test_nothing_is_gained_without_drafts_or_without_a_forecast():
     batch, budget = mixed_batch(), FixedBudget()
-    verified = budget.choose(batch, None)
-    count_step(batch, verified, results_of(verified.trees), TIMES)
+    selected = budget.choose(batch, None)
+    count_step(batch, selected, results_of(selected.trees), TIMES)
     assert booked(batch, "gain_ms") == booked(batch, "predicted_ms") == 0
     assert booked(batch, "total_ms") == pytest.approx(24.5)
-    verified = make_budget().choose(batch, None)
-    count_step(batch, verified, results_of(verified.trees), TIMES)
+    selected = make_budget().choose(batch, None)
+    count_step(batch, selected, results_of(selected.trees), TIMES)
     assert booked(batch, "gain_ms") == booked(batch, "predicted_gain_ms") == 0
-    assert booked(batch, "predicted_ms") == pytest.approx(verified.forecast.predicted_ms)
+    assert booked(batch, "predicted_ms") == pytest.approx(selected.forecast.predicted_ms)
 
 
 def test_a_forecast_gains_what_its_shares_do():
     batch = Batch(step=0, entries=[entry_of(k) for k in range(3)])
     budget = make_budget()
     proposed = chains(batch, 0.9)
-    verified = budget.choose(batch, proposed)
-    assert verified.trees.num_nodes
-    count_step(batch, verified, results_of(verified.trees, 2), TIMES)
-    assert booked(batch, "predicted_gain_ms") == pytest.approx(verified.forecast.predicted_gain_ms)
+    selected = budget.choose(batch, proposed)
+    assert selected.trees.num_nodes
+    count_step(batch, selected, results_of(selected.trees, 2), TIMES)
+    assert booked(batch, "predicted_gain_ms") == pytest.approx(selected.forecast.predicted_gain_ms)
 
 
 def test_a_chunk_as_long_as_the_last_one_is_no_decode_step():
@@ -111,11 +111,11 @@ def test_a_chunk_as_long_as_the_last_one_is_no_decode_step():
     budget = make_budget()
     for samples in (True, False):
         batch = Batch(step=0, entries=[entry_of(0, run_len=64, samples=samples, slots=0)])
-        verified = budget.choose(batch, None)
-        assert (verified.forecast is not None) == samples
+        selected = budget.choose(batch, None)
+        assert (selected.forecast is not None) == samples
         results = [EntryResult(token_ids=[1] if samples else [])]
-        budget.observe(batch, verified, results, TIMES)
-        count_step(batch, verified, results, TIMES)
+        budget.observe(batch, selected, results, TIMES)
+        count_step(batch, selected, results, TIMES)
 
 
 def test_a_step_of_nobody_divides_by_nothing():

@@ -16,7 +16,7 @@ from rollout.ops.paged_attention import PLAIN, AttentionPlan, AttentionVariant, 
 from rollout.ops.rotary_store_kv import rotary_store_kv_
 
 
-class PagedAttention:
+class StepAttention:
     """One step's attention: what the plan fixes once, every layer runs with.
 
     A model calls ``run`` for each of its attention layers and knows nothing of pools and slots.

@@ -16,7 +16,7 @@ from rollout.parallel import RankGroup
 from rollout.parallel.partition import even_parts
 
 
-class Vocabulary:
+class VocabParallel:
     """Embedding and head; each rank has the rows of some tokens, of both tables or of the tied one.
 
     Every rank gets whole embeddings and whole rows of logits, bitwise the same.

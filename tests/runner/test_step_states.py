@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rollout.memory.transfers import upload
-from rollout.runner.recurrent_states import state_inputs, state_plan
+from rollout.runner.step_states import state_inputs, state_plan
 from rollout.types import Batch, Scheduled, ScheduledStates
 from tests.helpers.requests import make_request, make_trees
 

@@ -22,7 +22,7 @@ from rollout.ops.state_plan import NO_STATE, StatePlan
 from rollout.types import Batch, DraftTrees
 
 
-class RecurrentStates:
+class StepStates:
     """One step's recurrent states: what the plan fixes once, every recurrent layer runs with."""
 
     def __init__(
