@@ -18,6 +18,7 @@ from rollout.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerCon
 from rollout.engine.worker import WorkerFactory
 from tests.cluster.thread_pool import ThreadPool
 from tests.cluster.workload import PARAMS, PROMPTS, always_drafts, content, key, ngram
+from tests.frameworks.shared.ray_sessions import patient
 from tests.helpers.forked import ROOT
 from tests.helpers.text_model import save_text_model
 
@@ -29,7 +30,11 @@ def own_ray() -> Iterator[str]:
     """A Ray of this process alone, in a folder of its own; where it listens."""
     ray = pytest.importorskip("ray")
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # sockets are in it, whose paths are short
-    with pytest.MonkeyPatch.context() as patch:  # for actors, which Ray's own processes start
+    services = pytest.importorskip("ray._private.services")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, function in patient(services).items():  # however busy the machine is
+            patch.setattr(services, name, function)
+        # For actors, which Ray's own processes start.
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
         patch.setenv("GOMP_SPINCOUNT", "10000")
         patch.delenv("RAY_ADDRESS", raising=False)

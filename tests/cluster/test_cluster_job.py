@@ -9,6 +9,8 @@ import signal
 from collections.abc import Iterator
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -22,6 +24,7 @@ from rollout.config import MemoryConfig, ModelConfig, SchedulerConfig
 from rollout.engine.worker import worker_factory
 from rollout.offline import DataConfig, OutputConfig, RunConfig, run_job
 from tests.cluster.ray_processes import placement_groups, replica_processes, wait_until_gone
+from tests.frameworks.shared.ray_sessions import patient
 from tests.helpers.forked import ROOT, forked
 from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.signalled_job import run_signalled
@@ -45,6 +48,14 @@ def config(tmp_path: Path, tiny_model_path: Path) -> RunConfig:
     )
 
 
+def run_patiently(*arguments: Any) -> None:
+    """Run the job where a Ray that starts slowly is awaited, however busy the machine is."""
+    from ray._private import services
+
+    with mock.patch.multiple(services, **patient(services)):
+        run_signalled(*arguments)
+
+
 @pytest.fixture
 def start(config: RunConfig, tmp_path: Path) -> Iterator:
     """Starts the same job on two replicas, in a process group of its own."""
@@ -65,7 +76,7 @@ def start(config: RunConfig, tmp_path: Path) -> Iterator:
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         environment = {"PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0"}
         process = forked(
-            run_signalled, str(tmp_path), stops_after, signal.SIGSTOP, *arguments,
+            run_patiently, str(tmp_path), stops_after, signal.SIGSTOP, *arguments,
             log=tmp_path / "log", environment=environment,
         )  # fmt: skip
         started.append(process)
