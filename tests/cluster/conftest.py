@@ -37,6 +37,7 @@ def own_ray() -> Iterator[str]:
         # For actors, which Ray's own processes start.
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
         patch.setenv("GOMP_SPINCOUNT", "10000")
+        patch.setenv("RAY_worker_niceness", "0")  # else they starve beside other tests
         patch.delenv("RAY_ADDRESS", raising=False)
         context = ray.init(
             "local", num_cpus=4, include_dashboard=False, log_to_driver=False, _temp_dir=folder

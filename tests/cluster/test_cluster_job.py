@@ -74,7 +74,9 @@ def start(config: RunConfig, tmp_path: Path) -> Iterator:
             f"hydra.run.dir={tmp_path / 'hydra'}", *options,
         ]  # fmt: skip
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        environment = {"PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0"}
+        environment = {
+            "PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0",
+        }  # fmt: skip
         process = forked(
             run_patiently, str(tmp_path), stops_after, signal.SIGSTOP, *arguments,
             log=tmp_path / "log", environment=environment,
