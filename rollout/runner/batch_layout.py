@@ -20,7 +20,6 @@ from rollout.memory.transfers import A
 from rollout.ops.paged_attention import AttentionPlan
 from rollout.ops.ragged import offsets_of, ranges
 from rollout.ops.state_plan import NO_STATE
-from rollout.runner.step_attention import WindowInputs
 from rollout.runner.step_states import StateInputs, state_inputs
 from rollout.types import Batch, DraftTrees, Scheduled
 
@@ -28,6 +27,15 @@ _PLAN = ("rows_B", "starts_B", "run_lens_B", "q_offsets_B1", "node_offsets_B1", 
          "node_slots_N")  # fmt: skip
 
 _NO_SLOTS = np.zeros(0, dtype=np.int32)
+
+
+@dataclass(kw_only=True)
+class WindowInputs(Generic[A]):
+    """The slots of layers with a window that have their own. Filled by
+    `StepArrays.with_windows`."""
+
+    slots_T: A  # int64
+    node_slots_N: A  # int32
 
 
 @dataclass(kw_only=True)

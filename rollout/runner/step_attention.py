@@ -1,16 +1,12 @@
 """Attention of a step: planned once, run once per layer.
 
-Legend: T query rows, N draft nodes; H query heads, K kv heads, D head dim.
+Legend: T query rows; H query heads, K kv heads, D head dim.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Generic
-
 import torch
 
-from rollout.memory.transfers import A
 from rollout.ops.latent_attention import latent_attention
 from rollout.ops.paged_attention import PLAIN, AttentionPlan, AttentionVariant, paged_attention
 from rollout.ops.rotary_store_kv import rotary_store_kv_
@@ -63,12 +59,3 @@ class StepAttention:
         if values is None:
             return latent_attention(q_THD, keys, plan, self._scale, cos_sin_PD.shape[1])
         return paged_attention(q_THD, keys, values, plan, self._scale, variant)
-
-
-@dataclass(kw_only=True)
-class WindowInputs(Generic[A]):
-    """The slots of layers with a window that have their own. Filled by
-    `StepArrays.with_windows`."""
-
-    slots_T: A  # int64
-    node_slots_N: A  # int32
