@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from rollout.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerCon
 from rollout.engine.worker import WorkerFactory
 from tests.cluster.thread_pool import ThreadPool
 from tests.cluster.workload import PARAMS, PROMPTS, always_drafts, content, key, ngram
-from tests.frameworks.shared.ray_sessions import patient
+from tests.frameworks.shared import ray_sessions
 from tests.helpers.forked import ROOT
 from tests.helpers.text_model import save_text_model
 
@@ -29,22 +28,14 @@ MakeCluster = Callable[..., tuple[RolloutCluster, ThreadPool]]
 def own_ray() -> Iterator[str]:
     """A Ray of this process alone, in a folder of its own; where it listens."""
     ray = pytest.importorskip("ray")
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # sockets are in it, whose paths are short
-    services = pytest.importorskip("ray._private.services")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, function in patient(services).items():  # however busy the machine is
-            patch.setattr(services, name, function)
-        # For actors, which Ray's own processes start.
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        patch.setenv("GOMP_SPINCOUNT", "10000")
-        patch.setenv("RAY_worker_niceness", "0")  # else they starve beside other tests
-        patch.delenv("RAY_ADDRESS", raising=False)
-        context = ray.init(
-            "local", num_cpus=4, include_dashboard=False, log_to_driver=False, _temp_dir=folder
-        )
-    yield context.address_info["address"]
-    ray.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as at_end:
+        with pytest.MonkeyPatch.context() as patch:  # for actors, which Ray's own processes start
+            path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+            patch.setenv("PYTHONPATH", os.pathsep.join(path))
+            patch.setenv("GOMP_SPINCOUNT", "10000")
+            patch.delenv("RAY_ADDRESS", raising=False)
+            at_end.enter_context(ray_sessions.own_ray(num_cpus=4, log_to_driver=False))
+        yield ray.get_runtime_context().gcs_address
 
 
 @pytest.fixture(scope="session")
