@@ -35,7 +35,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from rollout.models.layers.linear import Linear
 from rollout.models.layers.shard import split_product
-from rollout.ops.silu_mul import silu_mul
+from rollout.ops.glu import silu_mul
 from rollout.parallel import ProcessRanks, RankGroup
 from rollout.parallel.partition import even_parts
 

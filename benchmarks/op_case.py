@@ -19,10 +19,10 @@ from harness.timing import Call
 
 from rollout.config import MemoryConfig
 from rollout.memory.transfers import upload
+from rollout.ops.glu import silu_mul
 from rollout.ops.paged_attention import AttentionPlan
 from rollout.ops.rms_norm import add_rms_norm
 from rollout.ops.rotary_store_kv import rotary_store_kv_
-from rollout.ops.silu_mul import silu_mul
 from rollout.runner.batch_layout import StepArrays, attention_plan
 from rollout.runner.graphs import Buckets
 from rollout.runner.graphs.capture import CudaCapture

@@ -28,7 +28,7 @@ from rollout.models.hybrid_config import (
 from rollout.models.layers.rope import RopeSpec
 from rollout.models.rope_config import check_factors, context_limit, rope_spec
 from rollout.models.window_config import sliding_window
-from rollout.ops.silu_mul import silu_mul
+from rollout.ops.glu import silu_mul
 
 # Fields that change the arithmetic, with the values that leave it as implemented.
 _IMPLEMENTED: Mapping[str, tuple[object, ...]] = {

@@ -17,7 +17,7 @@ def test_triton_finds_a_kernel_that_was_compiled_elsewhere(tmp_path: Path, monke
     triton = pytest.importorskip("triton")
     from triton.compiler import ASTSource
 
-    from rollout.ops.silu_mul.triton import _silu_mul_kernel
+    from rollout.ops.glu.triton import _gated_mul_kernel
     from tests.helpers.triton_compile import HOPPER
 
     def is_found(cache: Path) -> bool:
@@ -27,11 +27,11 @@ def test_triton_finds_a_kernel_that_was_compiled_elsewhere(tmp_path: Path, monke
         monkeypatch.setattr(
             triton.knobs.compilation, "listener", lambda **told: found.append(told["cache_hit"])
         )
-        types = ("*bf16", "*bf16", "i32", "i32", "constexpr")
+        types = ("*bf16", "*bf16", "i32", "i32", "fp32", "fp32", "constexpr", "constexpr")
         source = ASTSource(
-            fn=_silu_mul_kernel,
-            signature=dict(zip(_silu_mul_kernel.arg_names, types, strict=True)),
-            constexprs={(4,): 1024},
+            fn=_gated_mul_kernel,
+            signature=dict(zip(_gated_mul_kernel.arg_names, types, strict=True)),
+            constexprs={(6,): 0, (7,): 1024},
         )
         kernel = triton.compile(source, target=HOPPER, options={"num_warps": 4})
         assert kernel.asm["cubin"]

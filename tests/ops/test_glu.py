@@ -1,4 +1,4 @@
-"""Gates of MLPs other than SiLU, and the soft cap, which shares their tangent."""
+"""Gated activations of MLPs, and the soft cap, which shares their tangent."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def capped(op, x: torch.Tensor) -> torch.Tensor:
 
 
 OPS = {
+    "silu": (glu.silu_mul, reference.silu_mul),
     "gelu": (glu.gelu_mul, reference.gelu_mul),
     "clamped": (
         partial(glu.clamped_silu_mul, alpha=1.702, limit=2.5),
@@ -46,10 +47,12 @@ def test_ops_are_the_reference(dtype, device, ops, width: int) -> None:
 
 def test_extremes(device, ops) -> None:
     op, expected = ops
-    gates = torch.tensor([0.0, -0.0, 1e4, -1e4, 88.0, -88.0, 0.625, -0.624, 1e-20, torch.nan])
-    x = torch.cat((gates, torch.ones(10))).unsqueeze(0)
+    small = [0.0, -0.0, 1e-20, 0.625, -0.624]
+    large = [88.0, -88.0, 89.0, -89.0, 1e4, -1e4, torch.inf, torch.nan]
+    x = torch.tensor([*small, *large, *[1.0] * 13]).unsqueeze(0)
+    atol = 1e-30 if op is glu.silu_mul else 2e-6
     torch.testing.assert_close(
-        op(x.to(device)).cpu(), expected(x), rtol=4e-6, atol=2e-6, equal_nan=True
+        op(x.to(device)).cpu(), expected(x), rtol=4e-6, atol=atol, equal_nan=True
     )
 
 

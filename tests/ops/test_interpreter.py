@@ -19,7 +19,6 @@ OPS = (
     "recurrent_layers",
     "rms_norm",
     "rotary_store_kv",
-    "silu_mul",
     "tree_accept",
     "truncation",
     "uniforms",

@@ -21,10 +21,10 @@ from rollout.models.layers.linear import Linear, linear_weight_loaders
 from rollout.models.layers.shard import shard_of, shards_of
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.ops.combine_experts import combine_experts
+from rollout.ops.glu import silu_mul
 from rollout.ops.grouped_matmul import RowGroups
 from rollout.ops.matmul.tiles import Tile
 from rollout.ops.routing import route
-from rollout.ops.silu_mul import silu_mul
 from rollout.parallel import ONE_RANK, ModelRanks
 from rollout.parallel.partition import even_parts, gather_rows
 

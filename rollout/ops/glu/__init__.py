@@ -1,4 +1,4 @@
-"""Gates of MLPs other than SiLU. T rows, F ffn.
+"""Gated activations of MLPs. T rows, F ffn.
 
 Each function takes F gate columns, then F up columns, and returns a new contiguous [T, F], computed
 in float32 with one rounding.
@@ -10,6 +10,17 @@ import torch
 
 from rollout.ops import gpu
 from rollout.ops.glu import native, reference
+
+
+def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up``, the gate of a SwiGLU MLP."""
+    if gpu.supports(gate_up_T2F):
+        from rollout.ops.glu import triton
+
+        return triton.silu_mul(gate_up_T2F)
+    if native.supports(gate_up_T2F):
+        return native.silu_mul(gate_up_T2F)
+    return reference.silu_mul(gate_up_T2F)
 
 
 def gelu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:

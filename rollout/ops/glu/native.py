@@ -1,4 +1,4 @@
-"""Gates of MLPs on CPU tensors."""
+"""Gated activations on CPU tensors."""
 
 from __future__ import annotations
 
@@ -6,23 +6,26 @@ import torch
 
 from rollout.ops.extension import DTYPE_CODES, cpu, supports
 
-__all__ = ["clamped_silu_mul", "gated_mul", "gelu_mul", "supports"]
+__all__ = ["clamped_silu_mul", "gelu_mul", "silu_mul", "supports"]
 
-_GELU, _CLAMPED_SILU = 1, 2  # enum Gate of the extension; 0 is SiLU
+_SILU, _GELU, _CLAMPED_SILU = 0, 1, 2  # enum Gate of the extension
+
+
+def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+    return _gated_mul(_SILU, gate_up_T2F)
 
 
 def gelu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
-    return gated_mul(_GELU, gate_up_T2F)
+    return _gated_mul(_GELU, gate_up_T2F)
 
 
 def clamped_silu_mul(gate_up_T2F: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    return gated_mul(_CLAMPED_SILU, gate_up_T2F, alpha, limit)
+    return _gated_mul(_CLAMPED_SILU, gate_up_T2F, alpha, limit)
 
 
-def gated_mul(
+def _gated_mul(
     gate: int, gate_up_T2F: torch.Tensor, alpha: float = 1.0, limit: float = 0.0
 ) -> torch.Tensor:
-    """The compiled op, which has all gates."""
     rows, width = gate_up_T2F.shape
     out_TF = torch.empty((rows, width // 2), dtype=gate_up_T2F.dtype)
     cpu.gated_mul(
