@@ -25,7 +25,7 @@ from harness.timing import paired, rotated
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import ParallelConfig, ParallelMode
 from rollout.engine.spmd import OpenEngine, run_spmd
-from rollout.models.loader import Progress
+from rollout.models.checkpoint import Progress
 from rollout.parallel.model_ranks import host_store, launch_variables
 
 PROMPT = list(range(1, 17))

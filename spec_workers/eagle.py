@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.config import EngineConfig
-from rollout.models.loader import Progress
+from rollout.models.checkpoint import Progress
 from rollout.types import Batch, DraftTrees, Request
 from spec_workers.budget import DraftBudget
 from spec_workers.neural.draft_factory import open_eagle

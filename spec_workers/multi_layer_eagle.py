@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollout.config import EngineConfig
-from rollout.models.loader import Progress
+from rollout.models.checkpoint import Progress
 from spec_workers.eagle import EagleWorker
 from spec_workers.neural.draft_factory import open_chain
 from spec_workers.options import NeuralOptions, takes

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ngram_native import Source
 from rollout.config import EngineConfig
-from rollout.models.loader import Progress
+from rollout.models.checkpoint import Progress
 from rollout.models.spec import ModelSpec
 from rollout.types import Batch, DraftTrees, Request, Scheduled
 from spec_workers.budget import DraftBudget

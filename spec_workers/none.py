@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.config import EngineConfig
-from rollout.models.loader import Progress
+from rollout.models.checkpoint import Progress
 from rollout.types import Batch, DraftTrees
 from spec_workers.draft_tree import only_roots
 from spec_workers.spec_worker import SpecWorker

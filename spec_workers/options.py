@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from rollout.config import EngineConfig, ParallelMode
 from rollout.errors import InvalidInputError
 from rollout.models.aux_hidden_states import AuxHiddenStates
-from rollout.models.loader import Progress
+from rollout.models.checkpoint import Progress
 from rollout.types import MAX_TREE_NODES
 from rollout.validation import did_you_mean
 from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget

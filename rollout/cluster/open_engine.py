@@ -15,7 +15,7 @@ from rollout.engine.protocol import Engine
 from rollout.engine.spmd import check_ranks
 from rollout.engine.worker import WorkerFactory, factory_of, worker_factory
 from rollout.errors import InvalidInputError
-from rollout.models.loader import Progress
+from rollout.models.checkpoint import Progress
 
 
 def open_pretrained(

@@ -27,7 +27,7 @@ from rollout.engine.tokenizer import PromptEncoder
 from rollout.engine.weights import WeightUpdates
 from rollout.engine.worker import Worker, WorkerFactory, shared_settings, worker_factory
 from rollout.errors import EngineStateError, InvalidInputError
-from rollout.models.loader import Progress
+from rollout.models.checkpoint import Progress
 from rollout.parallel import RankGroup
 from rollout.parallel.rank_group import check_alike
 from rollout.scheduler import LengthForecast, Scheduler, TwoBatchOverlap

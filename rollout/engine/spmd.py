@@ -28,8 +28,8 @@ from rollout.engine.engine import RolloutEngine
 from rollout.engine.protocol import Engine, Ranks, methods_on
 from rollout.engine.replica_protocol import ReplicaEngine
 from rollout.errors import InvalidInputError, ParallelError, RolloutError
+from rollout.models.checkpoint import Progress
 from rollout.models.head_parts import check_shares
-from rollout.models.loader import Progress
 from rollout.models.spec import ModelSpec
 from rollout.parallel import RankGroup, is_launched, open_ranks, rank_of
 from rollout.types import SamplingParams

@@ -23,7 +23,7 @@ from rollout.config import EngineConfig
 from rollout.engine.draft_corpus import DraftCorpus
 from rollout.errors import InvalidInputError
 from rollout.memory.kv_cache_manager import KVCacheManager
-from rollout.models.loader import Progress
+from rollout.models.checkpoint import Progress
 from rollout.parallel import ModelRanks
 from rollout.runner.memory_saver import MemorySaver
 from rollout.scheduler.step_limits import StepLimits

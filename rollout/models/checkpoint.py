@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rollout.errors import CheckpointError
+from rollout.models.layers.weight_loader import WeightLoader, mismatches
 from rollout.models.mxfp4 import BLOCKS, SCALES, dequantised, mxfp4_shape
 from rollout.models.pulled_folder import refuse_half_pulled
 from rollout.models.spec import read_json
@@ -25,6 +26,9 @@ _DTYPES = {
 }
 _TABLE_DTYPES = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
 _LISTED = 12
+
+Progress = Callable[[int, int], None]
+"""Called after every tensor with the bytes read so far and in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,30 @@ class Checkpoint:
                 for name in names:
                     is_quantised = name + BLOCKS in self._quantised
                     yield name, self.read(name) if is_quantised else opened.get_tensor(name)
+
+    def load_into(
+        self,
+        weight_loaders: Mapping[str, WeightLoader],
+        names: Mapping[str, str],
+        progress: Progress | None = None,
+    ) -> None:
+        """Fill the tensors of a model, one at a time.
+
+        ``names``: of the tensors to read, here and among the loaders. Raises CheckpointError before
+        any is written where one is missing, unexpected or of another shape.
+        """
+        shapes = {loaded: self.tensors[stored].shape for stored, loaded in names.items()}
+        problems = mismatches(weight_loaders, shapes)
+        if problems:
+            raise CheckpointError(f"{self.folder}: {listed(problems)}")
+        total, done = sum(self.tensors[name].num_bytes for name in names), 0
+        for name, tensor in self:
+            if name not in names:
+                continue
+            weight_loaders[names[name]].write(tensor)
+            done += self.tensors[name].num_bytes
+            if progress is not None:
+                progress(done, total)
 
     def read(self, name: str) -> torch.Tensor:
         """A copy of one tensor."""

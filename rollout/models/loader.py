@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
@@ -13,14 +13,13 @@ import torch
 from rollout.config import DType, LoadFormat
 from rollout.errors import CheckpointError, InvalidInputError
 from rollout.models.causal_lm import CausalLM
-from rollout.models.checkpoint import Checkpoint, listed
+from rollout.models.checkpoint import Checkpoint, Progress
 from rollout.models.deepseek_config import FAMILY
 from rollout.models.gemma import Gemma
 from rollout.models.gpt_oss import GptOss
 from rollout.models.granite import Granite, SharedGranite
 from rollout.models.hybrid import Hybrid
 from rollout.models.hybrid_config import HYBRIDS
-from rollout.models.layers.weight_loader import mismatches
 from rollout.models.llama import Llama
 from rollout.models.olmo import Olmo
 from rollout.models.phi import Phi
@@ -65,10 +64,6 @@ MODEL_CLASSES: Mapping[str, ModelClass] = MappingProxyType(
         **dict.fromkeys(HYBRIDS, Hybrid),
     }
 )
-
-
-Progress = Callable[[int, int], None]
-"""Called after every tensor with the bytes read so far and in all."""
 
 
 def load_model(
@@ -151,23 +146,8 @@ def read_into(model: CausalLM, checkpoint: Checkpoint, progress: Progress | None
 
     MTP heads and vision towers of the checkpoint are skipped.
     """
-    weight_loaders = model.weight_loaders()
-    shapes = {
-        name: shape
-        for name, shape in checkpoint.shapes().items()
-        if not model.spec.passes_over(name)
-    }
-    problems = mismatches(weight_loaders, shapes)
-    if problems:
-        raise CheckpointError(f"{checkpoint.folder}: {listed(problems)}")
-    total, done = sum(checkpoint.tensors[name].num_bytes for name in shapes), 0
-    for name, tensor in checkpoint:
-        if name not in shapes:
-            continue
-        weight_loaders[name].write(tensor)
-        done += checkpoint.tensors[name].num_bytes
-        if progress is not None:
-            progress(done, total)
+    names = {name: name for name in checkpoint.tensors if not model.spec.passes_over(name)}
+    checkpoint.load_into(model.weight_loaders(), names, progress)
     model.finish_loading()
 
 

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from rollout.engine.metrics import EngineMetrics
-from rollout.models.loader import Progress as LoadProgress
+from rollout.models.checkpoint import Progress as LoadProgress
 from rollout.scheduler import LengthForecast
 from rollout.types import FinishReason, Request, Rollout
 

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.config import EngineConfig
+from rollout.models.checkpoint import Progress
 from rollout.models.draft_model import is_separate_chain
-from rollout.models.loader import Progress
 from rollout.types import Batch, DraftTrees, Request
 from spec_workers.budget import DraftBudget
 from spec_workers.corpus.ngram_corpus import NgramCorpus

@@ -13,9 +13,9 @@ from pathlib import Path
 from rollout.config import EngineConfig
 from rollout.errors import CheckpointError
 from rollout.models.causal_lm import CausalLM
+from rollout.models.checkpoint import Progress
 from rollout.models.draft_model import DraftModel, DraftSpec
 from rollout.models.eagle.loader import load_eagle, read_eagle_spec, tensors_for
-from rollout.models.loader import Progress
 from rollout.models.mtp.loader import MtpChain
 from rollout.models.spec import ModelSpec
 from rollout.weights.checkpoint_source import CheckpointSource

@@ -10,9 +10,10 @@ import torch
 
 from rollout.config import EngineConfig, LoadFormat
 from rollout.models.aux_hidden_states import AuxHiddenStates
+from rollout.models.checkpoint import Progress
 from rollout.models.layers.linear import sum_in_float32
 from rollout.models.layers.row_invariance import check_outputs, make_row_invariant
-from rollout.models.loader import Progress, load_model, resolve_device
+from rollout.models.loader import load_model, resolve_device
 from rollout.models.spec import ModelSpec
 from rollout.ops import gpu
 from rollout.parallel import local_rank, open_ranks

@@ -11,7 +11,7 @@ from typing import NoReturn
 from rollout.config import EngineConfig
 from rollout.engine.worker import FinishStep, Worker
 from rollout.errors import CheckpointError
-from rollout.models.loader import Progress
+from rollout.models.checkpoint import Progress
 from rollout.types import Batch
 from tests.cluster.workload import ngram
 

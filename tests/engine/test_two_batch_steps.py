@@ -11,7 +11,7 @@ import pytest
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import EngineConfig, engine_config
-from rollout.models.loader import Progress
+from rollout.models.checkpoint import Progress
 from spec_workers.draft_tree import only_roots
 from spec_workers.spec_worker import SpecWorker
 from spec_workers.target import TargetWorker

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rollout.config import EngineConfig
 from rollout.engine.worker import WorkerFactory
-from rollout.models.loader import Progress
+from rollout.models.checkpoint import Progress
 from rollout.runner.graphs.capture import GraphTooLargeError
 from spec_workers.none import PlainWorker
 from spec_workers.target import TargetWorker

@@ -16,12 +16,12 @@ import torch
 from rollout.errors import CheckpointError, UnsupportedModelError
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.causal_lm import CausalLM
-from rollout.models.checkpoint import Checkpoint, listed
-from rollout.models.draft_model import DraftFamily, DraftModel, DraftSpec, is_separate_chain
+from rollout.models.checkpoint import Checkpoint
+from rollout.models.draft_model import DraftFamily, DraftSpec, is_separate_chain
 from rollout.models.eagle.eagle import Eagle
 from rollout.models.eagle.eagle3 import Eagle3, Eagle3Options, target_token_ids
 from rollout.models.eagle.layout import VOCABULARY_TABLES, EagleLayout, eagle_layout
-from rollout.models.layers.weight_loader import mismatches, same_values
+from rollout.models.layers.weight_loader import same_values
 from rollout.models.spec import ModelSpec, read_json
 
 _COMPARED_ROWS = 4096
@@ -53,8 +53,14 @@ def load_eagle(folder: str | Path, target: CausalLM, *, packing: bool = True) ->
     another shape.
     """
     opened = _opened(Path(folder), target.spec)
-    with _naming(opened.checkpoint.folder):
-        return _loaded(opened, target, packing)
+    checkpoint, names = opened.checkpoint, dict(opened.layout.canonical)
+    with _naming(checkpoint.folder):
+        draft = _built(opened, target, packing)
+    if draft.embedding_VE is None and opened.layout.has(_EMBEDDING):
+        del names[_stored_name(opened.layout, _EMBEDDING)]
+    checkpoint.load_into(draft.weight_loaders(), names)
+    draft.finish_loading()
+    return draft
 
 
 def tensors_for(
@@ -149,27 +155,23 @@ def _features(layout: EagleLayout, num_layers: int) -> AuxHiddenStates:
     return AuxHiddenStates(layers=layers)
 
 
-def _loaded(opened: _Folder, target: CausalLM, packing: bool) -> Eagle | Eagle3:
+def _built(opened: _Folder, target: CausalLM, packing: bool) -> Eagle | Eagle3:
     checkpoint, layout, spec = opened.checkpoint, opened.layout, opened.spec
     own_embedding = layout.has(_EMBEDDING) and not _is_targets(
         checkpoint.read(_stored_name(layout, _EMBEDDING)), target
     )
     _require_width(spec, layout, target.spec, own_embedding)
-    draft: Eagle | Eagle3
     if spec.family is DraftFamily.EAGLE:
-        draft = Eagle(
+        return Eagle(
             spec,
             target,
             own_embedding=own_embedding,
             fc_bias=layout.has("fc.bias"),
             packing=packing,
         )
-    else:
-        options = _options(layout, own_embedding)
-        stored_ids_D = _token_ids(checkpoint, spec, target.spec.vocab_size)
-        draft = Eagle3(spec, target, options=options, stored_ids_D=stored_ids_D, packing=packing)
-    _read_into(draft, checkpoint, layout, skip_embedding=not own_embedding)
-    return draft
+    options = _options(layout, own_embedding)
+    stored_ids_D = _token_ids(checkpoint, spec, target.spec.vocab_size)
+    return Eagle3(spec, target, options=options, stored_ids_D=stored_ids_D, packing=packing)
 
 
 def _options(layout: EagleLayout, own_embedding: bool) -> Eagle3Options:
@@ -241,22 +243,3 @@ def _token_ids(checkpoint: Checkpoint, spec: DraftSpec, vocab_size: int) -> torc
 
 def _stored_name(layout: EagleLayout, name: str) -> str:
     return next(theirs for theirs, ours in layout.canonical.items() if ours == f"draft.{name}")
-
-
-def _read_into(
-    draft: DraftModel, checkpoint: Checkpoint, layout: EagleLayout, *, skip_embedding: bool
-) -> None:
-    offered = {
-        name: ours
-        for name, ours in layout.canonical.items()
-        if not (skip_embedding and ours == f"draft.{_EMBEDDING}")
-    }
-    weight_loaders = draft.weight_loaders()
-    shapes = {ours: checkpoint.tensors[name].shape for name, ours in offered.items()}
-    problems = mismatches(weight_loaders, shapes)
-    if problems:
-        raise CheckpointError(listed(problems))
-    for name, tensor in checkpoint:
-        if name in offered:
-            weight_loaders[offered[name]].write(tensor)
-    draft.finish_loading()

@@ -10,12 +10,12 @@ import torch
 
 from rollout.errors import CheckpointError, UnsupportedModelError
 from rollout.models.causal_lm import CausalLM
-from rollout.models.checkpoint import Checkpoint, listed
+from rollout.models.checkpoint import Checkpoint
 from rollout.models.draft_model import DraftFamily, DraftSpec, is_separate_chain
 from rollout.models.eagle.eagle3 import target_token_ids
 from rollout.models.eagle.layout import VOCABULARY_TABLES, is_eagle_draft
 from rollout.models.layers.rope import cos_sin_table
-from rollout.models.layers.weight_loader import mismatches, same_values
+from rollout.models.layers.weight_loader import same_values
 from rollout.models.mtp.layout import (
     EXPERTS,
     IN_TARGET,
@@ -165,16 +165,12 @@ class MtpChain:
         weight_loaders = {name: it for step in steps for name, it in step.weight_loaders().items()}
         prefixes = tuple(f"{step.names.decoder}." for step in steps)
         passed_over = {name for names in self.steps for name in (names.embedding, names.head)}
-        offered = {
-            name: shape
-            for name, shape in self.checkpoint.shapes().items()
+        names = {
+            name: name
+            for name in self.checkpoint.tensors
             if name in weight_loaders or (name.startswith(prefixes) and name not in passed_over)
         }
-        problems = mismatches(weight_loaders, offered)
-        if problems:
-            raise CheckpointError(f"{self.checkpoint.folder}: {listed(problems)}")
-        for name in offered:
-            weight_loaders[name].write(self.checkpoint.read(name))
+        self.checkpoint.load_into(weight_loaders, names)
         for step in steps:
             step.finish_loading()
 
