@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from types import GenericAlias
 from typing import Annotated, Any
 
 import msgspec
@@ -17,55 +19,68 @@ from rollout.offline.journal import cannot_write
 from rollout.types import FinishReason, Rollout, SamplingParams, TokenExtras
 
 _EXTRAS = tuple(TokenExtras.__dataclass_fields__)
-_PER_TOKEN = (
-    "logprobs",
-    "weight_versions",
-    "raw_logprobs",
-    "sampling_logprobs",
-    "sampling_masks",
-    "token_ids_logprobs",
-    "entropies",
-)
 _ROWS_PER_GROUP = 1024
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-_TYPES: dict[str, Any] = {
-    "prompt_index": _Count,
-    "sample_index": _Count,
-    "text": str | None,
-    "prompt_ids": list[_TokenId],
-    "token_ids": list[_TokenId],
-    "logprobs": list[float],
-    "weight_versions": list[_Count],
-    "raw_logprobs": list[float],
-    "sampling_logprobs": list[float],
-    "sampling_masks": list[list[_TokenId]],
-    "top_logprobs": list[list[dict[str, float]]],
-    "token_ids_logprobs": list[list[dict[str, float]]],
-    "entropies": list[float],
-    "routed_experts": list[list[list[int]]],
-    "finish_reason": FinishReason,
-    "seed": Annotated[int, msgspec.Meta(ge=0)],
-    "stats": dict[str, float],
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """What a column holds: values, or lists of lists of them, ``depth`` deep."""
+
+    json: Any  # type of a value in JSON
+    arrow: str  # type of a value in Parquet, by its name in pyarrow or in `rollout_schema`
+    depth: int = 0
+    option: str | None = None  # which asks for the column; None: always there
+    is_per_token: bool = False  # whether the list has an entry for each output token
+
+    @property
+    def json_type(self) -> Any:
+        """The type of the whole in JSON."""
+        whole = self.json
+        for _ in range(self.depth):
+            whole = GenericAlias(list, (whole,))
+        return whole
+
+
+def _of_tokens(json: Any, arrow: str, option: str | None = None, depth: int = 1) -> _Column:
+    return _Column(json, arrow, depth, option, is_per_token=True)
+
+
+_COLUMNS = {
+    "prompt_index": _Column(_Count, "int64"),
+    "sample_index": _Column(_Count, "int32"),
+    "text": _Column(str | None, "string"),
+    "prompt_ids": _Column(_TokenId, "int32", 1, "output.prompt_ids"),
+    "token_ids": _of_tokens(_TokenId, "int32"),
+    "logprobs": _of_tokens(float, "float32"),
+    "weight_versions": _of_tokens(_Count, "int64"),
+    "raw_logprobs": _of_tokens(float, "float32", "sampling.raw_logprobs"),
+    "sampling_logprobs": _of_tokens(float, "float32", "sampling.sampling_logprobs"),
+    "sampling_masks": _of_tokens(_TokenId, "int32", "sampling.sampling_mask", 2),
+    "top_logprobs": _of_tokens(dict[str, float], "pair", "sampling.top_logprobs", 2),
+    "token_ids_logprobs": _of_tokens(dict[str, float], "pair", "sampling.logprob_token_ids", 2),
+    "entropies": _of_tokens(float, "float32", "sampling.entropy"),
+    "routed_experts": _Column(int, "int16", 3, "sampling.routed_experts"),
+    "finish_reason": _Column(FinishReason, "string"),
+    "seed": _Column(Annotated[int, msgspec.Meta(ge=0)], "uint64"),
+    "stats": _Column(dict[str, float], "stats", option="output.stats"),
 }
-"""Every column there may be, and what it holds in JSON."""
+"""Every column there may be, in the order of the output."""
 
 
 def rollout_columns(config: OutputConfig, params: SamplingParams) -> list[str]:
     """The columns `rollout_row` fills."""
-    asked = {
-        "prompt_ids": config.prompt_ids,
-        "raw_logprobs": params.raw_logprobs,
-        "sampling_logprobs": params.sampling_logprobs,
-        "sampling_masks": params.sampling_mask,
-        "top_logprobs": params.top_logprobs,
-        "token_ids_logprobs": params.logprob_token_ids,
-        "entropies": params.entropy,
-        "routed_experts": params.routed_experts,
-        "stats": config.stats,
-    }
-    return [name for name in _TYPES if asked.get(name, True)]
+    settings = {"output": config, "sampling": params}
+
+    def is_asked_for(option: str | None) -> bool:
+        if option is None:
+            return True
+        section, _, name = option.partition(".")
+        return bool(getattr(settings[section], name))
+
+    return [name for name, column in _COLUMNS.items() if is_asked_for(column.option)]
 
 
 def rollout_row(rollout: Rollout, columns: list[str]) -> dict[str, Any]:
@@ -103,8 +118,9 @@ class RowCheck:
     """Tells rows that `rollout_row` may have made from others."""
 
     def __init__(self, columns: list[str]) -> None:
-        self._type = msgspec.defstruct("Row", [(name, _TYPES[name]) for name in columns])
-        self._per_token = [name for name in _PER_TOKEN if name in columns]
+        types = [(name, _COLUMNS[name].json_type) for name in columns]
+        self._type = msgspec.defstruct("Row", types)
+        self._per_token = [name for name in columns if _COLUMNS[name].is_per_token]
 
     def fault(self, row: dict[str, Any]) -> str | None:
         """Why a row that was read back is no rollout's; None where it may be one's."""
@@ -158,28 +174,19 @@ def rollout_schema(columns: list[str], carried: Any) -> Any:
     """The Arrow schema of an output: the rollout's own columns, then prompt and carried ones."""
     import pyarrow as pa
 
-    pair = pa.struct([("token_id", pa.int32()), ("logprob", pa.float32())])
     counters = [("verify_steps", pa.int64()), ("drafted", pa.int64()), ("accepted", pa.int64())]
-    types = {
-        "prompt_index": pa.int64(),
-        "sample_index": pa.int32(),
-        "text": pa.string(),
-        "prompt_ids": pa.list_(pa.int32()),
-        "token_ids": pa.list_(pa.int32()),
-        "logprobs": pa.list_(pa.float32()),
-        "weight_versions": pa.list_(pa.int64()),
-        "raw_logprobs": pa.list_(pa.float32()),
-        "sampling_logprobs": pa.list_(pa.float32()),
-        "sampling_masks": pa.list_(pa.list_(pa.int32())),
-        "top_logprobs": pa.list_(pa.list_(pair)),
-        "token_ids_logprobs": pa.list_(pa.list_(pair)),
-        "entropies": pa.list_(pa.float32()),
-        "routed_experts": pa.list_(pa.list_(pa.list_(pa.int16()))),
-        "finish_reason": pa.string(),
-        "seed": pa.uint64(),
+    structs = {
+        "pair": pa.struct([("token_id", pa.int32()), ("logprob", pa.float32())]),
         "stats": pa.struct([("accept_length", pa.float64()), *counters]),
     }
-    return pa.schema([*((name, types[name]) for name in columns), *carried])
+
+    def arrow_type(column: _Column) -> Any:
+        whole = structs.get(column.arrow) or getattr(pa, column.arrow)()
+        for _ in range(column.depth):
+            whole = pa.list_(whole)
+        return whole
+
+    return pa.schema([*((name, arrow_type(_COLUMNS[name])) for name in columns), *carried])
 
 
 def write_parquet(path: Path, rows: Iterable[dict[str, Any]], schema: Any) -> None:
