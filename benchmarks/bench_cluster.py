@@ -32,7 +32,7 @@ from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.cluster.open_engine import open_with
 from rollout.config import EngineConfig, engine_config
 from rollout.engine.protocol import Engine
-from rollout.engine.worker import worker_factory
+from rollout.engine.worker_factory import worker_factory
 
 WARM = SamplingParams(max_new_tokens=4)
 

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from rollout.engine.spmd import launch_ranks
-from rollout.engine.worker import factory_of
+from rollout.engine.worker_factory import factory_of
 from rollout.errors import InvalidInputError, RolloutError
 from rollout.offline import JobResult, JobStatus, RunConfig, SweepTable, run_job
 from rollout.offline.hydra_config import checked_config, register_schema

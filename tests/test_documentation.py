@@ -15,7 +15,7 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 
 from rollout.cli import SUBCOMMANDS, _with_model_path
-from rollout.engine.worker import factory_of
+from rollout.engine.worker_factory import factory_of
 from rollout.offline.config import RunConfig
 from rollout.offline.hydra_config import register_schema
 from rollout.server.config import ServeConfig

@@ -13,7 +13,7 @@ from rollout.config import EngineConfig, engine_config
 from rollout.engine.engine import RolloutEngine
 from rollout.engine.protocol import Engine
 from rollout.engine.spmd import check_ranks
-from rollout.engine.worker import WorkerFactory, factory_of, worker_factory
+from rollout.engine.worker_factory import WorkerFactory, factory_of, worker_factory
 from rollout.errors import InvalidInputError
 from rollout.models.checkpoint import Progress
 

@@ -15,7 +15,7 @@ from rollout.config import EngineConfig
 from rollout.engine.engine import RolloutEngine
 from rollout.engine.engine_loop import EngineLoop
 from rollout.engine.spmd import follow, leading
-from rollout.engine.worker import WorkerFactory
+from rollout.engine.worker_factory import WorkerFactory
 from rollout.errors import EngineStateError, ParallelError
 from rollout.parallel.time_limit import on_thread
 

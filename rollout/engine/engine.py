@@ -25,7 +25,8 @@ from rollout.engine.requests import RequestFactory
 from rollout.engine.step_runner import StepRunner
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.engine.weights import WeightUpdates
-from rollout.engine.worker import Worker, WorkerFactory, shared_settings, worker_factory
+from rollout.engine.worker import Worker
+from rollout.engine.worker_factory import WorkerFactory, shared_settings, worker_factory
 from rollout.errors import EngineStateError, InvalidInputError
 from rollout.models.checkpoint import Progress
 from rollout.parallel import RankGroup

@@ -24,7 +24,7 @@ from rollout.config import EngineConfig
 from rollout.engine.engine import RolloutEngine
 from rollout.engine.protocol import Engine
 from rollout.engine.spmd import check_ranks, follow, leading
-from rollout.engine.worker import WorkerFactory
+from rollout.engine.worker_factory import WorkerFactory
 from rollout.errors import RolloutError
 from rollout.parallel import host_store, launch_variables
 from rollout.parallel.launcher import end_ranks, failure, start_rank

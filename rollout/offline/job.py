@@ -18,7 +18,7 @@ from rich.console import Console
 from rollout.cluster.open_engine import open_with
 from rollout.engine.protocol import Engine
 from rollout.engine.spmd import OpenEngine, run_spmd
-from rollout.engine.worker import WorkerFactory
+from rollout.engine.worker_factory import WorkerFactory
 from rollout.errors import RolloutError
 from rollout.offline.config import ChatTemplateMode, RunConfig
 from rollout.offline.fingerprint import fingerprint

@@ -14,7 +14,7 @@ from rollout import RolloutEngine
 from rollout.cluster.cluster import RolloutCluster
 from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from rollout.engine.worker import WorkerFactory
+from rollout.engine.worker_factory import WorkerFactory
 from tests.cluster.thread_pool import ThreadPool
 from tests.cluster.workload import PARAMS, PROMPTS, always_drafts, content, key, ngram
 from tests.frameworks.shared import ray_sessions

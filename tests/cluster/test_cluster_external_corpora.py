@@ -13,7 +13,7 @@ import pytest
 from rollout import ExternalState, RolloutEngine
 from rollout.cluster.cluster import RolloutCluster
 from rollout.engine.draft_corpus import ExternalCorpus
-from rollout.engine.worker import worker_factory
+from rollout.engine.worker_factory import worker_factory
 from rollout.errors import InvalidInputError
 from tests.cluster.thread_pool import ThreadReplica, kill
 from tests.cluster.workload import (

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from rollout import SamplingParams
 from rollout.config import MemoryConfig, ModelConfig, SchedulerConfig
-from rollout.engine.worker import worker_factory
+from rollout.engine.worker_factory import worker_factory
 from rollout.offline import DataConfig, OutputConfig, RunConfig, run_job
 from tests.cluster.ray_processes import placement_groups, replica_processes, wait_until_gone
 from tests.frameworks.shared.ray_sessions import patient

@@ -17,7 +17,7 @@ from rollout.cluster.messages import Submission
 from rollout.cluster.replica import Died, Event, Opened, ReplicaDiedError, Reported
 from rollout.cluster.replica_host import ReplicaHost
 from rollout.config import EngineConfig
-from rollout.engine.worker import WorkerFactory
+from rollout.engine.worker_factory import WorkerFactory
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.held_engine import held
 

@@ -8,7 +8,7 @@ from typing import Any
 from rollout import Rollout, SamplingParams
 from rollout.cluster.cluster import RolloutCluster
 from rollout.engine.protocol import Engine
-from rollout.engine.worker import WorkerFactory, worker_factory
+from rollout.engine.worker_factory import WorkerFactory, worker_factory
 from tests.helpers.hang import wait_until
 
 PARAMS = SamplingParams(temperature=0.9, max_new_tokens=24, seed=5, n=4, entropy=True)

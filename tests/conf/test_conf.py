@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.config import EngineConfig
-from rollout.engine.worker import factory_of, worker_factory
+from rollout.engine.worker_factory import factory_of, worker_factory
 from rollout.errors import InvalidInputError
 from rollout.offline import OnError, RunConfig
 from rollout.offline.hydra_config import checked_config, register_schema
@@ -212,7 +212,7 @@ def test_a_source_tree_that_is_not_installed_has_its_specs(monkeypatch) -> None:
         raise ModuleNotFoundError(f"No module named {package!r}")
 
     installed = worker_factory("ngram")
-    monkeypatch.setattr("rollout.engine.worker.files", files)
+    monkeypatch.setattr("rollout.engine.worker_factory.files", files)
     bare = worker_factory("ngram")
     assert (bare.func, bare.keywords) == (installed.func, installed.keywords)
     with pytest.raises(InvalidInputError, match="none"):

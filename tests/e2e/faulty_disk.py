@@ -16,7 +16,7 @@ from rich.console import Console
 
 from rollout import SamplingParams
 from rollout.config import MemoryConfig, ModelConfig, SchedulerConfig
-from rollout.engine.worker import worker_factory
+from rollout.engine.worker_factory import worker_factory
 from rollout.errors import RolloutError
 from rollout.offline import DataConfig, OutputConfig, RunConfig, run_job
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from ngram_native import Corpus
 from rollout import SamplingParams
 from rollout.config import MemoryConfig, ModelConfig, SchedulerConfig
-from rollout.engine.worker import worker_factory
+from rollout.engine.worker_factory import worker_factory
 from rollout.offline import DataConfig, OutputConfig, RunConfig, run_job
 from tests.helpers.forked import forked
 from tests.helpers.hang import HANG_SECONDS, wait_until

@@ -13,7 +13,7 @@ import pytest
 
 from rollout.cli import main
 from rollout.config import DType, MemoryConfig, ModelConfig, SchedulerConfig
-from rollout.engine.worker import worker_factory
+from rollout.engine.worker_factory import worker_factory
 from rollout.offline import DataConfig, LogConfig, OutputConfig, RunConfig, run_job
 from rollout.report import write_report
 from rollout.types import SamplingParams

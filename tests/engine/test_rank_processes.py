@@ -12,7 +12,7 @@ import pytest
 from rollout import RolloutEngine
 from rollout.config import engine_config
 from rollout.engine.rank_processes import open_on_ranks
-from rollout.engine.worker import worker_factory
+from rollout.engine.worker_factory import worker_factory
 from rollout.errors import CheckpointError, InvalidInputError, ParallelError
 from tests.helpers.hang import wait_until
 from tests.helpers.tensor_cases import PARAMS, PROMPTS, changed, numbers, stored

@@ -1,6 +1,6 @@
 import pytest
 
-from rollout.engine.requests import TokenStopCheck, cut_at_stop
+from rollout.engine.stopping import TokenStopCheck, cut_at_stop
 from rollout.types import FinishReason
 from tests.helpers.requests import make_request
 

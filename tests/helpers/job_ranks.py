@@ -17,7 +17,7 @@ from rich.console import Console
 from torch.distributed.rendezvous import rendezvous
 
 from rollout.config import MemoryConfig, ModelConfig, ParallelConfig, ParallelMode
-from rollout.engine.worker import worker_factory
+from rollout.engine.worker_factory import worker_factory
 from rollout.offline import DataConfig, OutputConfig, RunConfig, run_job
 from rollout.types import SamplingParams
 from tests.helpers.hang import HANG_SECONDS

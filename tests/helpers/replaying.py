@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rollout.config import EngineConfig
-from rollout.engine.worker import WorkerFactory
+from rollout.engine.worker_factory import WorkerFactory
 from rollout.models.checkpoint import Progress
 from rollout.runner.graphs.capture import GraphTooLargeError
 from spec_workers.none import PlainWorker

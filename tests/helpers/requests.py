@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.engine.requests import TokenStopCheck
+from rollout.engine.stopping import TokenStopCheck
 from rollout.types import Batch, DraftTrees, Request, SamplingParams, Scheduled, ScheduledStates
 
 

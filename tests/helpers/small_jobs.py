@@ -17,7 +17,7 @@ from rich.console import Console
 
 from rollout import SamplingParams
 from rollout.config import DType, MemoryConfig, ModelConfig, SchedulerConfig
-from rollout.engine.worker import worker_factory
+from rollout.engine.worker_factory import worker_factory
 from rollout.offline import (
     ChatTemplateMode,
     DataConfig,

@@ -18,7 +18,7 @@ from rich.console import Console
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import DType, MemoryConfig, ModelConfig, SchedulerConfig
 from rollout.engine.tokenizer import PromptEncoder
-from rollout.engine.worker import worker_factory
+from rollout.engine.worker_factory import worker_factory
 from rollout.errors import InvalidInputError, MetricsError, OutOfMemoryError
 from rollout.offline import (
     DataConfig,

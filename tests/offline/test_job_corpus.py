@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.engine.worker import worker_factory
+from rollout.engine.worker_factory import worker_factory
 from rollout.offline import JobResult, JobStatus, RunConfig
 from rollout.offline.fingerprint import fingerprint
 from rollout.offline.job_corpus import JobCorpus

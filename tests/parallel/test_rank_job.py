@@ -13,7 +13,7 @@ from rich.console import Console
 
 from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.config import ModelConfig, ParallelConfig, ParallelMode
-from rollout.engine.worker import worker_factory
+from rollout.engine.worker_factory import worker_factory
 from rollout.errors import InvalidInputError
 from rollout.offline import DataConfig, RunConfig, run_job
 from tests.helpers.forked import forked, run_module

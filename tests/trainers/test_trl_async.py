@@ -31,7 +31,7 @@ from rollout.cluster.cluster import RolloutCluster
 from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.config import engine_config
 from rollout.engine.engine_loop import EngineLoop
-from rollout.engine.worker import worker_factory
+from rollout.engine.worker_factory import worker_factory
 from rollout.errors import EngineStateError, InvalidInputError
 from rollout.trainers.trl.async_grpo import RolloutWorker, WeightTransfer
 from tests.cluster.thread_pool import ThreadPool

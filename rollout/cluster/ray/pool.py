@@ -30,7 +30,7 @@ from rollout.cluster.ray.replica import (
 )
 from rollout.cluster.replica import Died, Event, Opened, ReplicaDiedError, Reported
 from rollout.config import EngineConfig
-from rollout.engine.worker import WorkerFactory
+from rollout.engine.worker_factory import WorkerFactory
 from rollout.errors import ClusterError, ParallelError, RolloutError
 from rollout.memory.sizing import kv_fraction
 

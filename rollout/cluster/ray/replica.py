@@ -22,7 +22,7 @@ from rollout.cluster.ray.actor_group import ActorGroup
 from rollout.cluster.replica import ReplicaDiedError
 from rollout.cluster.replica_host import ReplicaHost
 from rollout.config import EngineConfig
-from rollout.engine.worker import WorkerFactory
+from rollout.engine.worker_factory import WorkerFactory
 from rollout.errors import EngineStateError, ParallelError
 from rollout.parallel import host_store, launch_variables
 

@@ -22,7 +22,7 @@ from rich.table import Table
 from rollout.cluster.config import ClusterKind
 from rollout.engine.durable_files import whole_file
 from rollout.engine.engine import RolloutEngine
-from rollout.engine.worker import WorkerFactory, factory_of
+from rollout.engine.worker_factory import WorkerFactory, factory_of
 from rollout.errors import InvalidInputError
 from rollout.offline.compare.comparison import Compared, Comparison, Work
 from rollout.offline.compare.paired_times import SpeedupVerdict

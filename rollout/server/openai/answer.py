@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from fastapi import Request, Response
 
-from rollout.engine.requests import cut_at_stop
+from rollout.engine.stopping import cut_at_stop
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.server.json_route import json_response
 from rollout.server.openai.logprobs import LogprobWriter, TokenSpelling

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.engine.requests import completed_stop, cut_at_stop
+from rollout.engine.stopping import completed_stop, cut_at_stop
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.server.sglang.generate_body import GenerateItem
 from rollout.types import FinishReason, Rollout, TokenExtras

@@ -15,7 +15,7 @@ import yaml
 from rollout.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig, engine_config
 from rollout.engine.engine import RolloutEngine
 from rollout.engine.rank_processes import open_on_ranks
-from rollout.engine.worker import worker_factory
+from rollout.engine.worker_factory import worker_factory
 from rollout.errors import InvalidInputError
 from rollout.trainers.openrlhf.arguments import SIZE
 from rollout.trainers.tensor_parallel import tensor_parallel

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from rollout.engine.requests import cut_at_stop
+from rollout.engine.stopping import cut_at_stop
 from rollout.errors import InvalidInputError
 from rollout.sampling.parameter_names import our_fields, refuse_unhonoured
 from rollout.types import FinishReason, Rollout, SamplingParams

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.config import EngineConfig, engine_config
-from rollout.engine.worker import WorkerFactory, worker_factory
+from rollout.engine.worker_factory import WorkerFactory, worker_factory
 from rollout.errors import InvalidInputError
 from rollout.trainers.tensor_parallel import tensor_parallel
 from rollout.trainers.verl.sampling import ResponseLimits
