@@ -7,7 +7,8 @@ add to the corpus, and do they never slow a step down?
 Make the drafts first, with `make demo-draft` and `make demo-mtp`; prompts are the demo's, which no
 demo draft is trained on. Bars: EAGLE-3 2.2 tokens a forward greedily and 1.8 at temperature 0.7; a
 hybrid 1.05x the better of its parts; a draft that is co-trained for some minutes 1.1x the one it
-began as; speed at least 0.97x plain decoding.
+began as; speed at least 0.97x plain decoding, that of the hybrid at temperature 0.7 at least 1.7x
+at batch 1 and 1.3x at batch 4.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Setting:
     name: str
     params: SamplingParams
     batch: int
-    num_prompts: int
+    hybrid_bar: float | None = None
 
 
 def settings(max_tokens: int) -> list[Setting]:
@@ -96,9 +97,10 @@ def settings(max_tokens: int) -> list[Setting]:
     warm = SamplingParams(temperature=0.7, max_new_tokens=max_tokens, seed=20)
     hot = SamplingParams(temperature=1.0, max_new_tokens=max_tokens, seed=30)
     return [
-        Setting(name="greedy, batch 1", params=greedy, batch=1, num_prompts=2),
-        Setting(name="T 0.7, batch 1", params=warm, batch=1, num_prompts=2),
-        Setting(name="T 1.0, batch 8", params=hot, batch=8, num_prompts=12),
+        Setting(name="greedy, batch 1", params=greedy, batch=1),
+        Setting(name="T 0.7, batch 1", params=warm, batch=1, hybrid_bar=1.7),
+        Setting(name="T 0.7, batch 4", params=warm, batch=4, hybrid_bar=1.3),
+        Setting(name="T 1.0, batch 8", params=hot, batch=8),
     ]
 
 
@@ -164,13 +166,17 @@ def epoch_rows(folders: Folders, problems: Sequence[Prompt], max_tokens: int) ->
 def speed_rows(
     folders: Folders, setting: Setting, prompts: Sequence[Prompt], repeats: int
 ) -> Iterator[Row]:
-    """Drafts with the learned budget beside plain decoding, and what drafting costs."""
-    chosen, batch = prompts[: setting.num_prompts], setting.batch
-    rounds = -(-len(chosen) // batch)
-    work = Work(prompts=chosen, params=setting.params, width=batch, rounds=rounds)
+    """Drafts with the learned budget beside plain decoding, and what drafting costs.
+
+    A pair is a batch of prompts that begin together. Each repeat has them all, with other seeds and
+    an empty corpus.
+    """
+    batch = setting.batch
+    whole_batches = len(prompts) // batch * batch
+    work = Work(prompts=prompts[:whole_batches] or prompts, params=setting.params, width=batch)
     for name in folders.drafting:
         engine = folders.engine(name, batch, {})
-        warm_up(engine, chosen[: 2 * batch], setting.params.max_new_tokens)
+        warm_up(engine, prompts[: 2 * batch], setting.params.max_new_tokens)
         engine.reset_metrics()
         times = PairedTimes()
         for repeat in range(repeats):
@@ -178,7 +184,9 @@ def speed_rows(
             once = hold(Comparison(engine), work.of_epoch(repeat), f"{setting.name}, {name}")
             times.extend(once)
         drafting = engine.metrics().draft_ms / 1e3 / sum(times.speculative_P)
-        yield row(f"{setting.name}, speedup: {name}", times.speedup, "x", NEVER_SLOWER)
+        bar = (setting.hybrid_bar if name == HYBRID else None) or NEVER_SLOWER
+        yield row(f"{setting.name}, speedup: {name}", times.speedup, "x", bar)
+        yield row(f"{setting.name}, at least: {name}", times.interval()[0], "x")
         yield row(f"{setting.name}, drafting: {name}", drafting, "of a step")
 
 
