@@ -1,5 +1,6 @@
-"""The data types that all parts share. Beside each field: who fills it, and when. No behaviour
-beyond length arithmetic.
+"""The data types that all parts share: parameters, requests, batches, steps and rollouts.
+
+The comment beside a field says who fills it, and when.
 
 Shape legend: B entries of a batch, T query rows of a step, N draft nodes of a step, V vocabulary.
 """

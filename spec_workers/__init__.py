@@ -1,1 +1,1 @@
-"""Speculative workers: what each proposes and observes. The engine is handed one of them."""
+"""Speculative workers, one for each kind of drafts; an engine is given one of them."""

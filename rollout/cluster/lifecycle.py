@@ -1,4 +1,4 @@
-"""Whether a cluster may run: all replicas paused or asleep together, and those that join."""
+"""Pauses and sleep of all replicas together, and of those that join later."""
 
 from __future__ import annotations
 

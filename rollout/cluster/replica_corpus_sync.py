@@ -1,4 +1,4 @@
-"""A replica that starts has no external corpora: it is brought those the others draft from."""
+"""Brings the external corpora of the others to a replica that starts without any."""
 
 from __future__ import annotations
 

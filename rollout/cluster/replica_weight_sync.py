@@ -1,4 +1,4 @@
-"""A replica that starts has the weights of the checkpoint: it is brought those in use."""
+"""Brings the weights in use to a replica that starts with those of the checkpoint."""
 
 from __future__ import annotations
 

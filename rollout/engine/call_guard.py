@@ -1,4 +1,4 @@
-"""One thread at a time in an engine's calls."""
+"""Admits one thread at a time to an engine's calls."""
 
 from __future__ import annotations
 

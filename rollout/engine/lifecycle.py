@@ -1,4 +1,4 @@
-"""Whether the engine may run: pausing, giving memory back, and why not."""
+"""Pausing an engine, releasing its memory, and the reason why it cannot run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank drives an engine of several: what it calls, the others call.
+"""Calls of an engine of several ranks: rank 0 makes them, the other ranks repeat them.
 
 A call travels as JSON, and the tensors it brings as buckets behind it.
 """

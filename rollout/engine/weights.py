@@ -1,4 +1,4 @@
-"""New weights for the engine, and looks at the ones it has."""
+"""Updates of the engine's weights, and reads of the ones it has."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Memory of an engine: KV slots, the prefix cache, recurrent states, and how large each is."""

@@ -1,0 +1,1 @@
+"""Models: their configurations and checkpoints, and the networks of each family."""

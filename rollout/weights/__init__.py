@@ -1,0 +1,1 @@
+"""Weight updates: their transports and sources, and the transaction that applies them."""

@@ -1,5 +1,4 @@
-"""The weight groups an engine is in, by name, and the group of a trainer that knows nothing of
-us."""
+"""The weight groups that an engine has joined, by name; foreign trainers have one of their own."""
 
 from __future__ import annotations
 

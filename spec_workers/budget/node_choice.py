@@ -1,4 +1,4 @@
-"""Which draft nodes of a batch are worth verifying.
+"""Chooses the draft nodes of a batch that are worth verifying.
 
 Legend: B entries of a batch, N draft nodes.
 """

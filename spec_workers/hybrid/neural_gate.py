@@ -1,4 +1,4 @@
-"""Whether a neural draft pays beside the corpus, which costs next to nothing.
+"""The gate of a neural draft beside the corpus: open while the draft pays for its time.
 
 What is emitted does not depend on drafts, so trees that were not verified are judged by it too.
 

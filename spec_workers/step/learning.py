@@ -1,4 +1,4 @@
-"""A finished step teaches the budget its costs, and each request's stats their times."""
+"""Teaches the budget what a finished step cost, and books each request's share of its time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The results of a step, for those who propose."""
+"""The results of a step that proposers and the budget learn from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many tokens of each chain are verified: vLLM verifies chains, and does not say what it costs.
+"""Chooses how many tokens of each chain vLLM verifies, by costs measured from outside.
 
 Legend: B rows of a batch, N draft tokens.
 """

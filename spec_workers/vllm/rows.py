@@ -1,4 +1,4 @@
-"""Which request each row of vLLM's batch holds.
+"""Finds the request that each row of vLLM's batch holds.
 
 vLLM hands over rows of tokens without request ids. Rows move as others leave, requests that are
 preempted come back in another row, and a chat's next turn begins with the tokens of the last. So a
