@@ -4,12 +4,13 @@ drafts pay, and as fast as the best fixed number of draft tokens?
     python benchmarks/bench_budget.py [--only "open prompts, ngram"] [--pairs 40]
     python benchmarks/bench_budget.py --trace rollouts.npz=2.1 --only replay
 
-One engine decodes the same work with drafts and without, one right after the other, in an order
-drawn at random (`rollout/offline/compare`). A row with a bar is the lower end of the speedup's 95 %
-interval. On two idle cores the parts take 10 minutes for the open prompts of each kind of drafts
-(eagle and hybrid where --draft is there), 3 for the greedy one, 1 to 3 for each second epoch, 9 for
-the GRPO step and 1 for the cold start. Traces, given with the speedup that is their bar, are
-replayed under a roofline's prices (`budget_replay.py`); one is sampled at temperature 1 and kept.
+Two engines decode the same work, one with drafts and one without, a step of this and a step of
+that, and change sides from stretch to stretch (`rollout/offline/compare`). A row with a bar is the
+lower end of the speedup's 95 % interval. On two idle cores the parts take 10 minutes for the open
+prompts of each kind of drafts (eagle and hybrid where --draft is there), 3 for the greedy one, 1 to
+3 for each second epoch, 9 for the GRPO step and 1 for the cold start. Traces, given with the
+speedup that is their bar, are replayed under a roofline's prices (`budget_replay.py`); one is
+sampled at temperature 1 and kept.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import argparse
 import math
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -63,58 +64,64 @@ def open_work(options: argparse.Namespace, batch: int, max_new_tokens: int, pair
     return Work(prompts=prompts[: 2 * batch * pairs], params=params, width=batch, rounds=2)
 
 
-def warm_engine(model: Path, spec: str, draft: Path) -> RolloutEngine:
-    """An engine whose first forwards of each shape, which are slow, are behind it."""
+def warm_engines(model: Path, spec: str, draft: Path) -> list[RolloutEngine]:
+    """Two engines alike, whose first forwards of each shape, which are slow, are behind them."""
     spec_options = {} if spec == "ngram" else {"draft_path": str(draft)}
-    engine = make_engine(model, spec, _BATCHES[0], spec_options, kv_bytes=512 << 20)
-    for batch in _BATCHES:
-        warm_up(engine, [chat(text) for text in OPEN_PROMPTS * 4][:batch], max_tokens=24)
-    return engine
+    engines = [
+        make_engine(model, spec, _BATCHES[0], spec_options, kv_bytes=512 << 20) for _ in range(2)
+    ]
+    for engine in engines:
+        for batch in _BATCHES:
+            warm_up(engine, [chat(text) for text in OPEN_PROMPTS * 4][:batch], max_tokens=24)
+    return engines
 
 
 def open_rows(options: argparse.Namespace, spec: str) -> Iterator[Row]:
-    engine = warm_engine(options.model, spec, options.draft)
+    engines = warm_engines(options.model, spec, options.draft)
     for batch in _BATCHES:
-        forget(engine)
+        for engine in engines:
+            forget(engine)
         name = f"open prompts, {spec}, batch {batch}"
         work = open_work(options, batch, options.tokens, options.pairs + _WARMUP)
-        times = hold(Comparison(engine), work, name)
+        times = hold(Comparison(*engines), work, name)
         yield from rows_of(name, times, 0.98)
         steady = PairedTimes(times.plain_P[_WARMUP:], times.speculative_P[_WARMUP:])
         yield from rows_of(f"{name}, gate steady", steady, 0.99)
 
 
-def teach(engine: RolloutEngine, work: Work, epochs: int) -> None:
+def teach(engines: Sequence[RolloutEngine], work: Work, epochs: int) -> None:
     for epoch in range(epochs):
-        Comparison(engine).teach(replace(work.of_epoch(epoch), width=engine.max_running))
-        # Training that changes nothing: drafts are older from now on.
-        engine.update_weights_from_disk(engine.config.model.path, weight_version=epoch + 1)
+        Comparison(*engines).teach(replace(work.of_epoch(epoch), width=engines[0].max_running))
+        for engine in engines:
+            # Training that changes nothing: drafts are older from now on.
+            engine.update_weights_from_disk(engine.config.model.path, weight_version=epoch + 1)
 
 
 def epoch_rows(options: argparse.Namespace, batch: int, bar: float) -> Iterator[Row]:
     params = SamplingParams(temperature=0.7, max_new_tokens=options.tokens, n=4, seed=200)
     prompts = reasoning_prompts(math.ceil(options.pairs * batch / params.n))
     work = Work(prompts=prompts, params=params, width=batch)
-    engine = warm_engine(options.model, "ngram", options.draft)
-    teach(engine, work, 1)
+    engines = warm_engines(options.model, "ngram", options.draft)
+    teach(engines, work, 1)
     name = f"second epoch, T 0.7, batch {batch}"
-    yield from rows_of(name, hold(Comparison(engine), work.of_epoch(1), name), bar)
+    yield from rows_of(name, hold(Comparison(*engines), work.of_epoch(1), name), bar)
 
 
 def repetitive_rows(options: argparse.Namespace) -> Iterator[Row]:
-    engine = warm_engine(options.model, "ngram", options.draft)
+    engines = warm_engines(options.model, "ngram", options.draft)
     prompts = [chat(text) for text in REPETITIVE_PROMPTS]
     params = SamplingParams(temperature=0.0, max_new_tokens=192)
     times = PairedTimes()
     for _ in range(math.ceil(options.pairs / len(prompts))):
-        forget(engine)  # a greedy answer that was seen would be drafted whole
-        once = hold(Comparison(engine), Work(prompts=prompts, params=params, width=1), "repetitive")
-        times.extend(once)
+        for engine in engines:
+            forget(engine)  # a greedy answer that was seen would be drafted whole
+        work = Work(prompts=prompts, params=params, width=1)
+        times.extend(hold(Comparison(*engines), work, "repetitive"))
     yield from rows_of("greedy, repetitive, batch 1", times, 2.0)
 
 
 @contextmanager
-def drafting(engine: RolloutEngine, corpus: Path, fixed: int | None = None) -> Iterator[None]:
+def drafting(corpus: Path, fixed: int | None, engine: RolloutEngine) -> Iterator[None]:
     """Draft from the saved corpus, a fixed number of tokens or as the learned budget says."""
     worker: Any = engine.worker
     worker.corpus.load(corpus)  # no rollout may be drafted from itself
@@ -136,17 +143,20 @@ def grpo_rows(options: argparse.Namespace) -> Iterator[Row]:
     params = SamplingParams(temperature=0.5, max_new_tokens=options.step_tokens, n=8, seed=300)
     prompts = [reasoning_prompts(1, task)[0] for task in tasks]
     step = Work(prompts=prompts, params=params, width=32)
-    engine = warm_engine(options.model, "ngram", options.draft)
-    teach(engine, step, 2)
+    engines = warm_engines(options.model, "ngram", options.draft)
+    teach(engines, step, 2)
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder) / "corpus"
-        corpus_of(engine).save(corpus)
+        corpus_of(engines[0]).save(corpus)
 
         def against(fixed: int | None, pairs: int) -> PairedTimes:
             """The learned budget; without a fixed number, against plain decoding."""
-            baseline = None if fixed is None else partial(drafting, engine, corpus, fixed)
-            learned = partial(drafting, engine, corpus)
-            comparison = Comparison(engine, baseline=baseline, speculation=learned)
+            learned = partial(drafting, corpus, None)
+            if fixed is None:
+                comparison = Comparison(*engines, speculation=learned)
+            else:
+                fixed_number = partial(drafting, corpus, fixed)
+                comparison = Comparison(*engines, baseline=fixed_number, speculation=learned)
             work = replace(step.of_epoch(2), prompts=prompts * pairs)  # a step in each pair
             return hold(comparison, work, f"{GRPO}, against {fixed or 'plain decoding'}")
 

@@ -1,11 +1,12 @@
-"""One engine decodes the same work plainly and with drafts, in turns, and both are compared."""
+"""Plain decoding and drafts do the same work, in turns, and are compared."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 
 from rollout.engine.engine import RolloutEngine
@@ -14,7 +15,7 @@ from rollout.types import Prompt, Rollout, SamplingParams
 
 _Key = tuple[int, int]  # prompt index, sample index
 
-Side = Callable[[], AbstractContextManager[None]]
+Side = Callable[[RolloutEngine], AbstractContextManager[object]]
 """How an engine decodes while the context lasts."""
 
 
@@ -77,34 +78,78 @@ class Compared:
         )
 
 
-class Comparison:
-    """Drafting and plain decoding on the same weights and KV slots.
+class _Decoding:
+    """One side's way through a stretch, a step at a time."""
 
-    The two sides of a pair follow each other in an order drawn at random, and begin with an empty
-    prefix cache. Plain decoding teaches the drafts nothing, so that each rollout is new to the
-    corpus when it is drafted for.
+    def __init__(self, engine: RolloutEngine, work: Work, stretch: list[_Key]) -> None:
+        self.seconds = 0.0
+        self.rollouts: dict[_Key, Rollout] = {}
+        self._engine = engine
+        self._work = work
+        self._left = deque(stretch)
+        self._running = 0
+        self._forwards_before = engine.metrics().target_forwards
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every request of the stretch has ended."""
+        return not self._left and not self._running
+
+    @property
+    def target_forwards(self) -> int:
+        """Forwards of the target since the beginning, summed over requests."""
+        return self._engine.metrics().target_forwards - self._forwards_before
+
+    def step(self) -> None:
+        """Submit what there is room for, and run one step."""
+        started = time.perf_counter()
+        work = self._work
+        while self._left and self._running < work.width:
+            prompt_index, sample_index = self._left.popleft()
+            self._engine.submit(
+                work.prompts[prompt_index],
+                work.params,
+                prompt_index=prompt_index,
+                sample_index=sample_index,
+            )
+            self._running += 1
+        ended = self._engine.step()
+        self._running -= len(ended)
+        self.rollouts |= {(each.prompt_index, each.sample_index): each for each in ended}
+        self.seconds += time.perf_counter() - started
+
+
+class Comparison:
+    """Drafting and plain decoding of the same stretches, each of which makes one pair of times.
+
+    One engine decodes a stretch by one side and then by the other, in an order drawn at random. Two
+    engines decode it by one side each, a step of this and a step of that, and change sides from
+    stretch to stretch: a machine whose speed wanders slows both alike, and whatever an engine gains
+    by where its memory lies counts for both. Each begins with an empty prefix cache. Plain decoding
+    teaches the drafts nothing, so that each rollout is new to the corpus when it is drafted for.
     """
 
     def __init__(
         self,
-        engine: RolloutEngine,
-        *,
-        baseline: Side | None = None,
+        *engines: RolloutEngine,
+        baseline: Side = RolloutEngine.without_speculation,
         speculation: Side = nullcontext,
     ) -> None:
         """
         Args:
-            baseline: of "plain" decoding; default: the engine's `without_speculation`.
-            speculation: default: the engine as it is.
+            engines: one, or two that are configured alike.
+            baseline: of "plain" decoding.
+            speculation: default: an engine as it is.
         """
-        self._engine = engine
-        self._sides = {True: baseline or engine.without_speculation, False: speculation}
-        self._order = random.Random(0)  # of the order of sides
+        self._engines = engines
+        self._sides = {True: baseline, False: speculation}
+        self._random = random.Random(0)  # draws the order of the sides
 
     def teach(self, work: Work) -> None:
-        """Let the drafts learn from an epoch that is not compared."""
-        for stretch in work.stretches():
-            self._decode(work, stretch, plainly=False)
+        """Let the drafts of every engine learn from an epoch that is not compared."""
+        for engine in self._engines:
+            for stretch in work.stretches():
+                self._decode(work, stretch, {False: engine})
 
     def run(self, work: Work, seconds: float) -> Compared:
         """Compare until the work is done or ``seconds`` are over."""
@@ -117,43 +162,36 @@ class Comparison:
         return compared
 
     def _compare(self, work: Work, stretch: list[_Key], compared: Compared) -> None:
-        forwards = self._engine.metrics().target_forwards
-        spent: dict[bool, float] = {}
-        made: dict[bool, dict[_Key, Rollout]] = {}
-        for plainly in self._order.sample([True, False], 2):
-            spent[plainly], made[plainly] = self._decode(work, stretch, plainly=plainly)
-            if not plainly:
-                compared.target_forwards += self._engine.metrics().target_forwards - forwards
-            forwards = self._engine.metrics().target_forwards
-        compared.times.add(spent[True], spent[False])
+        made: dict[bool, _Decoding] = {}
+        if len(self._engines) == 1:
+            for plainly in self._random.sample([True, False], 2):
+                made |= self._decode(work, stretch, {plainly: self._engines[0]})
+        else:
+            is_odd = len(compared.times) % 2 == 1
+            sides = zip((is_odd, not is_odd), self._engines, strict=True)
+            made = self._decode(work, stretch, dict(sides))
+        plain, drafting = made[True], made[False]
+        compared.times.add(plain.seconds, drafting.seconds)
+        compared.target_forwards += drafting.target_forwards
         compared.rollouts += len(stretch)
-        compared.tokens += sum(len(rollout.token_ids) for rollout in made[False].values())
+        compared.tokens += sum(len(rollout.token_ids) for rollout in drafting.rollouts.values())
         compared.differing += [
-            key for key in stretch if not _are_equal(made[True][key], made[False][key])
+            key for key in stretch if not _are_equal(plain.rollouts[key], drafting.rollouts[key])
         ]
 
     def _decode(
-        self, work: Work, stretch: list[_Key], *, plainly: bool
-    ) -> tuple[float, dict[_Key, Rollout]]:
-        """Decode some samples; returns the seconds it took, and the rollouts."""
-        engine = self._engine
-        engine.flush_cache()
-        with self._sides[plainly]():
-            started = time.perf_counter()
-            rollouts: list[Rollout] = []
-            for begun, (prompt_index, sample_index) in enumerate(stretch):
-                while begun - len(rollouts) >= work.width:
-                    rollouts += engine.step()
-                engine.submit(
-                    work.prompts[prompt_index],
-                    work.params,
-                    prompt_index=prompt_index,
-                    sample_index=sample_index,
-                )
-            while engine.has_unfinished:
-                rollouts += engine.step()
-            seconds = time.perf_counter() - started
-        return seconds, {(each.prompt_index, each.sample_index): each for each in rollouts}
+        self, work: Work, stretch: list[_Key], engines: Mapping[bool, RolloutEngine]
+    ) -> dict[bool, _Decoding]:
+        """Decode the stretch by each of the sides; the one that has spent less time steps next."""
+        made: dict[bool, _Decoding] = {}
+        with ExitStack() as contexts:
+            for plainly, engine in engines.items():
+                engine.flush_cache()
+                contexts.enter_context(self._sides[plainly](engine))
+                made[plainly] = _Decoding(engine, work, stretch)
+            while under_way := [each for each in made.values() if not each.is_done]:
+                min(under_way, key=lambda each: each.seconds).step()
+        return made
 
 
 def _are_equal(first: Rollout, second: Rollout) -> bool:

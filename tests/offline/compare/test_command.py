@@ -69,11 +69,11 @@ def test_rollouts_that_differ_are_said_and_fail(
 ) -> None:
     decode = Comparison._decode
 
-    def wrong(self, work, stretch, *, plainly):
-        seconds, rollouts = decode(self, work, stretch, plainly=plainly)
-        if not plainly and (3, 1) in rollouts:
-            rollouts[3, 1].logprobs[-1] += 1e-6
-        return seconds, rollouts
+    def wrong(self, work, stretch, engines):
+        made = decode(self, work, stretch, engines)
+        if False in made and (3, 1) in made[False].rollouts:
+            made[False].rollouts[3, 1].logprobs[-1] += 1e-6
+        return made
 
     monkeypatch.setattr(Comparison, "_decode", wrong)
     assert run_compare([*arguments, "--widths=12"]) == 1
