@@ -1,14 +1,14 @@
 """Question: is speculation with its learned budget never slower than plain decoding, faster where
 drafts pay, and as fast as the best fixed number of draft tokens?
 
-    python benchmarks/bench_budget.py [--only "open prompts, ngram"] [--pairs 40]
+    python benchmarks/bench_budget.py [--only "open prompts, ngram"] [--pairs 16]
     python benchmarks/bench_budget.py --trace rollouts.npz=2.1 --only replay
 
 Two engines decode the same work, one with drafts and one without, a step of this and a step of
 that, and change sides from stretch to stretch (`rollout/offline/compare`). A row with a bar is the
-lower end of the speedup's 95 % interval. On two idle cores the parts take 10 minutes for the open
-prompts of each kind of drafts (eagle and hybrid where --draft is there), 3 for the greedy one, 1 to
-3 for each second epoch, 9 for the GRPO step and 1 for the cold start. Traces, given with the
+lower end of the speedup's 95 % interval. On two idle cores the parts take 8 minutes for the open
+prompts of each kind of drafts (eagle and hybrid where --draft is there), 2 for the greedy one, 1 to
+2 for each second epoch, 5 for the GRPO step and 1 for the cold start. Traces, given with the
 speedup that is their bar, are replayed under a roofline's prices (`budget_replay.py`); one is
 sampled at temperature 1 and kept.
 """
@@ -249,7 +249,7 @@ def make_command() -> Command:
     command.model()
     command.threads(2)
     command.option("--draft", Path("drafts/eagle3"), type=Path, help="an EAGLE draft of the target")
-    command.option("--pairs", 40, quick=1, limits=POSITIVE, help="alternations of each row")
+    command.option("--pairs", 16, quick=1, limits=POSITIVE, help="stretches of each row")
     command.option("--tokens", 48, quick=4, limits=POSITIVE, help="most of a rollout")
     command.option("--step-tokens", 128, quick=8, limits=POSITIVE, help="the same, of a GRPO step")
     help = "recorded rollouts to replay, with the least speedup that is good; repeatable"

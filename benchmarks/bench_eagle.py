@@ -175,15 +175,18 @@ def speed_rows(
     whole_batches = len(prompts) // batch * batch
     work = Work(prompts=prompts[:whole_batches] or prompts, params=setting.params, width=batch)
     for name in folders.drafting:
-        engine = folders.engine(name, batch, {})
-        warm_up(engine, prompts[: 2 * batch], setting.params.max_new_tokens)
-        engine.reset_metrics()
+        engines = [folders.engine(name, batch, {}) for _ in range(2)]
+        for engine in engines:
+            warm_up(engine, prompts[: 2 * batch], setting.params.max_new_tokens)
+            engine.reset_metrics()
         times = PairedTimes()
         for repeat in range(repeats):
-            forget(engine)
-            once = hold(Comparison(engine), work.of_epoch(repeat), f"{setting.name}, {name}")
+            for engine in engines:
+                forget(engine)
+            once = hold(Comparison(*engines), work.of_epoch(repeat), f"{setting.name}, {name}")
             times.extend(once)
-        drafting = engine.metrics().draft_ms / 1e3 / sum(times.speculative_P)
+        draft_ms = sum(engine.metrics().draft_ms for engine in engines)
+        drafting = draft_ms / 1e3 / sum(times.speculative_P)
         bar = (setting.hybrid_bar if name == HYBRID else None) or NEVER_SLOWER
         yield row(f"{setting.name}, speedup: {name}", times.speedup, "x", bar)
         yield row(f"{setting.name}, at least: {name}", times.interval()[0], "x")

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,6 +25,7 @@ from rollout.engine.durable_files import whole_file
 from rollout.engine.engine import RolloutEngine
 from rollout.engine.worker_factory import WorkerFactory, factory_of
 from rollout.errors import InvalidInputError
+from rollout.memory.host_memory import free_bytes
 from rollout.offline.compare.comparison import Compared, Comparison, Work
 from rollout.offline.compare.paired_times import SpeedupVerdict
 from rollout.offline.config import RunConfig
@@ -35,6 +37,9 @@ from rollout.offline.prompt_tokens import check_tokens
 from rollout.offline.prompts import PromptFile
 from rollout.types import Prompt
 
+_SPARE = 3
+"""Times the bytes of its weights that must be free for a second engine and its KV."""
+
 _Number = TypeVar("_Number", int, float)
 
 _EPILOG = """\
@@ -44,8 +49,8 @@ examples:
   specrollout compare experiment=demo --widths 1,4,8 --temperatures 0.7,1.0
 
 Each prompt is sampled --epochs times sampling.n times, with other seeds in each epoch. The last
-epoch is decoded plainly and with drafts in turns, a group of requests at a time; those before it
-teach the drafts. An option spec.KEY=VALUE goes to the kinds that have it."""
+epoch is decoded plainly and with drafts in turns, by two engines where the memory of a CPU holds
+them; those before it teach the drafts. An option spec.KEY=VALUE goes to the kinds that have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,39 +200,57 @@ def _compare(
     seconds: float,
     console: Console,
 ) -> Iterator[ComparedRow]:
-    """The rows of one kind, which share an engine. ``seconds``: of each row."""
+    """The rows of one kind, which share their engines. ``seconds``: of each row."""
     with ExitStack() as at_end:
         folder = Path(at_end.enter_context(tempfile.TemporaryDirectory()))
         file = at_end.enter_context(PromptFile(config.data, folder))
         checked = check_rows(file, config.data.on_error, folder / "none.jsonl", ())
-        with loading_model(console, config.model.path) as progress:
-            engine = RolloutEngine.from_config(config.engine, factory, progress)
-        at_end.callback(engine.close)
-        tokens = check_tokens(checked, engine, config)
+        engines: list[RolloutEngine] = []
+        while not engines or (len(engines) == 1 and _fits_again(engines[0])):
+            with loading_model(console, config.model.path) as progress:
+                engines.append(RolloutEngine.from_config(config.engine, factory, progress))
+            at_end.callback(engines[-1].close)
+        tokens = check_tokens(checked, engines[0], config)
         at_end.callback(tokens.close)
         prompts: list[Prompt] = list(tokens)
-        learns = engine.corpus_tokens is not None
+        learns = engines[0].corpus_tokens is not None
         start, taught = folder / "start", folder / "taught"
         if learns:
-            engine.save_corpus(start)
+            engines[0].save_corpus(start)
         for temperature in options.temperatures or [config.sampling.temperature]:
             sampling = replace(config.sampling, temperature=temperature)
-            comparison = Comparison(engine)
             if learns:
-                engine.load_corpus(start)
+                engines[0].load_corpus(start)
+            # A corpus that one engine was taught serves both.
+            taught_ones = Comparison(*(engines[:1] if learns else engines))
             for epoch in range(options.epochs - 1):
-                whole = Work(prompts=prompts, params=sampling, width=engine.max_running)
-                comparison.teach(whole.of_epoch(epoch))
+                whole = Work(prompts=prompts, params=sampling, width=engines[0].max_running)
+                taught_ones.teach(whole.of_epoch(epoch))
             if learns:
-                engine.save_corpus(taught)
+                engines[0].save_corpus(taught)
             for width in options.widths:
                 if learns:  # no rollout may be drafted from itself
-                    engine.load_corpus(taught)
+                    for engine in engines:
+                        engine.load_corpus(taught)
                 work = Work(prompts=prompts, params=sampling, width=width)
-                compared = comparison.run(work.of_epoch(options.epochs - 1), seconds)
+                compared = Comparison(*engines).run(work.of_epoch(options.epochs - 1), seconds)
                 yield ComparedRow(
                     kind=kind, temperature=temperature, width=width, compared=compared
                 )
+
+
+def _fits_again(engine: RolloutEngine) -> bool:
+    """Whether there is room for a second engine, beside which the first one is compared best.
+
+    On a GPU, whose speed wanders less, one engine decodes by both sides.
+    """
+    device = engine.worker.model_device
+    weights = sum(
+        prod(loader.shape) * loader.dtype.itemsize
+        for model in engine.worker.weights.parts.values()
+        for loader in model.weight_loaders().values()
+    )
+    return device.type == "cpu" and free_bytes(device) > _SPARE * weights
 
 
 def _name(cell: ComparedRow) -> str:
