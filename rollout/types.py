@@ -259,6 +259,32 @@ class TokenExtras:
         return TokenExtras(**{name: getattr(self, name)[first:] for name in names})
 
 
+@dataclass(kw_only=True, slots=True)
+class EmittedTokens:
+    """Tokens that a request emitted, with an entry of each list for each of them."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)
+    extras: TokenExtras = field(default_factory=TokenExtras)
+
+    def extend(self, later: EmittedTokens) -> None:
+        """Append the tokens that follow."""
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.weight_versions += later.weight_versions
+        self.extras.extend(later.extras)
+
+    def since(self, first: int) -> EmittedTokens:
+        """The tokens from ``first`` on."""
+        return EmittedTokens(
+            token_ids=self.token_ids[first:],
+            logprobs=self.logprobs[first:],
+            weight_versions=self.weight_versions[first:],
+            extras=self.extras.since(first),
+        )
+
+
 NO_EXTRAS = TokenExtras()
 """The extras of requests that asked for none. Shared: never written to."""
 
@@ -327,6 +353,15 @@ class Request:
     def token_ids(self) -> list[int]:
         """The emitted tokens."""
         return self.tokens[self.prompt_len :]
+
+    def emitted_since(self, first: int) -> EmittedTokens:
+        """The emitted tokens from ``first`` on."""
+        return EmittedTokens(
+            token_ids=self.tokens[self.prompt_len + first :],
+            logprobs=self.logprobs[first:],
+            weight_versions=self.weight_versions[first:],
+            extras=self.extras.since(first),
+        )
 
     @property
     def generated_len(self) -> int:
@@ -486,20 +521,16 @@ class StepResult:
 
 
 @dataclass(kw_only=True, slots=True)
-class Rollout:
-    """A finished request."""
+class Rollout(EmittedTokens):
+    """A finished request, with all the tokens that it emitted."""
 
     request_id: int
     prompt_index: int
     sample_index: int
     seed: int  # the request seed; pass it to submit() to continue a rollout that was cut
     prompt_ids: list[int]
-    token_ids: list[int]
-    logprobs: list[float]
-    weight_versions: list[int]
     finish_reason: FinishReason
     text: str | None  # None where the engine has no tokenizer
-    extras: TokenExtras
     stats: RequestStats
     error: str | None = None
     routed_experts: NDArray[np.integer] | None = field(default=None, compare=False)

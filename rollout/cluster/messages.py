@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from rollout.engine.metrics import EngineMetrics, EngineStatus, StepMetrics
 from rollout.scheduler.step_limits import StepLimits
-from rollout.types import FinishReason, Request, RequestStats, SamplingParams, TokenExtras
+from rollout.types import EmittedTokens, FinishReason, Request, RequestStats, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +32,7 @@ class Growth:
     """The tokens a request emitted since it was last reported."""
 
     request_id: int
-    token_ids: list[int]
-    logprobs: list[float]
-    weight_versions: list[int]
-    extras: TokenExtras
+    tokens: EmittedTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,11 +123,11 @@ class InFlightRequest:
 
     def grow(self, growth: Growth) -> None:
         """Add the tokens of a report."""
-        request = self.request
-        request.tokens += growth.token_ids
-        request.logprobs += growth.logprobs
-        request.weight_versions += growth.weight_versions
-        request.extras.extend(growth.extras)
+        request, tokens = self.request, growth.tokens
+        request.tokens += tokens.token_ids
+        request.logprobs += tokens.logprobs
+        request.weight_versions += tokens.weight_versions
+        request.extras.extend(tokens.extras)
 
     def end(self, ended: Ended) -> None:
         """Add the last tokens, and how it ended."""

@@ -14,7 +14,7 @@ from rollout.cluster.messages import ClusterMetrics, Ended, Growth, Report, Subm
 from rollout.engine.engine import RolloutEngine
 from rollout.engine.engine_loop import EngineLoop, RequestHandle
 from rollout.errors import EngineStateError
-from rollout.types import FinishReason, Request, RequestStats, Rollout, TokenExtras
+from rollout.types import EmittedTokens, FinishReason, Request, RequestStats, Rollout
 
 _SECONDS_BETWEEN_STATUSES = 1.0
 
@@ -27,24 +27,14 @@ class _Running:
         self.handle: RequestHandle | None = None  # when it was submitted
         self._reported = 0  # tokens
 
-    def growth(
-        self,
-        tokens: list[int],
-        prompt_len: int,
-        logprobs: list[float],
-        versions: list[int],
-        extras: TokenExtras,
-    ) -> Growth:
-        """The tokens since the last report. ``tokens`` after ``prompt_len``, and all of the others,
-        it emitted."""
-        first, self._reported = self._reported, len(tokens) - prompt_len
-        return Growth(
-            request_id=self.request_id,
-            token_ids=tokens[prompt_len + first :],
-            logprobs=logprobs[first:],
-            weight_versions=versions[first:],
-            extras=extras.since(first),
-        )
+    def growth(self, of: Request | Rollout) -> Growth:
+        """The tokens since the last report."""
+        if isinstance(of, Request):
+            tokens = of.emitted_since(self._reported)
+        else:
+            tokens = of.since(self._reported)
+        self._reported += len(tokens.token_ids)
+        return Growth(request_id=self.request_id, tokens=tokens)
 
 
 class ProgressReporter:
@@ -157,13 +147,7 @@ class ProgressReporter:
             rollout = future.result()
             self._ended.append(
                 Ended(
-                    growth=running.growth(
-                        rollout.token_ids,
-                        0,
-                        rollout.logprobs,
-                        rollout.weight_versions,
-                        rollout.extras,
-                    ),
+                    growth=running.growth(rollout),
                     finish_reason=rollout.finish_reason,
                     error=rollout.error,
                     stats=rollout.stats,
@@ -180,16 +164,7 @@ class ProgressReporter:
             status = engine.status()
             self._status_at = time.monotonic()
         return Report(
-            grown=[
-                running.growth(
-                    request.tokens,
-                    request.prompt_len,
-                    request.logprobs,
-                    request.weight_versions,
-                    request.extras,
-                )
-                for running, request in grown.values()
-            ],
+            grown=[running.growth(request) for running, request in grown.values()],
             ended=ended,
             total=ClusterMetrics.of(engine.metrics()),
             last_step=engine.last_step,
@@ -201,7 +176,7 @@ class ProgressReporter:
 def _refused(running: _Running, error: BaseException) -> Ended:
     """The cluster checks what it sends, so this is a replica unlike the others, or a broken one."""
     return Ended(
-        growth=running.growth([], 0, [], [], TokenExtras()),
+        growth=Growth(request_id=running.request_id, tokens=EmittedTokens()),
         finish_reason=FinishReason.ERROR,
         error=str(error),
         stats=RequestStats(),

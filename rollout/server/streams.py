@@ -19,7 +19,7 @@ from rollout.engine.engine_loop import OnTokens, RequestHandle
 from rollout.errors import RolloutError
 from rollout.server.errors import error_body
 from rollout.server.json_route import json_bytes
-from rollout.types import Request, Rollout, SamplingParams, TokenExtras
+from rollout.types import EmittedTokens, Request, Rollout, SamplingParams
 
 T = TypeVar("T")
 
@@ -48,11 +48,13 @@ class Delta:
     """The tokens one sample got since its last delta: of one step, or of several."""
 
     index: int  # which of the samples asked for
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    weight_versions: list[int] = field(default_factory=list)
-    extras: TokenExtras = field(default_factory=TokenExtras)
+    tokens: EmittedTokens = field(default_factory=EmittedTokens)
     rollout: Rollout | None = None  # with the last one
+
+    def then(self, later: Delta) -> Delta:
+        """Both as one, which takes over the tokens of this one."""
+        self.tokens.extend(later.tokens)
+        return replace(self, rollout=later.rollout)
 
 
 class DeltaStream(AsyncIterator[Delta]):
@@ -78,7 +80,7 @@ class DeltaStream(AsyncIterator[Delta]):
         step."""
 
         def on_tokens(request: Request, first_new: int) -> None:
-            self._put(_delta(index, request, first_new))
+            self._put(Delta(index=index, tokens=request.emitted_since(first_new)))
 
         return on_tokens
 
@@ -135,7 +137,7 @@ class DeltaStream(AsyncIterator[Delta]):
         with self._lock:
             was_empty = not self._pending
             former = self._pending.get(delta.index)
-            self._pending[delta.index] = delta if former is None else _joined(former, delta)
+            self._pending[delta.index] = delta if former is None else former.then(delta)
         if was_empty:
             self._wake()
 
@@ -147,29 +149,6 @@ def call_soon(event_loop: asyncio.AbstractEventLoop, function: Callable[[], obje
     """Run it on the event loop, from any thread; not at all where the loop has ended."""
     with suppress(RuntimeError):
         event_loop.call_soon_threadsafe(function)
-
-
-def _delta(index: int, request: Request, first: int) -> Delta:
-    return Delta(
-        index=index,
-        token_ids=request.tokens[request.prompt_len + first :],
-        logprobs=request.logprobs[first:],
-        weight_versions=request.weight_versions[first:],
-        extras=request.extras.since(first),
-    )
-
-
-def _joined(former: Delta, later: Delta) -> Delta:
-    extras = former.extras.since(0)
-    extras.extend(later.extras)
-    return Delta(
-        index=former.index,
-        token_ids=former.token_ids + later.token_ids,
-        logprobs=former.logprobs + later.logprobs,
-        weight_versions=former.weight_versions + later.weight_versions,
-        extras=extras,
-        rollout=later.rollout,
-    )
 
 
 class EventStream(StreamingResponse):

@@ -66,11 +66,7 @@ class KnownPrices:
         return latest[1]
 
     def _like_before(self, batch: Batch, cost: StepCost, step: int, accept_rate: float) -> Prices:
-        key: tuple[object, ...] = tuple(
-            (entry.request.request_id, entry.run_len, entry.samples, entry.draft_slots.size)
-            for entry in batch.entries
-        )
-        key += (batch.tail is None,)
+        key = _key(batch)
         prices = self._known.pop(key, None)
         if prices is None or step >= prices.until:
             prices = _prices(batch, cost, step, accept_rate)
@@ -78,6 +74,23 @@ class KnownPrices:
         if len(self._known) > _BATCHES:
             del self._known[next(iter(self._known))]
         return prices
+
+
+def _key(batch: Batch) -> tuple[object, ...]:
+    """What the prices of a batch depend on.
+
+    Of plain decode steps it is short, as they leave little time: a batch in which one request takes
+    another's place has another first or last one, since they stand in the order of admission.
+    """
+    entries = batch.entries
+    decodes = batch.num_run_tokens == len(entries) > 0
+    if decodes and all(entry.samples and not entry.draft_slots.size for entry in entries):
+        return len(entries), entries[0].request.request_id, entries[-1].request.request_id
+    details = [
+        (entry.request.request_id, entry.run_len, entry.samples, entry.draft_slots.size)
+        for entry in entries
+    ]
+    return (*details, batch.tail is None)
 
 
 def _prices(batch: Batch, cost: StepCost, step: int, accept_rate: float) -> Prices:

@@ -72,9 +72,9 @@ def test_deltas_are_the_rollout_bit_by_bit(run):
             last = own[-1].rollout
             assert (last.token_ids, last.logprobs) == (rollout.token_ids, rollout.logprobs)
             for name in ("token_ids", "logprobs", "weight_versions"):
-                assert [x for d in own for x in getattr(d, name)] == getattr(rollout, name)
+                assert [x for d in own for x in getattr(d.tokens, name)] == getattr(rollout, name)
             for name in ("top_logprobs", "entropies"):
-                joined = [x for d in own for x in getattr(d.extras, name)]
+                joined = [x for d in own for x in getattr(d.tokens.extras, name)]
                 assert joined == getattr(rollout.extras, name)
 
     run(scenario)
@@ -87,8 +87,8 @@ def test_a_reader_that_comes_late_gets_one_delta(run):
                 await asyncio.sleep(0.005)
             await deltas.ready()
             (delta,) = [delta async for delta in deltas]
-            assert delta.token_ids == delta.rollout.token_ids
-            assert len(delta.logprobs) == 40
+            assert delta.tokens.token_ids == delta.rollout.token_ids
+            assert len(delta.tokens.logprobs) == 40
 
     run(scenario)
 
@@ -156,7 +156,7 @@ def test_scores_wait_for_room_and_fail_alone_where_there_is_never_any(run):
         async with serving.stream(samples(LONG, 1)) as deltas:
             count = 0
             while count < 145:  # with its prompt it leaves less than 60 of 200 slots
-                count += len((await anext(deltas)).token_ids)
+                count += len((await anext(deltas)).tokens.token_ids)
             logprobs, _ = await serving.score(ids[:1], ids[1:], SamplingParams())
         assert len(logprobs) == 59
         with pytest.raises(OutOfMemoryError):

@@ -31,7 +31,7 @@ from rollout.server.streams import (
     with_rid,
 )
 from rollout.server.text_stream import TextStreams
-from rollout.types import FinishReason, Rollout
+from rollout.types import EmittedTokens, FinishReason, Rollout
 
 BodyType = TypeVar("BodyType", bound=OpenAISamplingBody)
 
@@ -115,7 +115,7 @@ def finish(rollout: Rollout) -> dict[str, Any]:
     return fields
 
 
-def sampling_mask(tokens: Rollout | Delta, is_asked: bool) -> dict[str, Any]:
+def sampling_mask(tokens: EmittedTokens, is_asked: bool) -> dict[str, Any]:
     """vLLM's field for the tokens that truncation left at each position; none where not asked."""
     return {"sampling_mask": list(tokens.extras.sampling_masks)} if is_asked else {}
 
@@ -161,7 +161,7 @@ class Answer(ABC, Generic[BodyType]):
         """Fields that are said once, beside the choices."""
         return {}
 
-    def sampling_mask(self, tokens: Rollout | Delta) -> dict[str, Any]:
+    def sampling_mask(self, tokens: EmittedTokens) -> dict[str, Any]:
         """See the function of this name."""
         return sampling_mask(tokens, bool(self.body.return_sampling_mask))
 
@@ -189,13 +189,13 @@ class Answer(ABC, Generic[BodyType]):
         for opening in self.openings():
             yield heading.over([opening], [], **no_usage, **self.answer_fields())
         async for delta in deltas:
-            text = texts[delta.index].push(delta.token_ids)
+            text = texts[delta.index].push(delta.tokens.token_ids)
             if delta.rollout is not None:
                 rollouts[delta.index] = delta.rollout
                 text += texts[delta.index].finish(self.text(delta.index, delta.rollout))
             part = write[delta.index](text, delta)
             if part is not None:
-                yield heading.over([part], delta.weight_versions, **no_usage)
+                yield heading.over([part], delta.tokens.weight_versions, **no_usage)
         if self.body.wants_usage:
             ended = [rollouts[index] for index in range(len(rollouts))]
             yield heading.over([], _versions(ended), usage=self.usage(ended))

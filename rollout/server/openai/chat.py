@@ -20,7 +20,7 @@ from rollout.server.serving import Serving
 from rollout.server.sglang.generate_answer import AnswerWriter
 from rollout.server.sglang.generate_body import GenerateItem
 from rollout.server.streams import Delta, SampleRequest, while_connected
-from rollout.types import FinishReason, Rollout
+from rollout.types import EmittedTokens, FinishReason, Rollout
 
 _ROLE = "assistant"
 
@@ -92,7 +92,7 @@ class ChatAnswer(Answer[ChatBody]):
     def part_writers(self) -> list[WritePart]:
         return [_PartWriter(self).next_part for _ in self.samples]
 
-    def of_tokens(self, tokens: Rollout | Delta) -> dict[str, Any]:
+    def of_tokens(self, tokens: EmittedTokens) -> dict[str, Any]:
         """The fields of a choice that are about its tokens."""
         fields: dict[str, Any] = {"logprobs": None}
         if self.body.logprobs:
@@ -114,7 +114,7 @@ class _PartWriter:
         answer, rollout = self._answer, delta.rollout
         num_before = self._reader.num_calls
         message = self._reader.push(text) if rollout is None else self._reader.finish(text)
-        part = _part(delta.index, self._delta(message, num_before)) | answer.of_tokens(delta)
+        part = _part(delta.index, self._delta(message, num_before)) | answer.of_tokens(delta.tokens)
         if rollout is not None:
             return part | _finish(rollout, self._reader)
         body = answer.body

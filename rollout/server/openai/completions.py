@@ -160,8 +160,8 @@ class _Choice:
 
     def next_part(self, text: str, delta: Delta) -> dict[str, Any] | None:
         """The next part of a stream; None if it would say nothing."""
-        part = self.part(text, ScoredTokens.of(delta), delta.rollout)
-        mask = self._answer.sampling_mask(delta)
+        part = self.part(text, ScoredTokens.of(delta.tokens), delta.rollout)
+        mask = self._answer.sampling_mask(delta.tokens)
         says_something = part["text"] or part["logprobs"] or part["finish_reason"] or mask
         return part | mask if says_something or self._answer.body.return_token_ids else None
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.engine.min_token_count import BYTE_OF_CHARACTER
-from rollout.server.streams import Delta
 from rollout.server.text_stream import Detokenizer, TokenText
-from rollout.types import Rollout, TokenExtras
+from rollout.types import EmittedTokens, TokenExtras
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -73,7 +72,7 @@ class ScoredTokens:
     ]  # the most likely tokens there, then those asked for
 
     @classmethod
-    def of(cls, generated: Rollout | Delta) -> ScoredTokens:
+    def of(cls, generated: EmittedTokens) -> ScoredTokens:
         """The tokens that were generated."""
         return cls(
             token_ids=generated.token_ids,

@@ -15,7 +15,7 @@ from rollout.server.sglang.generate_answer import AnswerWriter
 from rollout.server.sglang.generate_body import GenerateBody, GenerateItem, generate_items
 from rollout.server.streams import Delta, DeltaStream, EventStream, open_stream, while_connected
 from rollout.server.text_stream import TextStream, TextStreams
-from rollout.types import FinishReason, Rollout, SamplingParams, TokenExtras
+from rollout.types import EmittedTokens, FinishReason, Rollout, SamplingParams, TokenExtras
 
 
 class _SoFar:
@@ -31,22 +31,17 @@ class _SoFar:
         self.item = item
         self.sample_index = sample_index
         self.prompt_logprobs = prompt_logprobs
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.weight_versions: list[int] = []
-        self.extras = TokenExtras()
+        self.tokens = EmittedTokens()
         self.text = ""
         self._texts = text
         self._num_pushed = 0
 
     def add(self, delta: Delta) -> None:
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs
-        self.weight_versions += delta.weight_versions
-        self.extras.extend(delta.extras)
+        self.tokens.extend(delta.tokens)
         # The last token may turn out to be the one that ended it, which is no text.
-        self.text += self._texts.push(self.token_ids[self._num_pushed : -1])
-        self._num_pushed = max(len(self.token_ids) - 1, self._num_pushed)
+        token_ids = self.tokens.token_ids
+        self.text += self._texts.push(token_ids[self._num_pushed : -1])
+        self._num_pushed = max(len(token_ids) - 1, self._num_pushed)
 
 
 class Generator:
@@ -127,10 +122,11 @@ class Generator:
             yield event if is_single else {"index": delta.index, **event}
 
     def _unfinished(self, sample: _SoFar) -> dict[str, Any]:
-        item, ids, writer = sample.item, sample.token_ids, self._writer
+        item, tokens, writer = sample.item, sample.tokens, self._writer
+        ids = tokens.token_ids
         meta = {
-            **writer.meta(item, sample.sample_index, sample.weight_versions, len(ids)),
-            **writer.output_logprobs(item, ids, sample.logprobs, sample.extras),
+            **writer.meta(item, sample.sample_index, tokens.weight_versions, len(ids)),
+            **writer.output_logprobs(item, ids, tokens.logprobs, tokens.extras),
             **sample.prompt_logprobs,
         }
         return {"text": sample.text, "output_ids": list(ids), "meta_info": meta}

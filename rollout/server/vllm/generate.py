@@ -29,14 +29,13 @@ from rollout.server.openai.route import OpenAIRoute
 from rollout.server.openai.sampling_body import HARMLESS, SamplingFields, StreamOptions
 from rollout.server.serving import Serving
 from rollout.server.streams import (
-    Delta,
     DeltaStream,
     EventStream,
     SampleRequest,
     open_stream,
     while_connected,
 )
-from rollout.types import Rollout, SamplingParams
+from rollout.types import EmittedTokens, Rollout, SamplingParams
 
 _HARMLESS_SAMPLING = WITHOUT_EFFECT | {
     "include_stop_str_in_output",  # no text is answered
@@ -136,7 +135,7 @@ class _TokenAnswer:
     async def parts(self, deltas: DeltaStream) -> AsyncGenerator[dict[str, Any], None]:
         rollouts: list[Rollout] = []
         async for delta in deltas:
-            choice = self._choice(delta.index, delta)
+            choice = self._choice(delta.index, delta.tokens)
             if delta.rollout is not None:
                 rollouts.append(delta.rollout)
                 choice |= finish(delta.rollout)
@@ -146,7 +145,7 @@ class _TokenAnswer:
             usage = self._usage(rollouts)
             yield {"request_id": self._request_id, "choices": [], "usage": usage}
 
-    def _choice(self, index: int, tokens: Rollout | Delta) -> dict[str, Any]:
+    def _choice(self, index: int, tokens: EmittedTokens) -> dict[str, Any]:
         wants_logprobs = self._body.sampling_params.logprobs is not None
         return {
             "index": index,
