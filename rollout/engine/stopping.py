@@ -1,4 +1,4 @@
-"""Where a request stops by itself: at a stop token or a stop string."""
+"""Stops of requests at stop tokens and stop strings."""
 
 from __future__ import annotations
 

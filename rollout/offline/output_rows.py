@@ -27,7 +27,7 @@ _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """What a column holds: values, or lists of lists of them, ``depth`` deep."""
+    """The type of a column: values, or lists of them, nested ``depth`` deep."""
 
     json: Any  # type of a value in JSON
     arrow: str  # type of a value in Parquet, by its name in pyarrow or in `rollout_schema`

@@ -77,7 +77,7 @@ class KnownPrices:
 
 
 def _key(batch: Batch) -> tuple[object, ...]:
-    """What the prices of a batch depend on.
+    """The facts of a batch that decide its prices.
 
     Of plain decode steps it is short, as they leave little time: a batch in which one request takes
     another's place has another first or last one, since they stand in the order of admission.

@@ -222,10 +222,10 @@ def _compare(
             if learns:
                 engines[0].load_corpus(start)
             # A corpus that one engine was taught serves both.
-            taught_ones = Comparison(*(engines[:1] if learns else engines))
+            teaching = Comparison(*(engines[:1] if learns else engines))
             for epoch in range(options.epochs - 1):
                 whole = Work(prompts=prompts, params=sampling, width=engines[0].max_running)
-                taught_ones.teach(whole.of_epoch(epoch))
+                teaching.teach(whole.of_epoch(epoch))
             if learns:
                 engines[0].save_corpus(taught)
             for width in options.widths:
