@@ -46,6 +46,7 @@ from rollout.sampling.sampler import PendingSamples
 from rollout.types import Batch, EntryResult, StepTimes
 from spec_workers.budget import FixedBudget, LearnedBudget, SelectedDrafts
 from spec_workers.corpus.ngram_corpus import NgramCorpus
+from spec_workers.corpus.options import CorpusOptions
 from spec_workers.ngram import SOURCES, NgramWorker
 from spec_workers.none import PlainWorker
 from spec_workers.spec_worker import SpecWorker
@@ -108,10 +109,7 @@ def open_engine(folder: Path, spec: str, batch: int, nodes: int, length: int) ->
     target = TargetWorker(config, capture=NoCapture())
     worker: SpecWorker = PlainWorker(target)
     if spec != "none":
-        corpus = NgramCorpus(
-            SHAPE.vocab_size, corpus_bytes=256 << 20, max_external_bytes=1 << 30,
-            max_external_tokens=1 << 24, configured={},
-        )  # fmt: skip
+        corpus = NgramCorpus(SHAPE.vocab_size, CorpusOptions())
         learned = LearnedBudget.for_target(target, SOURCES, 0.02)
         worker = NgramWorker(
             target, corpus, num_draft_tokens=nodes, calibration_seconds=0.0,

@@ -22,7 +22,7 @@ E = TypeVar("E", bound=enum.StrEnum)
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
     """``, did you mean X?`` for the name in ``known`` that is most like ``name``; else nothing."""
-    meant = difflib.get_close_matches(str(name), list(known), n=1)
+    meant = difflib.get_close_matches(name, list(known), n=1) if isinstance(name, str) else []
     return f", did you mean {meant[0]}?" if meant else ""
 
 
@@ -61,6 +61,14 @@ def checked_int(value: object, field: str, *, minimum: int = 0, maximum: int = _
     return int(value)  # type: ignore[call-overload]
 
 
+def checked_number(value: object, field: str, *, maximum: float) -> float:
+    """A number in [0, maximum]. Booleans are refused."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 <= value <= maximum:  # type: ignore[operator]
+        raise InvalidInputError(field, value, f"must be a number from 0 to {maximum:g}")
+    return float(value)  # type: ignore[arg-type]
+
+
 def checked_seconds(value: object, field: str, *, minimum: float = 1e-9) -> float:
     """A number of seconds in [minimum, 1e6)."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -81,7 +89,9 @@ def checked_member(value: object, field: str, kind: type[E]) -> E:
     """A member of the enumeration ``kind``, from itself or from its value."""
     if isinstance(value, str) and value in list(kind):
         return kind(value)
-    raise InvalidInputError(field, value, f"must be one of {', '.join(kind)}")
+    raise InvalidInputError(
+        field, value, f"must be one of {', '.join(kind)}{did_you_mean(value, kind)}"
+    )
 
 
 def checked_path(value: object, field: str) -> str:

@@ -16,7 +16,7 @@ from rollout.types import Batch, DraftTrees, Request, Scheduled
 from spec_workers.budget import DraftBudget
 from spec_workers.corpus.ngram_corpus import NgramCorpus
 from spec_workers.draft_tree import only_roots, spread
-from spec_workers.options import CorpusOptions, takes
+from spec_workers.options import NgramOptions, takes
 from spec_workers.spec_worker import SpecWorker
 from spec_workers.step.observation import Observation
 from spec_workers.target import TargetWorker
@@ -42,7 +42,7 @@ class NgramWorker(SpecWorker):
         calibration_seconds: float,
         budget: DraftBudget,
     ) -> None:
-        """See `CorpusOptions`."""
+        """See `NgramOptions`."""
         super().__init__(target, budget, calibration_seconds=calibration_seconds)
         self._draft_corpus = draft_corpus
         draft_corpus.join(target.ranks.tensor)
@@ -117,8 +117,8 @@ class NgramWorker(SpecWorker):
         return super().counters() | own
 
 
-@takes(CorpusOptions)
-def build(config: EngineConfig, progress: Progress | None, options: CorpusOptions) -> NgramWorker:
+@takes(NgramOptions)
+def build(config: EngineConfig, progress: Progress | None, options: NgramOptions) -> NgramWorker:
     """A worker with a corpus of its own.
 
     ``progress`` is told how far the weights are read. Raises InvalidInputError, naming the option;
@@ -135,13 +135,6 @@ def build(config: EngineConfig, progress: Progress | None, options: CorpusOption
     )
 
 
-def open_corpus(config: EngineConfig, options: CorpusOptions) -> NgramCorpus:
-    """The corpus of a worker, before its target is loaded. Raises as `CorpusOptions` says."""
-    return NgramCorpus(
-        ModelSpec.read(Path(config.model.path)).vocab_size,
-        corpus_bytes=options.corpus_bytes,
-        max_external_bytes=options.max_external_bytes,
-        max_external_tokens=options.max_external_tokens,
-        configured={} if options.external_corpora is None else options.external_corpora,
-        corpus_path=options.corpus_path,
-    )
+def open_corpus(config: EngineConfig, options: NgramOptions) -> NgramCorpus:
+    """The corpus of a worker, before its target is loaded. Raises as `build` says."""
+    return NgramCorpus(ModelSpec.read(Path(config.model.path)).vocab_size, options)

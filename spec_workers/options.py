@@ -14,8 +14,9 @@ from rollout.errors import InvalidInputError
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.checkpoint import Progress
 from rollout.types import MAX_TREE_NODES
-from rollout.validation import did_you_mean
-from spec_workers.budget import DraftBudget, FixedBudget, LearnedBudget
+from rollout.validation import checked_int, checked_member, checked_number
+from spec_workers.budget import BudgetKind, DraftBudget, FixedBudget, LearnedBudget
+from spec_workers.corpus.options import CorpusOptions
 from spec_workers.features.feature_recorder import FeatureRecorder, FeatureRingOptions
 from spec_workers.target import TargetWorker
 
@@ -36,17 +37,15 @@ class SpecOptions:
     """
 
     num_draft_tokens: int = 16
-    budget: str = "learned"
+    budget: str = BudgetKind.LEARNED
     min_probability: float = 0.02
     calibration_seconds: float = 0.4
 
     def __post_init__(self) -> None:
-        if not isinstance(self.budget, str) or self.budget not in ("learned", "fixed"):
-            hint = did_you_mean(self.budget, ("learned", "fixed"))
-            raise InvalidInputError("spec.budget", self.budget, f"must be learned or fixed{hint}")
-        check_number("min_probability", self.min_probability, 1)
-        check_number("calibration_seconds", self.calibration_seconds, 3600)
-        check_number("num_draft_tokens", self.num_draft_tokens, MAX_TREE_NODES - 1, int)
+        checked_member(self.budget, "spec.budget", BudgetKind)
+        checked_number(self.min_probability, "spec.min_probability", maximum=1)
+        checked_number(self.calibration_seconds, "spec.calibration_seconds", maximum=3600)
+        checked_int(self.num_draft_tokens, "spec.num_draft_tokens", maximum=MAX_TREE_NODES - 1)
 
     def check_files(self) -> None:
         """Raise InvalidInputError for a file that this machine, which runs the worker, lacks."""
@@ -62,32 +61,22 @@ class SpecOptions:
 
         Ranks in lockstep take what their drafts propose: nothing may depend on one's batch.
         """
-        if self.budget == "fixed" or self.runs_in_lockstep(config):
+        if self.budget == BudgetKind.FIXED or self.runs_in_lockstep(config):
             return FixedBudget(self.min_probability)
         return LearnedBudget.for_target(target, sources, self.min_probability)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CorpusOptions(SpecOptions):
-    """The options of a worker with a corpus, beside those of every worker.
+class NgramOptions(CorpusOptions, SpecOptions):
+    """The options of a worker with a corpus: those of every worker, and the corpus's."""
 
-    Args:
-        corpus_bytes: bound on the corpus of rollouts and its index.
-        corpus_path: what an earlier run saved, to begin with; default: an empty corpus.
-        external_corpora: name -> JSONL file, per line a JSON string or an object with ``text``.
-            Loaded in the background from the first step on; one that ``corpus_path`` holds
-            under such a name makes way.
-        max_external_bytes: bound on all external corpora together, loading ones included.
-        max_external_tokens: bound on the tokens of all external corpora together.
+    def __post_init__(self) -> None:
+        SpecOptions.__post_init__(self)
+        CorpusOptions.__post_init__(self)
 
-    Raises InvalidInputError, naming the option; OSError for a ``corpus_path`` that cannot be read.
-    """
-
-    corpus_bytes: int = 256 << 20
-    corpus_path: str | None = None
-    external_corpora: Mapping[str, str] | None = None
-    max_external_bytes: int = 1 << 30
-    max_external_tokens: int = 1 << 24
+    def check_files(self) -> None:
+        super().check_files()
+        self.check_corpus_files()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,10 +111,11 @@ class NeuralOptions(SpecOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_steps is not None:
-            check_number("num_steps", self.num_steps, MAX_TREE_NODES - 1, int, minimum=1)
+            _check_count("num_steps", self.num_steps)
         FeatureRingOptions.of(self.feature_ring)
 
     def check_files(self) -> None:
+        super().check_files()
         if self.draft_path and not Path(self.draft_path).is_dir():
             raise InvalidInputError("spec.draft_path", self.draft_path, "there is no such folder")
 
@@ -152,7 +142,7 @@ class EagleOptions(NeuralOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HybridOptions(NeuralOptions, CorpusOptions):
+class HybridOptions(NeuralOptions, NgramOptions):
     """The options of a worker with a corpus and a neural draft: those of both."""
 
 
@@ -191,28 +181,14 @@ def takes(
     return decorated
 
 
-def check_number(
-    name: str,
-    value: object,
-    maximum: float,
-    kind: type[int] | type[float] = float,
-    *,
-    minimum: float = 0,
-) -> None:
-    """Raise InvalidInputError unless ``value`` is a number in [minimum, maximum], and whole where
-    ``kind`` is int."""
-    allowed = (int,) if kind is int else (int, float)
-    if isinstance(value, bool) or not isinstance(value, allowed) or not minimum <= value <= maximum:
-        noun = "an integer" if kind is int else "a number"
-        raise InvalidInputError(
-            f"spec.{name}", value, f"must be {noun} in [{minimum:g}, {maximum:g}]"
-        )
+def _check_count(name: str, value: object) -> None:
+    checked_int(value, f"spec.{name}", minimum=1, maximum=MAX_TREE_NODES - 1)
 
 
 def check_topk(topk: object, num_steps: int) -> None:
     """Raise InvalidInputError unless the nodes that are expanded fit an ancestor mask."""
     maximum = (MAX_TREE_NODES - 1) // max(1, num_steps - 1)
-    check_number("topk", topk, MAX_TREE_NODES - 1, int, minimum=1)
+    _check_count("topk", topk)
     if isinstance(topk, int) and topk > maximum:
         raise InvalidInputError(
             "spec.topk", topk,

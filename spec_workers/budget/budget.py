@@ -5,6 +5,7 @@ Legend: B entries of a batch, N draft nodes.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,6 +15,13 @@ from numpy.typing import NDArray
 
 from rollout.types import Batch, DraftTrees, EntryResult, Request, StepForecast, StepTimes
 from spec_workers.draft_tree import only_roots
+
+
+class BudgetKind(enum.StrEnum):
+    """The values of the option ``budget``."""
+
+    LEARNED = "learned"
+    FIXED = "fixed"
 
 
 @dataclass(kw_only=True, slots=True)

@@ -17,23 +17,22 @@ from rollout.engine.draft_corpus import (
     ExternalCorpus,
     ExternalState,
     Publishing,
-    check_name,
 )
 from rollout.engine.durable_files import whole_file
 from rollout.errors import IntegrityError, InvalidInputError
 from rollout.parallel import RankGroup, SingleRank
 from rollout.types import Request
-from rollout.validation import checked_path
 from spec_workers.corpus.external_loader import ExternalLoader
 from spec_workers.corpus.feed import CorpusFeed
 from spec_workers.corpus.inbox import CorpusInbox
+from spec_workers.corpus.options import CorpusOptions
 from spec_workers.corpus.outbox import CorpusOutbox
 from spec_workers.corpus.rank_loads import RankLoads
 
 _OPTION_OF = {
-    "max_bytes": "spec.corpus_bytes",
-    "max_external_bytes": "spec.max_external_bytes",
-    "max_tokens": "spec.max_external_tokens",
+    "max_bytes": "corpus_bytes",
+    "max_external_bytes": "max_external_bytes",
+    "max_tokens": "max_external_tokens",
 }
 _OF_A_LIMIT = re.compile(r"(documents|max_\w+)=[<\d]|the file was saved with ")
 _AT_REST = (ExternalState.PUBLISHED, ExternalState.FAILED)
@@ -45,57 +44,42 @@ _LEARNED_PER_STEP = 16_384
 class NgramCorpus:
     """See `rollout.engine.draft_corpus.DraftCorpus`; to the worker, the ``corpus`` itself."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        *,
-        corpus_bytes: int,
-        max_external_bytes: int,
-        max_external_tokens: int,
-        configured: Mapping[str, str],
-        corpus_path: str | None = None,
-    ) -> None:
-        """For the options see `spec_workers.ngram.build`.
+    def __init__(self, vocab_size: int, options: CorpusOptions) -> None:
+        """``vocab_size``: of the target.
 
-        ``vocab_size``: of the target. Raises InvalidInputError.
+        Raises InvalidInputError, naming the option; OSError for a corpus that cannot be read.
         """
-        for option, value in (
-            ("corpus_bytes", corpus_bytes),
-            ("max_external_bytes", max_external_bytes),
-            ("max_external_tokens", max_external_tokens),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidInputError(f"spec.{option}", value, "must be an integer >= 1")
-        self.configured = _checked_paths(configured)
+        options.check_corpus_files()
+        self._options = options
         try:
             self.corpus = Corpus(
-                max_bytes=corpus_bytes,
-                max_external_bytes=max_external_bytes,
+                max_bytes=options.corpus_bytes,
+                max_external_bytes=options.max_external_bytes,
                 vocabulary=f"{vocab_size} tokens",
                 vocab_size=vocab_size,
             )
         except ValueError as error:
             parameter = str(error).partition("=")[0]
-            values = {"max_bytes": corpus_bytes, "max_external_bytes": max_external_bytes}
-            if parameter not in values:  # no option
+            if parameter not in _OPTION_OF:
                 raise
-            value = values[parameter]
+            value = getattr(options, _OPTION_OF[parameter])
             reason = str(error).removeprefix(f"{parameter}={value!r}: ")
-            raise InvalidInputError(_OPTION_OF[parameter], value, reason) from None
+            raise InvalidInputError(self._option_of(parameter), value, reason) from None
         self.feed = CorpusFeed(self.corpus)
         self.outbox: CorpusOutbox | None = None  # while it is shared
         self.inbox: CorpusInbox | None = None  # while it is shared
         self._weight_version: int | None = None  # of the latest step
         self._vocab_size = vocab_size
-        self._loads = ExternalLoader(self.corpus, max_tokens=max_external_tokens)
+        self._loads = ExternalLoader(self.corpus, max_tokens=options.max_external_tokens)
         self._group: RankGroup = SingleRank()  # those that draft alike
         self._ranks: RankLoads | None = None  # where others must draft alike
-        self.initial_path = corpus_path
-        if corpus_path is not None:
-            checked_path(corpus_path, "spec.corpus_path")
-            if not Path(corpus_path).is_file():
-                raise InvalidInputError("spec.corpus_path", corpus_path, "there is no such file")
-            self.load(corpus_path, "spec.corpus_path")
+        self.initial_path = options.corpus_path
+        if options.corpus_path is not None:
+            self.load(options.corpus_path, f"{options.section}.corpus_path")
+
+    @property
+    def configured(self) -> Mapping[str, str]:
+        return self._options.external_files
 
     @property
     def num_tokens(self) -> int:
@@ -162,7 +146,7 @@ class NgramCorpus:
             for name, error in failures.items()
         ]
         own = [
-            each if each.error is None else replace(each, error=_by_option(each.error))
+            each if each.error is None else replace(each, error=self._by_option(each.error))
             for each in self._loads.statuses()
         ]
         return sorted(failed + own, key=lambda each: each.name)
@@ -209,7 +193,7 @@ class NgramCorpus:
         except ValueError as error:
             shown = os.fspath(path)
             reason = str(error).removeprefix(f"path={shown!r}: ")
-            raise InvalidInputError(field, shown, _by_option(reason)) from None
+            raise InvalidInputError(field, shown, self._by_option(reason)) from None
         loading = {each.name for each in self._loads.statuses() if each.state not in _AT_REST}
         for name in loading & set(self.corpus.external_names()):
             self.corpus.remove_external(name)  # what is being loaded replaces it
@@ -234,25 +218,15 @@ class NgramCorpus:
             own["lost_rollouts"] = float(self.inbox.lost_rollouts)
         return self.corpus.counters() | own
 
+    def _by_option(self, reason: str) -> str:
+        """The reason with the user's options in place of the corpus's parameters.
 
-def _by_option(reason: str) -> str:
-    """The corpus speaks of its own parameters; the user set options.
+        What quotes a document instead is left alone, whatever that says.
+        """
+        if not _OF_A_LIMIT.match(reason):
+            return reason
+        return re.sub(r"\b(\w+)=", lambda found: f"{self._option_of(found[1])}=", reason)
 
-    What quotes a document instead is left alone, whatever that says.
-    """
-    if not _OF_A_LIMIT.match(reason):
-        return reason
-    return re.sub(r"\b(\w+)=", lambda m: f"{_OPTION_OF.get(m[1], m[1])}=", reason)
-
-
-def _checked_paths(configured: object) -> Mapping[str, str]:
-    field = "spec.external_corpora"
-    if not isinstance(configured, Mapping):
-        raise InvalidInputError(field, configured, "must map names to JSONL files")
-    for name, path in configured.items():
-        check_name(field, str(name))
-        if not isinstance(path, str | os.PathLike):
-            raise InvalidInputError(f"{field}.{name}", path, "must be the path of a JSONL file")
-        if not Path(path).is_file():
-            raise InvalidInputError(f"{field}.{name}", str(path), "there is no such file")
-    return {str(name): os.fspath(path) for name, path in configured.items()}
+    def _option_of(self, parameter: str) -> str:
+        option = _OPTION_OF.get(parameter)
+        return parameter if option is None else f"{self._options.section}.{option}"

@@ -4,53 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from ngram_native import MAX_BUDGET
 from rollout.errors import InvalidInputError
-from rollout.validation import checked_int, did_you_mean
+from rollout.validation import checked_int, checked_member, checked_number, did_you_mean
+from spec_workers.budget import BudgetKind
+from spec_workers.corpus.options import CorpusOptions
 
 FIELD = "additional_config.specrollout"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProposerOptions:
-    """Options of `NgramProposer`, named as those of the worker `ngram`.
+class ProposerOptions(CorpusOptions):
+    """Options of `NgramProposer`, named as those of the worker `ngram`; the corpus's are inherited.
 
     Args:
         budget: ``learned``: chains of the length that pays, none where none does. ``fixed``: all
             ``num_speculative_tokens``, as far as the corpus has any.
         min_probability: tokens less likely to be accepted are never drafted; ``learned`` drafts
             none below 0.02.
-        corpus_bytes: bound on the corpus of rollouts and its index.
-        corpus_path: what an earlier run saved, to begin with; default: an empty corpus.
-        external_corpora: name -> JSONL file, per line a JSON string or an object with ``text``.
-            Loaded in the background as the engine starts.
-        max_external_bytes: bound on all external corpora together, loading ones included.
-        max_external_tokens: bound on the tokens of all external corpora together.
 
-    The corpus checks the last five. Raises InvalidInputError, naming the option.
+    External corpora load as the engine starts. Raises InvalidInputError, naming the option.
     """
 
-    budget: str = "learned"
+    section: ClassVar[str] = FIELD
+
+    budget: str = BudgetKind.LEARNED
     min_probability: float = 0.0
-    corpus_bytes: int = 256 << 20
-    corpus_path: str | None = None
-    external_corpora: Mapping[str, str] | None = None
-    max_external_bytes: int = 1 << 30
-    max_external_tokens: int = 1 << 24
 
     def __post_init__(self) -> None:
-        if not isinstance(self.budget, str) or self.budget not in ("learned", "fixed"):
-            hint = did_you_mean(self.budget, ("learned", "fixed"))
-            raise InvalidInputError(
-                f"{FIELD}.budget", self.budget, f"must be learned or fixed{hint}"
-            )
-        value = self.min_probability
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not 0 <= value <= 1:
-            remedy = "must be a number in [0, 1]"
-            raise InvalidInputError(f"{FIELD}.min_probability", value, remedy)
+        super().__post_init__()
+        checked_member(self.budget, f"{FIELD}.budget", BudgetKind)
+        checked_number(self.min_probability, f"{FIELD}.min_probability", maximum=1)
 
     @classmethod
     def of(cls, vllm_config: Any) -> ProposerOptions:

@@ -21,6 +21,7 @@ from rollout.engine.draft_corpus import ExternalCorpus, ExternalState, Publishin
 from rollout.engine.tokenizer import PromptEncoder, prompt_group
 from rollout.errors import InvalidInputError
 from rollout.validation import checked_int, checked_path
+from spec_workers.budget import BudgetKind
 from spec_workers.corpus.ngram_corpus import NgramCorpus
 from spec_workers.vllm.chain_budget import ChainBudget, ChainStep, FixedChains, LearnedChains
 from spec_workers.vllm.chains import NOTHING_JUDGED, ProposedChains, best_chains
@@ -52,7 +53,7 @@ class NgramProposer:
         self._vocab_size: int = model.get_vocab_size()
         self._tokenizer: str = model.tokenizer
         self._encoder: PromptEncoder | None = None  # made where texts are to be encoded
-        self._corpus = _open_corpus(self._vocab_size, options)
+        self._corpus = NgramCorpus(self._vocab_size, options)
         max_away = min(_AWAY * self._max_rows, self._corpus.feed.max_followed - self._max_rows)
         if max_away < 0:
             raise InvalidInputError(
@@ -62,7 +63,7 @@ class NgramProposer:
             )  # fmt: skip
         self._rows = RequestRows(self._max_rows, self._max_len, max_away)
         self._budget: ChainBudget = FixedChains(options.min_probability)
-        if options.budget == "learned":
+        if options.budget == BudgetKind.LEARNED:
             self._budget = LearnedChains(
                 self._num_tokens, self._max_rows, self._max_len, _row_buckets(vllm_config),
                 options.min_probability,
@@ -252,21 +253,6 @@ class NgramProposer:
                 tokenizer = AutoTokenizer.from_pretrained(self._tokenizer)
                 self._encoder = PromptEncoder(tokenizer, self._vocab_size)
         return self._encoder
-
-
-def _open_corpus(vocab_size: int, options: ProposerOptions) -> NgramCorpus:
-    try:
-        return NgramCorpus(
-            vocab_size,
-            corpus_bytes=options.corpus_bytes,
-            max_external_bytes=options.max_external_bytes,
-            max_external_tokens=options.max_external_tokens,
-            configured={} if options.external_corpora is None else options.external_corpora,
-            corpus_path=options.corpus_path,
-        )
-    except InvalidInputError as error:  # named as the engine's own options are
-        field = error.field.replace("spec.", f"{FIELD}.", 1)
-        raise InvalidInputError(field, error.value, error.remedy) from None
 
 
 def _row_buckets(vllm_config: Any) -> list[int]:

@@ -177,11 +177,11 @@ def test_wrong_names_and_types_do_not_compose(override: str) -> None:
         ),
         (
             {"_target_": "spec_workers.ngram.build", "num_draft_tokens": -1},
-            r"spec.num_draft_tokens=-1: must be an integer in \[0, 63\]",
+            r"spec.num_draft_tokens=-1: must be an integer from 0 to 63",
         ),
         (
             {"_target_": "spec_workers.hybrid.build", "budget": "learnt"},
-            r"spec.budget='learnt': must be learned or fixed, did you mean learned\?",
+            r"spec.budget='learnt': must be one of learned, fixed, did you mean learned\?",
         ),
         ({"_target_": "spec_workers.eagle.build"}, r"spec.draft_path=None: must name the folder"),
         ({"_target_": "nowhere.build"}, r"spec._target_='nowhere.build': cannot be imported"),

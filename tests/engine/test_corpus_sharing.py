@@ -17,6 +17,7 @@ from rollout.types import Request
 from spec_workers.corpus.feed import CorpusFeed
 from spec_workers.corpus.inbox import CorpusInbox
 from spec_workers.corpus.ngram_corpus import NgramCorpus
+from spec_workers.corpus.options import CorpusOptions
 from spec_workers.corpus.outbox import CorpusOutbox
 from tests.helpers.requests import make_request
 from tests.helpers.thread_ranks import on_ranks
@@ -448,10 +449,7 @@ def test_ranks_of_one_engine_are_one_sender():
     """Else those that follow would learn what their own rank 0 sent."""
 
     def sender(group: RankGroup) -> int:
-        corpus = NgramCorpus(
-            VOCAB, corpus_bytes=1 << 20, max_external_bytes=1 << 20, max_external_tokens=1 << 20,
-            configured={},
-        )  # fmt: skip
+        corpus = NgramCorpus(VOCAB, CorpusOptions(corpus_bytes=1 << 20))
         corpus.join(group)
         corpus.share(1 << 20)
         return corpus.take_delta().sender

@@ -9,6 +9,7 @@ from rollout import RolloutEngine, SamplingParams
 from rollout.config import engine_config
 from spec_workers.budget import FixedBudget
 from spec_workers.corpus.ngram_corpus import NgramCorpus
+from spec_workers.corpus.options import CorpusOptions
 from spec_workers.ngram import NgramWorker
 from spec_workers.none import PlainWorker
 from spec_workers.target import TargetWorker
@@ -80,13 +81,7 @@ def test_company_and_chunks_cannot_be_seen(config, target, plain):
 def test_ngram_cannot_be_seen(config, target, plain):
     worker = NgramWorker(
         target,
-        NgramCorpus(
-            target.vocab_size,
-            corpus_bytes=1 << 20,
-            max_external_bytes=1,
-            max_external_tokens=1,
-            configured={},
-        ),
+        NgramCorpus(target.vocab_size, CorpusOptions(corpus_bytes=1 << 20)),
         num_draft_tokens=8,
         calibration_seconds=0,
         budget=FixedBudget(0.0),

@@ -9,6 +9,7 @@ from rollout import RolloutEngine, SamplingParams
 from rollout.config import engine_config
 from spec_workers.budget import FixedBudget, LearnedBudget
 from spec_workers.corpus.ngram_corpus import NgramCorpus
+from spec_workers.corpus.options import CorpusOptions
 from spec_workers.hybrid import HybridWorker, hybrid_sources
 from spec_workers.target import TargetWorker
 from tests.helpers.compared import numbers
@@ -72,10 +73,7 @@ def plain(tiny_model_path):
 def hybrid_engine(path, drafter, *, num_draft_tokens=8, learned=False, **overrides):
     def build(config, progress=None):
         target = TargetWorker(config, progress)
-        corpus = NgramCorpus(
-            VOCAB, corpus_bytes=1 << 24, max_external_bytes=1 << 20, max_external_tokens=1 << 10,
-            configured={}, corpus_path=None,
-        )  # fmt: skip
+        corpus = NgramCorpus(VOCAB, CorpusOptions(corpus_bytes=1 << 24))
         budget = LearnedBudget.for_target(target, SOURCES, 0.02) if learned else FixedBudget(0.02)
         return WatchedWorker(
             target, corpus, drafter, num_draft_tokens=num_draft_tokens, calibration_seconds=0,

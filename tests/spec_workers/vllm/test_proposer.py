@@ -147,7 +147,7 @@ def test_a_worker_without_the_proposer_ignores_the_calls() -> None:
     ("options", "message"),
     [
         ({"budget": "learnt"}, r"specrollout\.budget='learnt': .* did you mean learned"),
-        ({"min_probability": 2}, r"specrollout\.min_probability=2: must be a number in \[0, 1\]"),
+        ({"min_probability": 2}, r"specrollout\.min_probability=2: must be a number from 0 to 1"),
         ({"corpus_bytes": 1.5}, r"specrollout\.corpus_bytes=1\.5: must be an integer"),
         ({"corpus_bytes": 1}, r"specrollout\.corpus_bytes=1: "),
         ({"corpus_path": "/nowhere"}, r"specrollout\.corpus_path='/nowhere': there is no such"),
