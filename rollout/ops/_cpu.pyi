@@ -225,6 +225,20 @@ def panel_matmul(
     block: int,
     threads: int,
 ) -> None: ...
+def has_tile_matmul() -> bool:
+    """Whether this processor has tiles, and the instruction set in use includes them."""
+
+def tile_matmul(
+    x: int,
+    x_shape: Sequence[int],
+    x_strides: Sequence[int],
+    panels: int,
+    panels_shape: Sequence[int],
+    outputs: int,
+    bias: int,
+    out: int,
+    threads: int,
+) -> None: ...
 def gated_rms_norm(
     dtype: int,
     x: int,

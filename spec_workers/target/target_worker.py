@@ -119,7 +119,8 @@ class TargetWorker:
             elif device.type == "cuda":
                 sum_in_float32()
             quickest_rows = 1
-            if device.type == "cpu" and not all(it.sum_block for it in self.model.linears()):
+            linears = self.model.linears()
+            if device.type == "cpu" and not all(it.multiplies_few_rows for it in linears):
                 quickest_rows = _QUICKEST_ROWS
             # Ranks' processors may differ, and their steps have the same rows.
             self.minimum_rows = max(self.ranks.all.all_gather_int(max(exact_rows, quickest_rows)))

@@ -9,7 +9,7 @@ from rollout.models.layers.row_invariance import (
     make_row_invariant,
 )
 from rollout.ops import matmul
-from tests.helpers.packing import packs
+from tests.helpers.packing import needs_no_tiles, packs
 
 CPU = torch.device("cpu")
 
@@ -24,8 +24,15 @@ def random_linear(inputs, outputs, dtype=torch.float32, packing=True, bias=False
     return linear
 
 
-@pytest.mark.parametrize("packing", [True, False], ids=["packed", "plain"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "packing"),
+    [
+        (torch.float32, True),
+        (torch.float32, False),
+        (torch.bfloat16, True),
+        pytest.param(torch.bfloat16, False, marks=needs_no_tiles),
+    ],
+)
 @torch.inference_mode()
 def test_rows_do_not_change_from_the_minimum_on(dtype, packing):
     """Every row count, place and thread count, with the model's own weights this time."""

@@ -14,6 +14,8 @@ from tests.helpers.child_tests import run_tests
 
 FOLDER = Path(__file__).parent
 
+BEST_FIRST = ["amx", "avx512", "avx2", "generic"]
+
 NOT_OF_THEM = {
     "test_interpreter.py", "test_kernel_variants.py", "test_recurrent_compiles.py", "test_stub.py",
     "test_triton_compiles.py", Path(__file__).name,
@@ -22,12 +24,13 @@ NOT_OF_THEM = {
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("instruction_set", ["avx2", "generic"])
+@pytest.mark.parametrize("instruction_set", ["avx512", "avx2", "generic"])
 def test_other_instruction_sets(instruction_set: str, tmp_path: Path) -> None:
     if "ROLLOUT_CPU_ISA" in os.environ:
         pytest.skip("this processor's own is chosen from outside")
-    if instruction_set == "avx2" and cpu.instruction_set() == "generic":
-        pytest.skip("not an x86-64-v3 processor")
+    best = BEST_FIRST.index(cpu.instruction_set())
+    if instruction_set not in BEST_FIRST[best + 1 :]:
+        pytest.skip("this processor lacks it, or it is its own")
     tests = [str(path) for path in FOLDER.glob("test_*.py") if path.name not in NOT_OF_THEM]
     assert len(tests) > 10
     run_tests(tests, {"ROLLOUT_CPU_ISA": instruction_set}, tmp_path)

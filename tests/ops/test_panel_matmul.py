@@ -11,6 +11,7 @@ from rollout.models.layers.row_invariance import make_row_invariant
 from rollout.ops.panel_matmul import native, reference
 from rollout.ops.panel_matmul.native import panel_matmul
 from rollout.ops.panels import write_panels
+from tests.helpers.packing import needs_no_tiles
 
 needs_the_op = pytest.mark.skipif(
     not native.supports(torch.empty(1, 2).bfloat16(), torch.empty(1, 1, 128).bfloat16()),
@@ -85,6 +86,7 @@ def test_sizes_that_disagree_are_refused() -> None:
 
 
 @needs_the_op
+@needs_no_tiles
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
     ("inputs", "outputs"), [(48, 80), (576, 960), (1024, 70), (1536, 576), (3072, 192)]
@@ -114,6 +116,7 @@ def test_bits_are_onednns(inputs: int, outputs: int, bias: bool, set_threads) ->
 
 
 @needs_the_op
+@needs_no_tiles
 @torch.inference_mode()
 def test_a_library_that_adds_otherwise_multiplies_few_rows_too(monkeypatch) -> None:
     """The order of the sums decides, not the processor."""
@@ -129,6 +132,7 @@ def test_a_library_that_adds_otherwise_multiplies_few_rows_too(monkeypatch) -> N
 
 
 @needs_the_op
+@needs_no_tiles
 @torch.inference_mode()
 def test_few_rows_see_weights_that_were_written_and_woken() -> None:
     linear = Linear(1536, 70, dtype=torch.bfloat16, device=CPU)

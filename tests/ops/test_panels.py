@@ -7,7 +7,7 @@ import torch
 
 from rollout.models.layers.packed_weight import PackedWeight
 from rollout.ops.panels import native, read_panels, reference, write_panels
-from tests.helpers.packing import packs
+from tests.helpers.packing import needs_no_tiles, packs
 
 SIZES = [(1, 1), (5, 3), (64, 32), (65, 33), (100, 7), (130, 96), (200, 321)]
 
@@ -50,6 +50,7 @@ def test_the_op_is_the_reference(dtype: torch.dtype, outputs: int, inputs: int) 
             assert torch.equal(bits(found[first:last]), bits(rows[first:last]))
 
 
+@needs_no_tiles
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("outputs", "inputs"), SIZES)
 def test_written_rows_are_those_onednn_packs(

@@ -16,7 +16,7 @@ from spec_workers.target import TargetWorker
 from tests.helpers.oracle_worker import OracleWorker
 
 PROMPTS = [
-    [{"role": "user", "content": "What is the capital of France?"}],
+    "The capital of France is",
     "Repeat after me: one two three, one two three, one two three.",
 ]
 PARAMS = {

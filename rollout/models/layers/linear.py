@@ -12,6 +12,7 @@ from torch.nn.functional import linear
 
 from rollout.models.layers.packed_weight import PackedWeight
 from rollout.models.layers.storage import allocate_storage, free_storage
+from rollout.models.layers.tiled_weight import TiledWeight
 from rollout.models.layers.weight_loader import WeightLoader, fill
 from rollout.ops.matmul import matmul
 from rollout.ops.matmul.tiles import Tile
@@ -33,11 +34,12 @@ _IN_CACHE = 1 << 19
 class Linear:
     """``y_MO = x_MI @ weight_OI.T + bias_O``.
 
-    On the CPU, ``pack`` moves the weight into oneDNN's blocked layout: the plain layout takes up to
-    twice the time at few rows, and both together twice the memory. Before ``pack``, elsewhere, and
-    with ``packing=False`` the weight is plain. It is written in place, packed or plain, so its
-    address does not change. Up to `FEW_ROWS` rows are multiplied with a packed weight by
-    `ops.panel_matmul` where that takes it, more by oneDNN.
+    On the CPU, ``pack`` moves the weight into a blocked layout: the plain layout takes up to twice
+    the time at few rows, and both together twice the memory. Before ``pack``, elsewhere, and with
+    ``packing=False`` the weight is plain. It is written in place, packed or plain, so its address
+    does not change. Where the processor has tiles for the dtype, packed weights are multiplied by
+    `ops.tile_matmul`. Elsewhere the layout is oneDNN's, and so are products of more than `FEW_ROWS`
+    rows; fewer are multiplied by `ops.panel_matmul` where that takes the weight.
 
     ``table_OI`` ties the weight to a table that others read too (the embedding). The table stays
     plain, the packed weight is a copy of it, and writes go to both.
@@ -47,8 +49,8 @@ class Linear:
             torch's own, which may be faster.
         left_out_tiles: tiles that a GPU's product does not use.
         min_rows: rows from which a packed product is row-invariant; callers pad fewer rows.
-        sum_block: inputs that `ops.panel_matmul` sums in one chain, as oneDNN does; 0: oneDNN
-            multiplies few rows too; None before ``pack``.
+        sum_block: inputs that `ops.panel_matmul` sums in one chain, as oneDNN does; 0 where it
+            multiplies nothing; None before ``pack``.
 
     ``next``: the product that probably follows in a forward; None for the last.
     """
@@ -75,13 +77,15 @@ class Linear:
         self.sum_block: int | None = None
         self.next: Linear | None = None
         self.bias_O = torch.empty(out_features, dtype=dtype, device=device) if bias else None
-        self._packed: PackedWeight | None = None
+        self._packed: PackedWeight | TiledWeight | None = None
         self._table_OI = table_OI
         self._weight_OI = table_OI  # plain; None if only the packed weight is stored
         if table_OI is None:
             self._weight_OI = torch.empty(out_features, in_features, dtype=dtype, device=device)
 
     def __call__(self, x_MI: torch.Tensor) -> torch.Tensor:
+        if isinstance(self._packed, TiledWeight):
+            return self._packed.multiply(x_MI, self.bias_O)
         if self._packed is not None:
             if self.sum_block and x_MI.shape[0] <= FEW_ROWS:
                 panels_PUL = self._packed.panels_PUL
@@ -99,8 +103,13 @@ class Linear:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the weight is in oneDNN's packed layout."""
+        """Whether the weight is in a packed layout."""
         return self._packed is not None
+
+    @property
+    def multiplies_few_rows(self) -> bool:
+        """Whether this package multiplies few rows with the packed weight: quick for any number."""
+        return isinstance(self._packed, TiledWeight) or bool(self.sum_block)
 
     @property
     def memory(self) -> Memory:
@@ -117,11 +126,13 @@ class Linear:
         if self._packed is not None or not self.packing:
             return
         assert self._weight_OI is not None
-        self._packed = PackedWeight.pack(self._weight_OI)
-        if self._packed is not None:
-            self._weight_OI = self._table_OI
-            if self.sum_block is None:  # not when it is packed again
-                self.sum_block = _USUAL_SUM_BLOCK if self._packed.multiplies_few_rows else 0
+        packed = TiledWeight.pack(self._weight_OI) or PackedWeight.pack(self._weight_OI)
+        if packed is None:
+            return
+        self._packed, self._weight_OI = packed, self._table_OI
+        if self.sum_block is None:  # not when it is packed again
+            is_ours = isinstance(packed, PackedWeight) and packed.multiplies_few_rows
+            self.sum_block = _USUAL_SUM_BLOCK if is_ours else 0
 
     def release(self) -> int:
         """Free weight, table and bias. Returns the bytes. Only ``allocate`` may be called next."""

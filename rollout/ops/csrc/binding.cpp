@@ -308,25 +308,41 @@ void read_panels(int dtype, Address panels, Dims3 panels_shape, Address rows, Di
                        threads);
 }
 
+rollout::PanelMatmulArgs product_args(Address x, Dims2 x_shape, Dims2 x_strides, Address panels,
+                                      Dims3 panels_shape, int64_t outputs, Address bias,
+                                      Address out) {
+  require(panels_shape[2] == 2 * rollout::kPanelLanes, "panels_PUL: a unit is 64 words");
+  require(x_shape[1] > 0 && x_shape[1] <= 2 * panels_shape[1],
+          "x_MI: its inputs must be those of the panels");
+  require(outputs <= panels_shape[0] * rollout::kPanelLanes, "panels_PUL: too few for the outputs");
+  return {.x = at(x),
+          .x_row_stride = x_strides[0],
+          .panels = at(panels),
+          .panel_stride = panels_shape[1] * panels_shape[2],
+          .bias = at(bias),
+          .out = at(out),
+          .rows = x_shape[0],
+          .inputs = x_shape[1],
+          .outputs = outputs,
+          .block = 0};
+}
+
 void panel_matmul(Address x, Dims2 x_shape, Dims2 x_strides, Address panels, Dims3 panels_shape,
                   int64_t outputs, Address bias, Address out, int64_t block, int threads) {
   require(rollout::has_panel_matmul(), "panel_matmul: this processor lacks it");
-  require(panels_shape[2] == 2 * rollout::kPanelLanes, "panels_PUL: a unit is 64 words");
-  require(x_shape[1] > 0 && x_shape[1] % 2 == 0 && x_shape[1] <= 2 * panels_shape[1],
-          "x_MI: its inputs must be even and those of the panels");
-  require(outputs <= panels_shape[0] * rollout::kPanelLanes, "panels_PUL: too few for the outputs");
+  require(x_shape[1] % 2 == 0, "x_MI: its inputs must be even");
   require(block > 0 && block % 2 == 0, "sum_block: must be positive and even");
-  rollout::panel_matmul({.x = at(x),
-                         .x_row_stride = x_strides[0],
-                         .panels = at(panels),
-                         .panel_stride = panels_shape[1] * panels_shape[2],
-                         .bias = at(bias),
-                         .out = at(out),
-                         .rows = x_shape[0],
-                         .inputs = x_shape[1],
-                         .outputs = outputs,
-                         .block = block},
-                        threads);
+  auto args = product_args(x, x_shape, x_strides, panels, panels_shape, outputs, bias, out);
+  args.block = block;
+  rollout::panel_matmul(args, threads);
+}
+
+void tile_matmul(Address x, Dims2 x_shape, Dims2 x_strides, Address panels, Dims3 panels_shape,
+                 int64_t outputs, Address bias, Address out, int threads) {
+  require(rollout::has_tile_matmul(), "tile_matmul: this processor lacks it");
+  require(panels_shape[1] % 16 == 0, "panels_PUL: must end with whole tiles of 32 inputs");
+  rollout::tile_matmul(
+      product_args(x, x_shape, x_strides, panels, panels_shape, outputs, bias, out), threads);
 }
 
 }  // namespace
@@ -336,9 +352,8 @@ NB_MODULE(_cpu, m) {
   m.attr("FLOAT32") = static_cast<int>(DType::kFloat32);
   m.attr("BFLOAT16") = static_cast<int>(DType::kBFloat16);
   m.attr("FLOAT16") = static_cast<int>(DType::kFloat16);
-  m.def(
-      "instruction_set", [] { return rollout::kernels().name; },
-      "Which kernels run: avx512, avx2 or generic.");
+  m.def("instruction_set", &rollout::instruction_set,
+        "Which kernels run: avx512, avx2 or generic.");
   m.def("set_gomp_parallel", &rollout::set_gomp_parallel, "address"_a,
         "Hand over GOMP_parallel of the OpenMP runtime to run on; 0 is serial.");
 
@@ -392,6 +407,10 @@ NB_MODULE(_cpu, m) {
         "Whether this processor has the product of a few rows with a packed weight.");
   m.def("panel_matmul", &panel_matmul, "x"_a, "x_shape"_a, "x_strides"_a, "panels"_a,
         "panels_shape"_a, "outputs"_a, "bias"_a, "out"_a, "block"_a, "threads"_a, Unlocked());
+  m.def("has_tile_matmul", &rollout::has_tile_matmul,
+        "Whether this processor has tiles, and the instruction set in use includes them.");
+  m.def("tile_matmul", &tile_matmul, "x"_a, "x_shape"_a, "x_strides"_a, "panels"_a,
+        "panels_shape"_a, "outputs"_a, "bias"_a, "out"_a, "threads"_a, Unlocked());
 
   bind_recurrent(m);
 }

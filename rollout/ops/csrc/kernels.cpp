@@ -12,6 +12,7 @@
 #include "panels.h"
 #include "rms_norm.h"
 #include "rotary.h"
+#include "tile_matmul.h"
 
 namespace rollout::ROLLOUT_ISA {
 namespace {
@@ -98,28 +99,17 @@ void move_panel(const PanelArgs& args, int64_t panel) {
   }
 }
 
-#define ROLLOUT_STRING_(x) #x
-#define ROLLOUT_STRING(x) ROLLOUT_STRING_(x)
-
 }  // namespace
 
 extern const Kernels kKernels;
-const Kernels kKernels = {ROLLOUT_STRING(ROLLOUT_ISA),
-                          rms_norm,
-                          rotary,
-                          gated_mul,
-                          soft_cap,
-                          sigmoid_gate,
-                          delta_gates,
-                          causal_conv,
-                          delta_rule,
-                          attend,
-                          head_matmul,
-                          categorical,
-                          token_logprobs,
-                          entropy,
-                          move_panel<false>,
-                          move_panel<true>,
-                          kPanelMatmul};
+const Kernels kKernels = {rms_norm,         rotary,
+                          gated_mul,        soft_cap,
+                          sigmoid_gate,     delta_gates,
+                          causal_conv,      delta_rule,
+                          attend,           head_matmul,
+                          categorical,      token_logprobs,
+                          entropy,          move_panel<false>,
+                          move_panel<true>, kPanelMatmul,
+                          kTileMatmul};
 
 }  // namespace rollout::ROLLOUT_ISA

@@ -233,7 +233,8 @@ struct PanelArgs {
   int64_t first_row, num_rows, inputs;
 };
 
-// out = x times the transposed weight in the panels, plus the bias, all bfloat16.
+// out = x times the transposed weight in the panels, plus the bias, all bfloat16. For tile_matmul
+// the panels end with zeros up to a multiple of 32 inputs.
 struct PanelMatmulArgs {
   const void* x;
   int64_t x_row_stride;
@@ -242,11 +243,10 @@ struct PanelMatmulArgs {
   const void* bias;  // or null
   void* out;         // contiguous [rows, outputs]
   int64_t rows, inputs, outputs;
-  int64_t block;  // inputs that are summed in one chain; even, as inputs are
+  int64_t block;  // panel_matmul: inputs that are summed in one chain; even, as inputs are
 };
 
 struct Kernels {
-  const char* name;
   void (*rms_norm)(const RmsNormArgs& args, int64_t begin, int64_t end);
   void (*rotary)(const RotaryArgs& args, int64_t begin, int64_t end);
   void (*gated_mul)(const GatedMulArgs& args, int64_t begin, int64_t end);
@@ -268,9 +268,12 @@ struct Kernels {
   void (*read_panel)(const PanelArgs& args, int64_t panel);
   // sums: scratch of rows x kPanelLanes floats. Null where the instruction set lacks it.
   void (*panel_matmul)(const PanelMatmulArgs& args, int64_t first_panel, int64_t end, float* sums);
+  void (*tile_matmul)(const PanelMatmulArgs& args, int64_t first_panel, int64_t end);  // or null
 };
 
 const Kernels& kernels();  // the best this processor runs
-bool has_panel_matmul();   // whether they and this processor have that one
+const char* instruction_set();
+bool has_panel_matmul();  // whether they and this processor have it
+bool has_tile_matmul();   // whether the instruction set in use includes it
 
 }  // namespace rollout

@@ -269,4 +269,14 @@ void panel_matmul(const PanelMatmulArgs& args, int threads) {
                });
 }
 
+void tile_matmul(const PanelMatmulArgs& args, int threads) {
+  const bool small = args.rows * args.inputs * args.outputs < kParallelMultiplyAdds;
+  const int64_t panels = (args.outputs + kPanelLanes - 1) / kPanelLanes;
+  const int64_t chunk = std::max<int64_t>(1, panels / (kPanelChunks * threads));
+  parallel_for((panels + chunk - 1) / chunk, small ? 1 : threads, 0, [&](int64_t item, void*) {
+    const int64_t begin = item * chunk, end = std::min(panels, begin + chunk);
+    kernels().tile_matmul(args, begin, end);
+  });
+}
+
 }  // namespace rollout

@@ -39,5 +39,6 @@ void uniforms(const uint64_t* seeds, const uint64_t* positions, int64_t rows, do
 void write_panels(const PanelArgs& args, int threads);
 void read_panels(const PanelArgs& args, int threads);
 void panel_matmul(const PanelMatmulArgs& args, int threads);  // where has_panel_matmul()
+void tile_matmul(const PanelMatmulArgs& args, int threads);   // where has_tile_matmul()
 
 }  // namespace rollout

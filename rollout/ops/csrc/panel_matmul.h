@@ -139,7 +139,6 @@ ROLLOUT_BF16 inline void panel_matmul(const PanelMatmulArgs& args, int64_t begin
 }
 
 constexpr auto kPanelMatmul = panel_matmul;
-#undef ROLLOUT_BF16
 #else
 constexpr void (*kPanelMatmul)(const PanelMatmulArgs&, int64_t, int64_t, float*) = nullptr;
 #endif
