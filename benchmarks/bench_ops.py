@@ -24,12 +24,14 @@ from harness.shapes import SHAPES
 from harness.timing import Call, wall_seconds
 from op_case import Case, Workload, make_plan, normal, row_cases
 
-from rollout.models.layers.linear import FEW_ROWS
+from rollout.models.layers.linear import FEW_ROWS, Linear
 from rollout.models.layers.packed_weight import PackedWeight
+from rollout.models.layers.row_invariance import make_row_invariant
 from rollout.ops.categorical import categorical
 from rollout.ops.paged_attention import paged_attention
 from rollout.ops.panel_matmul import native
 from rollout.ops.rms_norm import rms_norm
+from rollout.ops.tile_matmul import native as tiles
 
 SHAPE = SHAPES["demo"]
 LAYERS, HEADS, KV_HEADS = SHAPE.num_layers, SHAPE.num_heads, SHAPE.num_kv_heads
@@ -110,27 +112,33 @@ def categorical_case(rows: int) -> Case:
 def product_case(rows: int) -> Case:
     """Rows times the widest weight of a layer, round as many layers as a step reads."""
     outputs, inputs = 2 * SHAPE.ffn_size, SHAPE.hidden_size
-    weights = [PackedWeight.pack(on_cpu(outputs, inputs)) for _ in range(LAYERS)]
+    plain = on_cpu(outputs, inputs)
+    packed = [PackedWeight.pack(plain) for _ in range(LAYERS)]
+    opaque = [weight.opaque for weight in packed if weight is not None]
+    linears = [
+        Linear(inputs, outputs, dtype=plain.dtype, device=plain.device) for _ in range(LAYERS)
+    ]
     x_TE = on_cpu(rows, inputs)
+    for linear in linears:
+        linear.weight_rows(0, outputs).write(plain)
+        linear.pack()
+    make_row_invariant(linears, rows)
 
-    def ours(weight: PackedWeight) -> object:
-        assert weight.panels_PUL is not None
-        return native.panel_matmul(x_TE, weight.panels_PUL, outputs, None, inputs)
+    def theirs(weight: torch.Tensor) -> object:
+        return torch.ops.mkldnn._linear_pointwise(x_TE, weight, None, "none", [], "")
 
-    def theirs(weight: PackedWeight) -> object:
-        return torch.ops.mkldnn._linear_pointwise(x_TE, weight.opaque, None, "none", [], "")
-
-    packed = [weight for weight in weights if weight is not None and weight.multiplies_few_rows]
     return Case(
         name=f"product of {rows} rows",
-        ours=[partial(ours, weight) for weight in packed],
-        theirs=[partial(theirs, weight) for weight in packed],
+        ours=[partial(linear, x_TE) for linear in linears],
+        theirs=[partial(theirs, weight) for weight in opaque],
     )
 
 
 def cases() -> Iterator[Case]:
     yield from map(attention_case, WORKLOADS)
-    if native.supports(on_cpu(1, 2), on_cpu(1)):
+    if tiles.supports(torch.bfloat16, torch.device("cpu")):
+        yield from map(product_case, (1, 8, 16, 32, FEW_ROWS, 64, 128, 512))
+    elif native.supports(on_cpu(1, 2), on_cpu(1)):
         yield from map(product_case, (1, 2, 4, 6, 8, 12, 16, 24, FEW_ROWS))
     for rows in (1, 8, 32, 256):
         yield norm_case(rows)

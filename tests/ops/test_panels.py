@@ -25,19 +25,20 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int32 if tensor.dtype.itemsize == 4 else torch.int16)
 
 
-def empty_panels(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
+def empty_panels(outputs: int, inputs: int, dtype: torch.dtype, lanes: int = 64) -> torch.Tensor:
     elements = 4 // dtype.itemsize
     units = -(-inputs // elements) + 3  # some to spare, as oneDNN leaves
-    return random_bits(-(-outputs // 64), units, 64 * elements, dtype=dtype, seed=99)
+    return random_bits(-(-outputs // lanes), units, lanes * elements, dtype=dtype, seed=99)
 
 
+@pytest.mark.parametrize("lanes", [32, 64])
 @pytest.mark.parametrize(("outputs", "inputs"), SIZES)
-def test_the_op_is_the_reference(dtype: torch.dtype, outputs: int, inputs: int) -> None:
+def test_the_op_is_the_reference(dtype: torch.dtype, outputs: int, inputs: int, lanes: int) -> None:
     padded = random_bits(outputs, inputs + 5, dtype=dtype, seed=1)
     for offset in (0, 1, 2):  # rows at odd addresses, of odd strides
         rows = padded[:, offset : offset + inputs]
         for first, last in ((0, outputs), (outputs // 3, outputs), (outputs // 2, outputs // 2)):
-            panels = empty_panels(outputs, inputs, dtype)
+            panels = empty_panels(outputs, inputs, dtype, lanes)
             expected = panels.clone()
             assert native.supports(panels, rows)
             write_panels(panels, first, rows[first:last])

@@ -27,9 +27,9 @@ def panels_of(weight_OI: torch.Tensor) -> torch.Tensor:
     """Panels whose lanes of no output hold garbage."""
     outputs, inputs = weight_OI.shape
     units = -(-inputs // 32) * 16
-    panels = torch.zeros(-(-outputs // 64), units, 64, 2).bfloat16()
-    panels[-1, :, (outputs - 1) % 64 + 1 :] = float("nan")
-    panels = panels.view(*panels.shape[:2], 128)
+    panels = torch.zeros(-(-outputs // 32), units, 32, 2).bfloat16()
+    panels[-1, :, (outputs - 1) % 32 + 1 :] = float("nan")
+    panels = panels.view(*panels.shape[:2], 64)
     write_panels(panels, 0, weight_OI)
     return panels
 

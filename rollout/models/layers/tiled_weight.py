@@ -1,6 +1,6 @@
 """A weight in panels for `ops.tile_matmul`, whose rows can be rewritten in place.
 
-Legend: M rows, O output features, I input features, P panels, U units, L a unit of 64 rows (see
+Legend: M rows, O output features, I input features, P panels, U units, L a unit of 32 rows (see
 rollout.ops.tile_matmul).
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from rollout.models.layers.storage import prefer_huge_pages
-from rollout.ops.panels import LANES, read_panels, write_panels
-from rollout.ops.tile_matmul.native import TILE_UNITS, supports, tile_matmul
+from rollout.ops.panels import read_panels, write_panels
+from rollout.ops.tile_matmul.native import LANES, TILE_UNITS, supports, tile_matmul
 from rollout.parallel.rank_group import Memory
 
 

@@ -282,13 +282,17 @@ void uniforms(Address seeds, int64_t seeds_len, Address positions, int64_t posit
 rollout::PanelArgs panel_args(int dtype, Address panels, Dims3 panels_shape, Address rows,
                               Dims2 shape, Dims2 strides, int64_t first_row) {
   const int64_t elements = 4 / rollout::element_bytes(DType{dtype});
-  require(panels_shape[2] == rollout::kPanelLanes * elements, "panels_PUL: a unit is 64 words");
+  const int64_t lanes = panels_shape[2] / elements;
+  require(panels_shape[2] % elements == 0 &&
+              (lanes == rollout::kPanelLanes || lanes == rollout::kTilePanelLanes),
+          "panels_PUL: a unit is 32 or 64 words");
   require(shape[1] <= panels_shape[1] * elements, "rows_MI: too wide for the panels");
-  require(first_row >= 0 && first_row + shape[0] <= panels_shape[0] * rollout::kPanelLanes,
+  require(first_row >= 0 && first_row + shape[0] <= panels_shape[0] * lanes,
           "rows_MI: beyond the last panel");
   return {.dtype = DType{dtype},
           .panels = at(panels),
           .panel_stride = panels_shape[1] * panels_shape[2],
+          .lanes = lanes,
           .rows = at(rows),
           .row_stride = strides[0],
           .first_row = first_row,
@@ -309,12 +313,12 @@ void read_panels(int dtype, Address panels, Dims3 panels_shape, Address rows, Di
 }
 
 rollout::PanelMatmulArgs product_args(Address x, Dims2 x_shape, Dims2 x_strides, Address panels,
-                                      Dims3 panels_shape, int64_t outputs, Address bias,
-                                      Address out) {
-  require(panels_shape[2] == 2 * rollout::kPanelLanes, "panels_PUL: a unit is 64 words");
+                                      Dims3 panels_shape, int64_t lanes, int64_t outputs,
+                                      Address bias, Address out) {
+  require(panels_shape[2] == 2 * lanes, "panels_PUL: a unit has another number of words");
   require(x_shape[1] > 0 && x_shape[1] <= 2 * panels_shape[1],
           "x_MI: its inputs must be those of the panels");
-  require(outputs <= panels_shape[0] * rollout::kPanelLanes, "panels_PUL: too few for the outputs");
+  require(outputs <= panels_shape[0] * lanes, "panels_PUL: too few for the outputs");
   return {.x = at(x),
           .x_row_stride = x_strides[0],
           .panels = at(panels),
@@ -332,7 +336,8 @@ void panel_matmul(Address x, Dims2 x_shape, Dims2 x_strides, Address panels, Dim
   require(rollout::has_panel_matmul(), "panel_matmul: this processor lacks it");
   require(x_shape[1] % 2 == 0, "x_MI: its inputs must be even");
   require(block > 0 && block % 2 == 0, "sum_block: must be positive and even");
-  auto args = product_args(x, x_shape, x_strides, panels, panels_shape, outputs, bias, out);
+  auto args = product_args(x, x_shape, x_strides, panels, panels_shape, rollout::kPanelLanes,
+                           outputs, bias, out);
   args.block = block;
   rollout::panel_matmul(args, threads);
 }
@@ -341,8 +346,9 @@ void tile_matmul(Address x, Dims2 x_shape, Dims2 x_strides, Address panels, Dims
                  int64_t outputs, Address bias, Address out, int threads) {
   require(rollout::has_tile_matmul(), "tile_matmul: this processor lacks it");
   require(panels_shape[1] % 16 == 0, "panels_PUL: must end with whole tiles of 32 inputs");
-  rollout::tile_matmul(
-      product_args(x, x_shape, x_strides, panels, panels_shape, outputs, bias, out), threads);
+  rollout::tile_matmul(product_args(x, x_shape, x_strides, panels, panels_shape,
+                                    rollout::kTilePanelLanes, outputs, bias, out),
+                       threads);
 }
 
 }  // namespace

@@ -219,15 +219,16 @@ struct CategoricalArgs {
   float* out;       // logprobs or entropies
 };
 
-constexpr int64_t kPanelLanes = 64;
+constexpr int64_t kPanelLanes = 64, kTilePanelLanes = 32;
 
-// A weight as oneDNN packs it: panels of 64 rows, each [units][64] words, a word being one float32
-// or two adjacent 16-bit numbers of a row. Rows [first_row, first_row + num_rows) are moved, from
-// or to `rows`; all else in the panels stays, the zeros that fill up units and lanes included.
+// A weight as oneDNN packs it, in panels of 64 rows, or for tiles, in panels of 32. A panel is
+// [units][lanes] words, a word being one float32 or two adjacent 16-bit numbers of a row. Rows
+// [first_row, first_row + num_rows) are moved, from or to `rows`; all else in the panels stays, the
+// zeros that fill up units and lanes included.
 struct PanelArgs {
   DType dtype;
   void* panels;
-  int64_t panel_stride;
+  int64_t panel_stride, lanes;
   void* rows;
   int64_t row_stride;
   int64_t first_row, num_rows, inputs;

@@ -99,8 +99,8 @@ uint64_t mix(uint64_t x) {
 template <typename Kernel>
 void parallel_panels(const PanelArgs& args, int threads, const Kernel& kernel) {
   if (args.num_rows == 0) return;
-  const int64_t first = args.first_row / kPanelLanes;
-  const int64_t last = (args.first_row + args.num_rows - 1) / kPanelLanes;
+  const int64_t first = args.first_row / args.lanes;
+  const int64_t last = (args.first_row + args.num_rows - 1) / args.lanes;
   const bool small = args.num_rows * args.inputs < kParallelElements;
   parallel_for(last - first + 1, small ? 1 : threads, 0,
                [&](int64_t item, void*) { kernel(args, first + item); });
@@ -270,8 +270,9 @@ void panel_matmul(const PanelMatmulArgs& args, int threads) {
 }
 
 void tile_matmul(const PanelMatmulArgs& args, int threads) {
+  if (args.rows == 0) return;
   const bool small = args.rows * args.inputs * args.outputs < kParallelMultiplyAdds;
-  const int64_t panels = (args.outputs + kPanelLanes - 1) / kPanelLanes;
+  const int64_t panels = (args.outputs + kTilePanelLanes - 1) / kTilePanelLanes;
   const int64_t chunk = std::max<int64_t>(1, panels / (kPanelChunks * threads));
   parallel_for((panels + chunk - 1) / chunk, small ? 1 : threads, 0, [&](int64_t item, void*) {
     const int64_t begin = item * chunk, end = std::min(panels, begin + chunk);

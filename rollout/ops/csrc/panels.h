@@ -70,7 +70,7 @@ template <typename T, bool kRead>
 inline void move_row(const PanelArgs& args, T* row, T* lane, int64_t begin) {
   constexpr int64_t kElements = 4 / sizeof(T);
   for (int64_t i = begin; i < args.inputs; ++i) {
-    T& packed = lane[i / kElements * kPanelLanes * kElements + i % kElements];
+    T& packed = lane[i / kElements * args.lanes * kElements + i % kElements];
     if (kRead) {
       row[i] = packed;
     } else {
@@ -84,8 +84,8 @@ inline void move_panel(const PanelArgs& args, int64_t panel) {
   constexpr int64_t kElements = 4 / sizeof(T);  // of a unit, which is a word
   T* packed = static_cast<T*>(args.panels) + panel * args.panel_stride;
   T* rows = static_cast<T*>(args.rows);
-  const int64_t begin = panel * kPanelLanes > args.first_row ? panel * kPanelLanes : args.first_row;
-  const int64_t panel_end = (panel + 1) * kPanelLanes, last = args.first_row + args.num_rows;
+  const int64_t begin = panel * args.lanes > args.first_row ? panel * args.lanes : args.first_row;
+  const int64_t panel_end = (panel + 1) * args.lanes, last = args.first_row + args.num_rows;
   const int64_t end = panel_end < last ? panel_end : last;
   // Words are moved whole where rows begin at one.
   const bool words = args.row_stride % kElements == 0 &&
@@ -94,24 +94,24 @@ inline void move_panel(const PanelArgs& args, int64_t panel) {
   // Whole lines of a panel's units one after the other, so that memory sees long runs.
   const int64_t blocks = (end - begin) / kBlock;
   uint32_t* from = reinterpret_cast<uint32_t*>(rows + (begin - args.first_row) * args.row_stride);
-  uint32_t* to = reinterpret_cast<uint32_t*>(packed + begin % kPanelLanes * kElements);
+  uint32_t* to = reinterpret_cast<uint32_t*>(packed + begin % args.lanes * kElements);
   const int64_t stride = args.row_stride / kElements;
   const bool stream = reinterpret_cast<uintptr_t>(to) % (kBlock * sizeof(uint32_t)) == 0;
   for (int64_t unit = 0; unit < block_units; unit += kBlock) {
     for (int64_t block = 0; block < blocks; ++block) {
       uint32_t* plain = from + block * kBlock * stride + unit;
-      uint32_t* lanes = to + block * kBlock + unit * kPanelLanes;
+      uint32_t* lanes = to + block * kBlock + unit * args.lanes;
       if (kRead) {
-        transpose_block(lanes, kPanelLanes, plain, stride, false);
+        transpose_block(lanes, args.lanes, plain, stride, false);
       } else {
-        transpose_block(plain, stride, lanes, kPanelLanes, stream);
+        transpose_block(plain, stride, lanes, args.lanes, stream);
       }
     }
   }
   for (int64_t row = begin; row < end; ++row) {
     const bool in_block = row < begin + blocks * kBlock;
     move_row<T, kRead>(args, rows + (row - args.first_row) * args.row_stride,
-                       packed + row % kPanelLanes * kElements,
+                       packed + row % args.lanes * kElements,
                        in_block ? block_units * kElements : 0);
   }
   finish_streaming();

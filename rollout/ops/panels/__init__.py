@@ -1,7 +1,7 @@
-"""Reads and writes rows of a weight in oneDNN's packed layout.
+"""Reads and writes rows of a weight in panels: oneDNN's packed layout, and that of `tile_matmul`.
 
-Legend: O output features (rows), I input features, P panels of 64 rows, U units of a row (one
-float32 or two 16-bit numbers), L a unit of 64 rows: 64 or 128 numbers.
+Legend: O output features (rows), I input features, P panels of 64 rows (32 for tiles), U units of a
+row (one float32 or two 16-bit numbers), L a unit of all rows of a panel.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from rollout.ops.panels import native, reference
 
 LANES = 64
+"""Rows of a panel in oneDNN's layout."""
 
 
 def write_panels(panels_PUL: torch.Tensor, first_row: int, rows_MI: torch.Tensor) -> None:

@@ -23,7 +23,8 @@ def _lanes(
     """Views of each row in the panels and in ``rows_MI``; for 16-bit numbers, one per unit half."""
     elements = 4 // panels_PUL.element_size()
     panels_PULE = panels_PUL.view(*panels_PUL.shape[:2], -1, elements)
+    lanes = panels_PULE.shape[2]
     for row, row_I in enumerate(rows_MI, start=first_row):
         for element in range(elements):
             row_U = row_I[element::elements]
-            yield panels_PULE[row // 64, : row_U.numel(), row % 64, element], row_U
+            yield panels_PULE[row // lanes, : row_U.numel(), row % lanes, element], row_U

@@ -6,8 +6,8 @@ import torch
 
 from rollout.ops.extension import cpu
 
-TILE_UNITS = 16
-"""Units of a row in a tile: the panels' units are a multiple of it."""
+TILE_UNITS, LANES = 16, 32
+"""The panels have a multiple of so many units, and so many outputs each."""
 
 
 def supports(dtype: torch.dtype, device: torch.device) -> bool:
