@@ -21,30 +21,11 @@ from spec_workers.budget.learned_json import mapping
 from spec_workers.budget.node_choice import Choice, choose_nodes, falling
 from spec_workers.budget.node_values import NodeValues, RequestTrust
 from spec_workers.budget.prices import KnownPrices, Prices
+from spec_workers.budget.schedule import SUREST, DraftSchedule
 from spec_workers.budget.step_cost import StepCost
 from spec_workers.budget.token_worth import AcceptRate
 from spec_workers.draft_tree import first_nodes, only_roots
 from spec_workers.target import TargetWorker
-
-_TO_BEGIN = 0.02
-"""A step that follows one without drafts has drafts only if they gain more than this share of its
-time, so that noise in the estimates does not turn them on and off."""
-
-_FIRST_STEPS = 128
-_LEARN_EVERY = 8
-_LEARN_EVERY_CLOSED = 128
-"""Costs are learned from each of the first steps, then from two in so many: looking at a step costs
-a part of what there is to spare. Two in a row, for between those the machine has hardly changed:
-they tell what rows cost."""
-
-_PLAIN_EVERY = 64
-_FIRST_PLAIN = (4, 8, 16, 32)
-"""One in so many steps that may draft runs plain, and sooner at first: what drafts save is measured
-against those. It costs a 64th of what is saved."""
-
-_SUREST = 0.98
-"""Where only nodes more probable than this would pay nothing is asked for: the little that they
-could gain is less than it takes to ask."""
 
 _WORTHLESS = 1e-6  # milliseconds; nodes may be free
 
@@ -72,11 +53,8 @@ class LearnedBudget:
         self._trust = RequestTrust()
         self._accept_rate = AcceptRate()
         self._gate = Gate()
-        self._drafted = False  # in the step before, plain ones for comparison left out
-        self._turns = 0  # steps that might draft
+        self._schedule = DraftSchedule()
         self._prices = KnownPrices()
-        self._steps = 0
-        self._learned_at = 0  # the step costs were last learned from
 
     @classmethod
     def for_target(
@@ -105,13 +83,12 @@ class LearnedBudget:
         worth_B = prices.token_ms_B * raised_B
         least_B = np.full(worth_B.size, np.inf)
         np.divide(prices.cheapest_ms, worth_B, out=least_B, where=worth_B > _WORTHLESS)
-        least_B[least_B > _SUREST] = np.inf
+        least_B[least_B > SUREST] = np.inf
         prices.is_hopeless = bool(least_B.min() == np.inf)
         return None if prices.is_hopeless else np.maximum(self._min_probability, least_B)
 
     def wants_plain_step(self) -> bool:
-        self._turns += 1
-        return self._turns % _PLAIN_EVERY == 0 or self._turns in _FIRST_PLAIN
+        return self._schedule.takes_plain_turn()
 
     def choose(self, batch: Batch, proposed: DraftTrees | None) -> SelectedDrafts:
         prices = self._priced(batch)
@@ -152,10 +129,8 @@ class LearnedBudget:
     ) -> None:
         prices, trees = self._priced(batch), selected.trees
         if selected.proposed is not None or prices.is_hopeless or not self._gate.is_open:
-            self._drafted = trees.num_nodes > 0  # else it was a plain turn
-        self._steps += 1
-        every = _LEARN_EVERY if self._gate.is_open else _LEARN_EVERY_CLOSED
-        if self._steps <= _FIRST_STEPS or self._steps % every < 2:
+            self._schedule.has_drafts = trees.num_nodes > 0  # else it was a plain turn
+        if steps := self._schedule.end_step(self._gate.is_open):
             self.cost.observe(
                 width=prices.width,
                 rows=batch.num_run_tokens + trees.num_nodes,
@@ -163,9 +138,8 @@ class LearnedBudget:
                 proposed=selected.proposed is not None,
                 times=times,
                 decode_only=batch.num_run_tokens == prices.width,
-                steps=self._steps - self._learned_at,
+                steps=steps,
             )
-            self._learned_at = self._steps
             self._values.fade()
         if selected.proposed is not None and selected.proposed.num_nodes:
             self._judge(batch, selected.proposed, results)
@@ -197,7 +171,7 @@ class LearnedBudget:
         self._prices = KnownPrices()
 
     def _priced(self, batch: Batch) -> Prices:
-        return self._prices.of(batch, self.cost, self._steps, self._accept_rate.value)
+        return self._prices.of(batch, self.cost, self._schedule.steps, self._accept_rate.value)
 
     def _chosen(
         self, batch: Batch, prices: Prices, proposed: DraftTrees
@@ -208,7 +182,7 @@ class LearnedBudget:
         choice, trees, values_N, _ = self.bought(batch, proposed, values_N)
         plain_ms = float(prices.with_nodes_N1[0])
         gain_ms = choice.saved_ms - (choice.step_ms - plain_ms)
-        if not self._drafted and gain_ms < _TO_BEGIN * plain_ms:
+        if not self._schedule.pays(gain_ms, plain_ms):
             return only_roots(proposed.offsets_B1.size - 1), np.zeros(0)
         return trees, values_N
 

@@ -16,20 +16,7 @@ from spec_workers.budget.cost_curve import CostCurve
 from spec_workers.budget.gate import Gate
 from spec_workers.budget.node_choice import choose_nodes, falling
 from spec_workers.budget.node_values import NodeValues
-
-_TO_BEGIN = 0.02
-"""A step that follows one without drafts has drafts only if they gain more than this share."""
-
-_FIRST_STEPS = 128
-_LEARN_EVERY = 8
-"""Costs are learned from each of the first steps, then from two in so many."""
-
-_PLAIN_EVERY = 64
-_FIRST_PLAIN = (4, 8, 16, 32)
-"""One in so many steps that may draft runs plain, and sooner at first, to know what that costs."""
-
-_SUREST = 0.98
-"""Where only tokens more probable than this would pay, nothing is asked for."""
+from spec_workers.budget.schedule import SUREST, DraftSchedule
 
 _LEAST = 0.02
 """Tokens less probable than this are not bought: what they add is less than the prices' error."""
@@ -134,9 +121,8 @@ class LearnedChains:
         self._min_probability = min_probability
         self._values = NodeValues(("corpus",))
         self._gate = Gate()
-        self._drafted = False  # in the last step that was asked for chains
+        self._schedule = DraftSchedule()
         self._counts = False  # whether the gate hears of the step
-        self._turns = self._steps = self._learned_at = 0
         self._priced = (0, 0, 0)  # width, longest row, step
         self._with_tokens_N1 = np.zeros(1)  # milliseconds of a step with 0, 1, ... draft tokens
 
@@ -145,8 +131,7 @@ class LearnedChains:
         if not self._gate.is_open:
             self._gate.skip(width)
             return None
-        self._turns += 1
-        if self._turns % _PLAIN_EVERY == 0 or self._turns in _FIRST_PLAIN:
+        if self._schedule.takes_plain_turn():
             self._counts = False
             return None
         self._price(width, longest)
@@ -155,8 +140,8 @@ class LearnedChains:
         cheapest_ms = float((extra_ms_N / np.arange(1, extra_ms_N.size + 1)).min())
         raised = max(1.0, self._values.highest_ratio)  # estimates are asked for uncorrected
         least = cheapest_ms * width / (plain_ms * raised)
-        if least > _SUREST:
-            self._drafted = False
+        if least > SUREST:
+            self._schedule.has_drafts = False
             return None
         return max(self._min_probability, _LEAST, least)
 
@@ -172,15 +157,14 @@ class LearnedChains:
         choice = choose_nodes(values_N, offsets_B1, token_ms_B, step_ms_N1)
         counts_B = choice.counts_B
         gain_ms = choice.saved_ms - (choice.step_ms - plain_ms)
-        if not self._drafted and gain_ms < _TO_BEGIN * plain_ms:
+        if not self._schedule.pays(gain_ms, plain_ms):
             counts_B = np.zeros_like(counts_B)
-        self._drafted = bool(counts_B.any())
+        self._schedule.has_drafts = bool(counts_B.any())
         return counts_B
 
     def observe(self, step: ChainStep) -> None:
         if not step.width:
             return
-        self._steps += 1
         judged = step.judged
         self._values.observe(
             judged.probs_N,
@@ -188,11 +172,9 @@ class LearnedChains:
             judged.depths_N,
             judged.accepted_N,
         )
-        if self._steps <= _FIRST_STEPS or self._steps % _LEARN_EVERY < 2:
-            since = self._steps - self._learned_at
+        if since := self._schedule.end_step():
             rows = step.width + step.num_drafted
             self.curve.observe(rows, step.longest, step.milliseconds, since)
-            self._learned_at = self._steps
             self._values.fade()
         if self._counts and self.curve.is_known:
             self._counts = False
@@ -211,14 +193,14 @@ class LearnedChains:
         self._gate.change_policy()
 
     def counters(self) -> dict[str, float]:
-        return {"gate_open": float(self._gate.is_open), "steps": float(self._steps)}
+        return {"gate_open": float(self._gate.is_open), "steps": float(self._schedule.steps)}
 
     def _price(self, width: int, longest: int) -> None:
         known_width, known_longest, step = self._priced
         near = known_longest <= longest < known_longest + 256
         until = step + min(_PRICE_EVERY, step + 1)
-        if width == known_width and near and self._steps < until:
+        if width == known_width and near and self._schedule.steps < until:
             return
         rows = width + np.arange(1 + width * self._num_tokens)
         self._with_tokens_N1 = self.curve.milliseconds(rows, longest)
-        self._priced = (width, longest, self._steps)
+        self._priced = (width, longest, self._schedule.steps)
