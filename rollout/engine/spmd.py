@@ -161,9 +161,12 @@ def _follow(group: RankGroup, open_engine: OpenEngine) -> None:
 
 
 class Rank0Engine:
-    """Rank 0's engine; see `rollout.engine.protocol.Engine`. What changes it is told to all."""
+    """Rank 0's engine; see `rollout.engine.protocol.Engine`.
 
-    _told = methods_on(Ranks.EVERY, ReplicaEngine)
+    Calls that change it are broadcast to all ranks.
+    """
+
+    _broadcast = methods_on(Ranks.EVERY, ReplicaEngine)
     _own = methods_on(Ranks.FIRST, ReplicaEngine)
 
     def __init__(self, engine: RolloutEngine, group: RankGroup) -> None:
@@ -172,12 +175,12 @@ class Rank0Engine:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._engine, name)
-        if name in self._told:
+        if name in self._broadcast:
             return partial(self._call, name)
         if name in self._own or not ismethod(found):
             return found
         raise InvalidInputError(
-            name, "a call", "cannot be told to other ranks: call it on each of them"
+            name, "a call", "cannot be broadcast to other ranks: call it on each of them"
         )
 
     def update_weights_from_tensor(
@@ -239,7 +242,7 @@ def _message(name: str, *arguments: Any, **options: Any) -> bytes:
         return json.dumps(call, default=_to_json).encode()
     except (TypeError, ValueError) as error:
         raise InvalidInputError(
-            name, "a call", f"cannot be told to other ranks: {error}; pass plain values"
+            name, "a call", f"cannot be broadcast to other ranks: {error}; pass plain values"
         ) from error
 
 

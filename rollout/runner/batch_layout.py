@@ -43,7 +43,7 @@ class StepArrays(Generic[A]):
     """The inputs of a forward: per entry its causal run, then its draft nodes. Filled by
     `StepArrays.of`, but for those that may be missing. Arrays are never written to.
 
-    What captured forwards read comes first, in order: see `GraphRunner.place`.
+    What captured forwards read comes first, in order: see `GraphRunner.send`.
     """
 
     input_ids_T: A  # int64

@@ -77,7 +77,7 @@ class MemorySaver:
         self._kv_pools = list(kv_pools)
         self._graphs = [] if graphs is None else [graphs]
         self._device = device
-        self._kept: WeightBackup | None = None
+        self._backup: WeightBackup | None = None
         self.released: frozenset[MemoryTag] = frozenset()
 
     def add_kv_pool(self, pool: MemoryPool) -> None:
@@ -125,7 +125,7 @@ class MemorySaver:
         if MemoryTag.WEIGHTS in tags:
             parts = self._weights.parts
             names = frozenset(parts) if keep_weights else parts.frozen
-            self._kept = WeightBackup(parts, names) if names else None
+            self._backup = WeightBackup(parts, names) if names else None
         for graphs in self._graphs:
             dropped = graphs.drop()
             if MemoryTag.GRAPHS in tags:
@@ -174,19 +174,19 @@ class MemorySaver:
         for part in parts.values():
             part.allocate()
         weights.is_resident = True
-        kept, self._kept = self._kept, None
-        if lost := frozenset(parts) - (kept.names if kept else frozenset()):
+        backup, self._backup = self._backup, None
+        if lost := frozenset(parts) - (backup.names if backup else frozenset()):
             weights.tear(lost, "the weights were released without a copy")
-        if kept is None:
+        if backup is None:
             return
         try:
-            kept.write_back(parts)
+            backup.write_back(parts)
         except BaseException as error:
             self.released -= {MemoryTag.WEIGHTS}
-            weights.tear(kept.names, f"the released weights could not be brought back: {error}")
+            weights.tear(backup.names, f"the released weights could not be brought back: {error}")
             raise
         finally:
-            kept.discard()
+            backup.discard()
             return_freed_memory()
 
     def _free_bytes(self) -> int | None:

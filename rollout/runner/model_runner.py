@@ -109,15 +109,15 @@ class ModelRunner:
             step.window_table = of_windows.writes
         num_sampled, step.table = step.sampled_R.size, changes.writes
         step.sampled_R = self._head_rows(step.sampled_R)
-        placed = None
+        sent = None
         chunks = self._chunks(step)
         if self._graphs is not None and chunks is None:
-            placed = self._graphs.place(step, self.features)
+            sent = self._graphs.send(step, self.features)
         inputs: StepArrays[torch.Tensor]
-        if self._graphs is not None and placed is not None:
-            inputs = placed.inputs
+        if self._graphs is not None and sent is not None:
+            inputs = sent.inputs
             self._apply(changes, of_windows, inputs)
-            hidden_TE, features_TF, routes_TC = self._graphs.run(placed, self._hidden)
+            hidden_TE, features_TF, routes_TC = self._graphs.run(sent, self._hidden)
         else:
             inputs = upload(step.padded(self._minimum_rows), self._device)
             self._apply(changes, of_windows, inputs)

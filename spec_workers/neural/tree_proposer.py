@@ -96,7 +96,7 @@ class TreeProposer:
         self.is_warm = self._arrays.on_host or shape in self._shapes
         self._shapes.add(shape)
         inputs |= self._levels.changes(wanted.rows_G)
-        sent = None if self._graphs is None else self._graphs.place(inputs)
+        sent = None if self._graphs is None else self._graphs.send(inputs)
         tensors = upload(inputs, self._device) if sent is None else sent
         self._levels.apply(tensors, wanted.rows_G)
         if self._graphs is None or sent is None:

@@ -85,9 +85,9 @@ def test_steps_of_a_bucket_launch_the_same(tmp_path, monkeypatch, options) -> No
         for parts in steps:
             batch, trees = make_batch(parts)
             step = StepArrays.of(batch, trees, target.memory.req_to_token.table)
-            placed = target.graphs.place(step.with_states(batch, trees), None)
+            sent = target.graphs.send(step.with_states(batch, trees), None)
             with recorded_launches() as launches, RecordedOps(launches), torch.inference_mode():
-                target.runner._hidden(placed.inputs, placed.bucket.longest)
+                target.runner._hidden(sent.inputs, sent.bucket.longest)
             launched.append(launches)
         assert launched[0] == launched[1]
         kernels = set(num_variants(launches))

@@ -20,10 +20,10 @@ def runs_of(capture: ReplayingCapture, max_bytes: int = 10_000) -> GraphRunner:
 
 def summed(runs: GraphRunner, numbers: list[int], others: int = 0) -> int:
     arrays = {"numbers": np.array(numbers), "others": np.full(others, 9)}
-    placed = runs.place(arrays)
-    assert placed is not None
+    sent = runs.send(arrays)
+    assert sent is not None
     arrays["numbers"][:] = -1  # it has been sent
-    found = runs.run(len(numbers), lambda: {"sum": placed["numbers"].sum()[None]})
+    found = runs.run(len(numbers), lambda: {"sum": sent["numbers"].sum()[None]})
     return int(found["sum"])
 
 
@@ -102,12 +102,12 @@ def test_a_capture_that_fails_is_told_and_lived_without(caplog) -> None:
             assert summed(runs, numbers) == sum(numbers)
     (warning,) = [record.getMessage() for record in caplog.records]
     assert "capturing sums of 1 failed" in warning
-    assert runs.place({"numbers": np.array([1])}) is None
+    assert runs.send({"numbers": np.array([1])}) is None
     assert runs.num_graphs == 0
 
 
 def test_paused_ones_and_inputs_beyond_the_buffer_go_without() -> None:
     runs = runs_of(ReplayingCapture())
-    assert runs.place({"numbers": np.zeros(1 << 20)}) is None
+    assert runs.send({"numbers": np.zeros(1 << 20)}) is None
     runs.is_paused = True
-    assert runs.place({"numbers": np.zeros(1)}) is None
+    assert runs.send({"numbers": np.zeros(1)}) is None

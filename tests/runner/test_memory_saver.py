@@ -85,7 +85,7 @@ def test_a_fork_that_ends_leaves_the_kept_weights(engine, folder):
     digest = engine.weights_digest()
     engine.release_memory(["weights"])
     (kept,) = folder.iterdir()
-    assert in_fork(engine.worker.memory_saver._kept._remove) == 0
+    assert in_fork(engine.worker.memory_saver._backup._remove) == 0
     assert list(kept.iterdir())
     engine.resume_memory()
     assert not kept.exists()

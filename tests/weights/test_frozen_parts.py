@@ -177,7 +177,7 @@ def test_a_frozen_parts_values_outlast_any_release(chain, keep):
 def test_a_frozen_part_that_cannot_be_brought_back_is_torn(chain):
     memory_saver = MemorySaver(chain, [])
     memory_saver.release([MemoryTag.WEIGHTS], keep_weights=False)
-    kept = memory_saver._kept
+    kept = memory_saver._backup
     kept._files[0].write_bytes(b"")
     with pytest.raises(Exception, match=r"(?i)incomplete|invalid|header"):
         memory_saver.resume([MemoryTag.WEIGHTS])

@@ -30,7 +30,7 @@ _OTHER_INPUTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class SentStep:
     """A step whose inputs are where graphs read them."""
 
     inputs: StepArrays[torch.Tensor]  # padded
@@ -39,24 +39,24 @@ class Placed:
 
 
 class ForwardGraphs:
-    """Graphs of forwards. Callers place a forward's inputs here and run it through here."""
+    """Graphs of forwards. Callers send a forward's inputs here and run it through here."""
 
     def __init__(
         self, buckets: Buckets, *, max_bytes: int, capture: Capture, device: torch.device
     ) -> None:
         self.buckets = buckets
-        self._kept: dict[Hashable, Tensors] = {}
+        self._outputs: dict[Hashable, Tensors] = {}
         self.runs = GraphRunner(
             "forwards",
             max_bytes=lambda: max_bytes,
             capture=capture,
             device=device,
             input_bytes=buckets.input_bytes + _OTHER_INPUTS,
-            on_drop=self._kept.clear,
+            on_drop=self._outputs.clear,
         )
         self.is_warm = True  # the last forward neither came in a new shape nor was captured
 
-    def place(self, step: StepArrays[NDArray], variant: Hashable) -> Placed | None:
+    def send(self, step: StepArrays[NDArray], variant: Hashable) -> SentStep | None:
         """Send a step's inputs, padded; None where it goes without.
 
         ``variant``: what a forward depends on beside its inputs' shapes.
@@ -66,31 +66,31 @@ class ForwardGraphs:
         if bucket is None:
             return None
         padded = step.padded(rows=bucket.rows, entries=bucket.entries, nodes=bucket.nodes)
-        inputs = self.runs.place(padded)
+        inputs = self.runs.send(padded)
         if inputs is None:
             self.is_warm = False
             return None
-        return Placed(inputs=inputs, bucket=bucket, variant=variant)
+        return SentStep(inputs=inputs, bucket=bucket, variant=variant)
 
-    def run(self, placed: Placed, forward: Forward) -> Results:
+    def run(self, sent: SentStep, forward: Forward) -> Results:
         """Run the padded step. The results are valid until the next one."""
 
         def named() -> Tensors:
-            results = forward(placed.inputs, placed.bucket.longest)
+            results = forward(sent.inputs, sent.bucket.longest)
             return dict(zip(_RESULTS, results, strict=True))
 
-        key, variant = (placed.bucket, placed.variant), placed.variant
-        results = self.runs.run(key, named, partial(self._where, variant))
+        key, variant = (sent.bucket, sent.variant), sent.variant
+        results = self.runs.run(key, named, partial(self._outputs_for, variant))
         self.is_warm = self.runs.is_warm
         hidden_TE, features_TF, routes_TC = (results[name] for name in _RESULTS)
         return hidden_TE, features_TF, routes_TC
 
-    def _where(self, variant: Hashable, like: Tensors) -> Tensors:
+    def _outputs_for(self, variant: Hashable, like: Tensors) -> Tensors:
         """The first rows of the tensors that all graphs of a variant write to; made like ``like``
         at first."""
-        if variant not in self._kept:
+        if variant not in self._outputs:
             max_rows = self.buckets.rows[-1]
-            self._kept[variant] = {
+            self._outputs[variant] = {
                 name: each.new_empty((max_rows, each.shape[1])) for name, each in like.items()
             }
-        return {name: self._kept[variant][name][: len(each)] for name, each in like.items()}
+        return {name: self._outputs[variant][name][: len(each)] for name, each in like.items()}

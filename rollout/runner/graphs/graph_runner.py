@@ -81,10 +81,10 @@ class GraphRunner:
 
     @property
     def num_graphs(self) -> int:
-        """Graphs that are kept now."""
+        """The number of captured graphs."""
         return len(self._graphs)
 
-    def place(self, record: Any) -> Any:
+    def send(self, record: Any) -> Any:
         """Send a run's inputs to the buffer that graphs read; None while nothing is captured.
 
         Arrays whose shapes the key does not fix come last in the record.
@@ -95,12 +95,13 @@ class GraphRunner:
         self,
         key: Hashable,
         function: Callable[[], Tensors],
-        kept: Callable[[Tensors], Tensors] | None = None,
+        make_outputs: Callable[[Tensors], Tensors] | None = None,
     ) -> Tensors:
         """Run ``function``, or replay its graph. The results are valid until the next run.
 
-        Under one key the function may read only the placed inputs, and tensors whose address never
-        changes. ``kept``: makes the tensors that a graph writes its results to; default: new ones.
+        Under one key the function may read only the sent inputs, and tensors whose address never
+        changes. ``make_outputs``: makes the tensors that a graph writes its results to; default:
+        new ones.
         """
         if self.num_bytes > self._max_bytes():
             self._outgrown()
@@ -109,7 +110,7 @@ class GraphRunner:
         graph = self._graphs.get(key)
         if graph is None and self._uses[key] >= self._uses_wanted and key not in self._too_large:
             self.is_warm = False
-            graph = self._captured(key, function, kept or _like)
+            graph = self._captured(key, function, make_outputs or _like)
         if graph is None:
             return function()
         graph.captured.replay()
@@ -137,9 +138,12 @@ class GraphRunner:
         self._uses.clear()
 
     def _captured(
-        self, key: Hashable, function: Callable[[], Tensors], kept: Callable[[Tensors], Tensors]
+        self,
+        key: Hashable,
+        function: Callable[[], Tensors],
+        make_outputs: Callable[[Tensors], Tensors],
     ) -> _Graph | None:
-        results = kept(function())
+        results = make_outputs(function())
 
         def run() -> None:
             for name, tensor in function().items():
