@@ -27,6 +27,15 @@ from rollout.offline import (
     run_job,
 )
 
+CHAT = [{"role": "user", "content": "one two"}]
+PROMPTS: list[dict[str, Any]] = [
+    {"prompt": "three four five", "answer": 12},
+    {"prompt": CHAT, "answer": 3},
+    {"prompt": [5, 6, 7], "answer": None},
+    {"prompt": "nine", "answer": 9},
+]
+PARAMS = SamplingParams(temperature=0.9, max_new_tokens=12, n=3, seed=5)
+
 
 def small_job(
     model: Path, folder: Path, prompts: list[dict[str, Any]], params: SamplingParams
