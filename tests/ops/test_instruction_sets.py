@@ -14,6 +14,8 @@ from tests.helpers.child_tests import run_tests
 
 FOLDER = Path(__file__).parent
 
+ONEDNN = "ONEDNN_MAX_CPU_ISA"
+
 BEST_FIRST = ["amx", "avx512", "avx2", "generic"]
 
 NOT_OF_THEM = {
@@ -47,3 +49,20 @@ def test_an_unknown_instruction_set_is_refused() -> None:
         check=False,
     )
     assert "ROLLOUT_CPU_ISA=sse9" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("wanted", "given", "found"),
+    [(None, None, None), ("avx512", None, "AVX512_CORE_FP16"), ("generic", "AVX2", "AVX2")],
+)
+def test_a_named_instruction_set_limits_onednn_too(
+    wanted: str | None, given: str | None, found: str | None
+) -> None:
+    env = {key: it for key, it in os.environ.items() if key not in ("ROLLOUT_CPU_ISA", ONEDNN)}
+    env |= {"ROLLOUT_CPU_ISA": wanted} if wanted else {}
+    env |= {ONEDNN: given} if given else {}
+    code = f"import os, rollout; print(os.environ.get({ONEDNN!r}))"
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == str(found)
