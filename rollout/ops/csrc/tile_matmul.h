@@ -15,7 +15,7 @@
 namespace rollout::ROLLOUT_ISA {
 namespace {
 
-#if defined(__AVX512F__) && defined(__linux__)
+#if defined(__AVX512F__) && defined(__linux__) && __has_include(<amxbf16intrin.h>)
 #define ROLLOUT_TILES __attribute__((target("avx512bf16,amx-tile,amx-bf16")))
 
 constexpr int64_t kTileRows = 16, kTileInputs = 32, kTileOutputs = 16;
