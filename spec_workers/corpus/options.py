@@ -15,7 +15,7 @@ from rollout.validation import checked_int, checked_path
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusOptions:
-    """What a corpus may hold, and what it begins with.
+    """The bounds of an n-gram corpus, and its initial content.
 
     Args:
         corpus_bytes: bound on the corpus of rollouts and its index.
