@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def tanh(x):
-    """Hyperbolic tangent in float32: near zero an odd polynomial (Cephes), else by the exponential."""
+    """Hyperbolic tangent of float32: near zero by an odd polynomial (Cephes), else by exp."""
     square = x * x
     p = -5.70498872745e-3 * square + 2.06390887954e-2
     p = p * square - 5.37397155531e-2

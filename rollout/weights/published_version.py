@@ -70,8 +70,10 @@ class PublishedVersion:
                 raise CheckpointError(f"{file} is one of {int(total[1])}, and there is no {_INDEX}")
 
     def difference(self, version: int) -> Difference:
-        """The change from the version before to this one. Raises CheckpointError if not all is there,
-        or it is of another version."""
+        """The change from the version before to this one.
+
+        Raises CheckpointError if not all is there, or it is of another version.
+        """
         known = {"version": version, "base_version": version - 1}
         found = {name: _integer(self._metadata.get(name, -1)) for name in known}
         if found != known:
