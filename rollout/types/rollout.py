@@ -1,4 +1,4 @@
-"""What a request emits: tokens, what comes with each, and the finished rollout.
+"""The tokens that a request emits, with their extras, and the finished rollout.
 
 The comment beside a field says who fills it, and when.
 """

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 SUREST = 0.98
-"""Where only nodes more probable than this would pay nothing is asked for: the little that they
-could gain is less than it takes to ask."""
+"""A step drafts nothing if nodes pay only above this probability: the little that they could gain
+is less than it takes to ask."""
 
 _TO_BEGIN = 0.02
 """A step that follows one without drafts has drafts only if they gain more than this share of its

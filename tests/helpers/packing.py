@@ -1,4 +1,4 @@
-"""What this processor does with packed weights."""
+"""Whether this processor packs weights, and multiplies them by tiles."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the dataset job shows and logs while it runs, and its summary."""
+"""Progress lines, log and summary of the dataset job."""
 
 from __future__ import annotations
 

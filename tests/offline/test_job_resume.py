@@ -1,4 +1,4 @@
-"""What the dataset job resumes, leaves alone and refuses."""
+"""Outputs that the dataset job resumes, leaves alone or refuses."""
 
 from __future__ import annotations
 
