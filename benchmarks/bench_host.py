@@ -30,7 +30,7 @@ from harness.command import POSITIVE, Command, Parts
 from harness.rows import Row, row
 from harness.shapes import Shape, config_folder, send_random_weights
 from harness.traces import Trace, add_trace_option, load_traces, trace_of
-from host_device import COVERED, DEVICE, NoCapture, Phases, StandIn
+from host_device import COVERED, DEVICE, NoCapture, NoGraph, Phases, StandIn
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import (
@@ -146,7 +146,7 @@ def time_phases(engine: RolloutEngine) -> Phases:
     phases = Phases("the rest")
     worker: Any = engine.worker
     tell_times(worker.budget)
-    phases.time_calls(NoCapture, "replay", DEVICE, launches=True)
+    phases.time_calls(NoGraph, "replay", DEVICE, launches=True)
     phases.time_calls(PendingSamples, "read", "read", waits=True)
     for owner, name, phase in (
         (worker.target.runner, "forward", "layout"),

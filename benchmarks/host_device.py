@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from forced import Recording
 
 from rollout.ops import tree_accept
 from rollout.ops.tree_accept import reference
+from rollout.runner.graphs.capture import Tensors
 from rollout.runner.model_runner import Forwarded
 from rollout.sampling import sampler
 from rollout.sampling.sampler import SampleOutputs
@@ -96,16 +98,27 @@ class Phases:
         self._since = now
 
 
-class NoCapture:
-    """Graphs that compute nothing."""
+@dataclass(frozen=True, slots=True)
+class NoGraph:
+    """A graph that computes nothing: its results stay what they were."""
 
-    num_bytes = 1
-
-    def __call__(self, run: Callable[[], None], max_bytes: int | None = None) -> NoCapture:
-        return self
+    results: Tensors
+    num_bytes: int = 1
 
     def replay(self) -> None:
         pass
+
+
+class NoCapture:
+    """Makes graphs that compute nothing."""
+
+    def __call__(
+        self,
+        function: Callable[[], Tensors],
+        make_outputs: Callable[[Tensors], Tensors],
+        max_bytes: int | None = None,
+    ) -> NoGraph:
+        return NoGraph(make_outputs(function()))
 
     def reset(self) -> None:
         pass

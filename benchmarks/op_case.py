@@ -52,11 +52,12 @@ def microseconds(calls: Sequence[Call]) -> float:
     the next one can be timed all the same.
     """
 
-    def run() -> None:
+    def run() -> dict[str, torch.Tensor]:
         for call in calls:
             call()
+        return {}
 
-    graph = CudaCapture(torch.device("cuda", torch.cuda.current_device()))(run)
+    graph = CudaCapture(torch.device("cuda", torch.cuda.current_device()))(run, dict)
     times = []
     for _ in range(12):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

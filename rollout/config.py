@@ -85,8 +85,9 @@ class MemoryConfig:
     # For targets with windows in some layers: slots of those layers, which give back what no window
     # will see again. 0: they store all tokens, as the others do. Default: see `window_sizes`.
     window_slots: int | None = None
-    graph_bytes: int = 1 << 30  # upper bound for captured CUDA graphs; 0: capture none
-    graph_rows: int = 1024  # query rows of the largest step that is captured
+    graph_bytes: int = 1 << 30  # upper bound for captured forwards; 0: capture none
+    # Query rows of the largest step that is captured; on a CPU of at most 128.
+    graph_rows: int = 1024
 
     def __post_init__(self) -> None:
         fraction = self.kv_fraction

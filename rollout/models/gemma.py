@@ -8,6 +8,8 @@ Legend: T query rows, R sampled rows, E hidden, V vocabulary, D rotary dims, P p
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
 from rollout.models.causal_lm import LayerAttention, LayerStates, RouteRecorder
@@ -69,9 +71,13 @@ class Gemma(Llama):
 
     layer_class = GemmaLayer
 
+    @cached_property
+    def _embedding_scale(self) -> float:
+        """Rounded as in training."""
+        return torch.tensor(self.spec.embedding_scale).to(self.dtype).item()
+
     def embed(self, input_ids_T: torch.Tensor) -> torch.Tensor:
-        scale = torch.tensor(self.spec.embedding_scale).to(self.dtype).item()  # rounded, as trained
-        return super().embed(input_ids_T) * scale
+        return super().embed(input_ids_T) * self._embedding_scale
 
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
         logits_RV = super().logits(hidden_RE)

@@ -331,3 +331,20 @@ def gated_delta_rule(
     out: int,
     threads: int,
 ) -> None: ...
+
+class Recording:
+    """
+    Calls of ops, kept in order so that they can be made again. The caller keeps the arrays that
+    they read and write.
+    """
+
+    def __init__(self) -> None: ...
+    def start(self) -> None:
+        """Record what this thread calls from now on."""
+
+    def stop(self) -> None:
+        """Record no more."""
+
+    def __len__(self) -> int: ...
+    def replay(self, first: int, last: int) -> None:
+        """Make calls [first, last) again, on whatever their arrays hold now."""

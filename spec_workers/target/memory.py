@@ -27,16 +27,22 @@ from rollout.memory.window_slots import WindowSizes
 from rollout.models.causal_lm import CausalLM
 from rollout.models.experts_config import ExpertsSpec
 from rollout.models.spec import ModelSpec
+from rollout.ops import gpu
+from rollout.ops.extension import cpu
 from rollout.parallel import RankGroup
 from rollout.runner.dummy_run import DummyRun
 from rollout.runner.graphs import Buckets, ForwardGraphs
 from rollout.runner.graphs.capture import Capture, CudaCapture
+from rollout.runner.graphs.host_capture import HostCapture
 from rollout.runner.memory_saver import MemoryPool
 from rollout.runner.profile_run import activation_bytes, warm_up
 from rollout.scheduler.step_limits import StepLimits
 from spec_workers.target.draft_sizing import DraftBytes
 
 log = logging.getLogger(__name__)
+
+_MAX_HOST_ROWS = 128
+"""Rows of the largest forward that is captured on a CPU: of more, Python takes a small part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,16 +200,21 @@ def forward_graphs(
     """Graphs of the target's forward; None where nothing is to be captured. Launches depend on the
     shapes of a bucket alone, in recurrent and sparse layers too.
 
-    ``capture``: how; None: as CUDA graphs on a GPU, else not at all.
+    ``capture``: how; None: as CUDA graphs on a GPU, and as calls of compiled ops on a CPU.
     """
     spec, device = model.spec, model.device
+    on_host = capture is None and not gpu.runs_on(device)
     if capture is None and device.type == "cuda":
         capture = CudaCapture(device)
+    elif on_host and cpu is not None and spec.experts is None:
+        # What experts call depends on the rows they are sent.
+        capture = HostCapture()
     if capture is None or not config.graph_bytes:
         return None
     buckets = Buckets(
-        max_rows=config.graph_rows,
+        max_rows=min(config.graph_rows, _MAX_HOST_ROWS) if on_host else config.graph_rows,
         max_context_len=spec.max_context_len,
         minimum_rows=minimum_rows,
+        every_row=on_host,
     )
     return ForwardGraphs(buckets, max_bytes=config.graph_bytes, capture=capture, device=device)

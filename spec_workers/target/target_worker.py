@@ -175,7 +175,8 @@ class TargetWorker:
     @property
     def row_buckets(self) -> tuple[int, ...]:
         """Numbers of rows that forwards are padded to; larger ones run as they are."""
-        return () if self.graphs is None else self.graphs.buckets.rows
+        is_padded = self.graphs is not None and not self.graphs.buckets.every_row
+        return self.graphs.buckets.rows if self.graphs is not None and is_padded else ()
 
     @property
     def description(self) -> str:

@@ -35,13 +35,14 @@ def test_what_a_run_takes_is_known_before_it_is_captured(gpu: FakeGpu, monkeypat
     reserved = [1 << 30]
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: reserved[0])
 
-    def run() -> None:
+    def run() -> dict[str, torch.Tensor]:
         reserved[0] += 3000
+        return {}
 
     capture = CudaCapture(torch.device("cuda", 0))
     with pytest.raises(GraphTooLargeError) as raised:
-        capture(run, 2999)
+        capture(run, dict, 2999)
     assert raised.value.num_bytes == 3000
     assert not gpu.seen.of(Kind.CAPTURE)
-    capture(run, 3000)
+    capture(run, dict, 3000)
     assert len(gpu.seen.of(Kind.CAPTURE)) == 1

@@ -113,14 +113,15 @@ def test_what_takes_more_than_it_may_is_known_before_it_is_captured() -> None:
     capture = CudaCapture(torch.device("cuda", torch.cuda.current_device()))
     kept = torch.zeros(1, device="cuda")
 
-    def run() -> None:
+    def run() -> dict[str, torch.Tensor]:
         kept.copy_(torch.ones(16 << 20, device="cuda")[:1])  # 64 MiB
+        return {}
 
     with pytest.raises(GraphTooLargeError) as raised:
-        capture(run, 63 << 20)
+        capture(run, dict, 63 << 20)
     assert 64 << 20 <= raised.value.num_bytes <= 80 << 20
     kept.zero_()
-    graph = capture(run, 80 << 20)
+    graph = capture(run, dict, 80 << 20)
     assert graph.num_bytes >= 64 << 20
     graph.replay()
     assert kept.item() == 1

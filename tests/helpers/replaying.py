@@ -8,20 +8,25 @@ from dataclasses import dataclass
 from rollout.config import EngineConfig
 from rollout.engine.worker_factory import WorkerFactory
 from rollout.models.checkpoint import Progress
-from rollout.runner.graphs.capture import GraphTooLargeError
+from rollout.runner.graphs.capture import GraphTooLargeError, Tensors
 from spec_workers.none import PlainWorker
 from spec_workers.target import TargetWorker
 
 
 @dataclass(kw_only=True)
 class Replay:
-    run: Callable[[], None]
+    function: Callable[[], Tensors]
+    results: Tensors
     num_bytes: int
     replays: int = 0
 
     def replay(self) -> None:
         self.replays += 1
-        self.run()
+        self.write()
+
+    def write(self) -> None:
+        for name, tensor in self.function().items():
+            self.results[name].copy_(tensor)
 
 
 class ReplayingCapture:
@@ -33,13 +38,21 @@ class ReplayingCapture:
         self.captures: list[Replay] = []
         self.resets = 0
 
-    def __call__(self, run: Callable[[], None], max_bytes: int | None = None) -> Replay:
+    def __call__(
+        self,
+        function: Callable[[], Tensors],
+        make_outputs: Callable[[Tensors], Tensors],
+        max_bytes: int | None = None,
+    ) -> Replay:
         if len(self.captures) == self.fails_at:
             raise RuntimeError("operation not permitted when stream is capturing")
-        run()
+        replay = Replay(
+            function=function, results=make_outputs(function()), num_bytes=self.num_bytes
+        )
+        replay.write()
         if max_bytes is not None and self.num_bytes > max_bytes:
             raise GraphTooLargeError(self.num_bytes)
-        self.captures.append(Replay(run=run, num_bytes=self.num_bytes))
+        self.captures.append(replay)
         return self.captures[-1]
 
     def reset(self) -> None:

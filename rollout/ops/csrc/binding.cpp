@@ -145,25 +145,32 @@ void soft_cap(int dtype, Address x, Dims2 shape, Dims2 strides, float cap, int t
                     threads);
 }
 
-void make_schedule(rollout::AttentionSchedule* self, Address req_to_token, Dims2 table_shape,
-                   int64_t table_row_stride, int64_t entries, int64_t nodes, Address rows,
-                   Address q_offsets, Address starts, Address run_lens, Address node_offsets,
-                   Address node_masks, Address node_slots, Dims3 q_shape, Dims3 pool_shape) {
-  new (self) rollout::AttentionSchedule({.req_to_token = at<const int32_t>(req_to_token),
-                                         .table_rows = table_shape[0],
-                                         .max_context = table_shape[1],
-                                         .table_row_stride = table_row_stride,
-                                         .rows = view<int32_t>(rows, entries),
-                                         .q_offsets = view<int32_t>(q_offsets, entries + 1),
-                                         .starts = view<int32_t>(starts, entries),
-                                         .run_lens = view<int32_t>(run_lens, entries),
-                                         .node_offsets = view<int32_t>(node_offsets, entries + 1),
-                                         .node_masks = view<int64_t>(node_masks, nodes),
-                                         .node_slots = view<int32_t>(node_slots, nodes)},
-                                        {.query_rows = q_shape[0],
-                                         .heads = q_shape[1],
-                                         .kv_heads = pool_shape[1],
-                                         .slots = pool_shape[0]});
+void make_schedule(nb::pointer_and_handle<rollout::AttentionSchedule> self, Address req_to_token,
+                   Dims2 table_shape, int64_t table_row_stride, int64_t entries, int64_t nodes,
+                   Address rows, Address q_offsets, Address starts, Address run_lens,
+                   Address node_offsets, Address node_masks, Address node_slots, Dims3 q_shape,
+                   Dims3 pool_shape) {
+  const auto made = [=] {
+    return rollout::AttentionSchedule({.req_to_token = at<const int32_t>(req_to_token),
+                                       .table_rows = table_shape[0],
+                                       .max_context = table_shape[1],
+                                       .table_row_stride = table_row_stride,
+                                       .rows = view<int32_t>(rows, entries),
+                                       .q_offsets = view<int32_t>(q_offsets, entries + 1),
+                                       .starts = view<int32_t>(starts, entries),
+                                       .run_lens = view<int32_t>(run_lens, entries),
+                                       .node_offsets = view<int32_t>(node_offsets, entries + 1),
+                                       .node_masks = view<int64_t>(node_masks, nodes),
+                                       .node_slots = view<int32_t>(node_slots, nodes)},
+                                      {.query_rows = q_shape[0],
+                                       .heads = q_shape[1],
+                                       .kv_heads = pool_shape[1],
+                                       .slots = pool_shape[0]});
+  };
+  rollout::AttentionSchedule* schedule = new (self.p) rollout::AttentionSchedule(made());
+  if (rollout::Recording* recording = rollout::Recording::current()) {
+    recording->add([made, schedule, owner = nb::borrow(self.h)] { *schedule = made(); });
+  }
 }
 
 bool fits(const rollout::AttentionSchedule& schedule, Dims3 q_shape, Dims3 pool_shape) {
@@ -351,6 +358,16 @@ void tile_matmul(Address x, Dims2 x_shape, Dims2 x_strides, Address panels, Dims
                        threads);
 }
 
+void start(rollout::Recording& recording) {
+  require(rollout::Recording::current() == nullptr, "Recording.start: this thread records already");
+  rollout::Recording::current() = &recording;
+}
+
+void stop(rollout::Recording& recording) {
+  require(rollout::Recording::current() == &recording, "Recording.stop: it was not started");
+  rollout::Recording::current() = nullptr;
+}
+
 }  // namespace
 
 NB_MODULE(_cpu, m) {
@@ -363,21 +380,22 @@ NB_MODULE(_cpu, m) {
   m.def("set_gomp_parallel", &rollout::set_gomp_parallel, "address"_a,
         "Hand over GOMP_parallel of the OpenMP runtime to run on; 0 is serial.");
 
-  m.def("rms_norm", &rms_norm, "dtype"_a, "x"_a, "shape"_a, "strides"_a, "weight"_a, "weight_len"_a,
-        "eps"_a, "unit_offset"_a, "out"_a, "threads"_a, Unlocked());
-  m.def("add_rms_norm", &add_rms_norm, "dtype"_a, "x"_a, "shape"_a, "strides"_a, "residual"_a,
-        "residual_shape"_a, "residual_strides"_a, "weight"_a, "weight_len"_a, "eps"_a,
+  m.def("rms_norm", recorded<rms_norm>, "dtype"_a, "x"_a, "shape"_a, "strides"_a, "weight"_a,
+        "weight_len"_a, "eps"_a, "unit_offset"_a, "out"_a, "threads"_a, Unlocked());
+  m.def("add_rms_norm", recorded<add_rms_norm>, "dtype"_a, "x"_a, "shape"_a, "strides"_a,
+        "residual"_a, "residual_shape"_a, "residual_strides"_a, "weight"_a, "weight_len"_a, "eps"_a,
         "unit_offset"_a, "out"_a, "threads"_a, Unlocked());
-  m.def("rotary", &rotary, "dtype"_a, "q"_a, "q_shape"_a, "q_strides"_a, "k"_a, "k_shape"_a,
-        "k_strides"_a, "positions"_a, "positions_len"_a, "wide_positions"_a, "cos_sin"_a,
-        "cos_sin_shape"_a, "threads"_a, Unlocked());
-  m.def("store_kv", &store_kv, "dtype"_a, "shape"_a, "k"_a, "k_strides"_a, "v"_a, "v_shape"_a,
-        "v_strides"_a, "pool_shape"_a, "k_pool"_a, "k_pool_strides"_a, "v_pool"_a, "v_pool_shape"_a,
-        "v_pool_strides"_a, "slots"_a, "slots_len"_a, "wide_slots"_a, "threads"_a, Unlocked());
-  m.def("gated_mul", &gated_mul, "dtype"_a, "gate"_a, "alpha"_a, "limit"_a, "gate_up"_a, "shape"_a,
-        "strides"_a, "out"_a, "threads"_a, Unlocked());
-  m.def("soft_cap", &soft_cap, "dtype"_a, "x"_a, "shape"_a, "strides"_a, "cap"_a, "threads"_a,
+  m.def("rotary", recorded<rotary>, "dtype"_a, "q"_a, "q_shape"_a, "q_strides"_a, "k"_a,
+        "k_shape"_a, "k_strides"_a, "positions"_a, "positions_len"_a, "wide_positions"_a,
+        "cos_sin"_a, "cos_sin_shape"_a, "threads"_a, Unlocked());
+  m.def("store_kv", recorded<store_kv>, "dtype"_a, "shape"_a, "k"_a, "k_strides"_a, "v"_a,
+        "v_shape"_a, "v_strides"_a, "pool_shape"_a, "k_pool"_a, "k_pool_strides"_a, "v_pool"_a,
+        "v_pool_shape"_a, "v_pool_strides"_a, "slots"_a, "slots_len"_a, "wide_slots"_a, "threads"_a,
         Unlocked());
+  m.def("gated_mul", recorded<gated_mul>, "dtype"_a, "gate"_a, "alpha"_a, "limit"_a, "gate_up"_a,
+        "shape"_a, "strides"_a, "out"_a, "threads"_a, Unlocked());
+  m.def("soft_cap", recorded<soft_cap>, "dtype"_a, "x"_a, "shape"_a, "strides"_a, "cap"_a,
+        "threads"_a, Unlocked());
 
   nb::class_<rollout::AttentionSchedule>(
       m, "AttentionSchedule", "An AttentionPlan checked and cut into tiles; it borrows the arrays.")
@@ -385,38 +403,48 @@ NB_MODULE(_cpu, m) {
            "entries"_a, "nodes"_a, "rows"_a, "q_offsets"_a, "starts"_a, "run_lens"_a,
            "node_offsets"_a, "node_masks"_a, "node_slots"_a, "q_shape"_a, "pool_shape"_a)
       .def("fits", &fits, "q_shape"_a, "pool_shape"_a);
-  m.def("paged_attention", &paged_attention, "schedule"_a, "dtype"_a, "q"_a, "q_shape"_a,
+  m.def("paged_attention", recorded<paged_attention>, "schedule"_a, "dtype"_a, "q"_a, "q_shape"_a,
         "q_strides"_a, "pool_shape"_a, "k_pool"_a, "k_strides"_a, "v_pool"_a, "v_shape"_a,
         "v_strides"_a, "scale"_a, "window"_a, "soft_cap"_a, "sinks"_a, "sinks_len"_a, "out"_a,
         "threads"_a, Unlocked());
 
-  m.def("head_matmul", &head_matmul, "dtype"_a, "x"_a, "shape"_a, "strides"_a, "weights"_a,
+  m.def("head_matmul", recorded<head_matmul>, "dtype"_a, "x"_a, "shape"_a, "strides"_a, "weights"_a,
         "weights_shape"_a, "out"_a, "out_shape"_a, "out_strides"_a, "threads"_a, Unlocked());
 
-  m.def("categorical", &categorical, "dtype"_a, "logits"_a, "shape"_a, "strides"_a, "temperature"_a,
-        "temperatures"_a, "uniform"_a, "uniforms"_a, "threshold"_a, "thresholds"_a, "tokens"_a,
-        "logprobs"_a, "threads"_a, Unlocked());
-  m.def("token_logprobs", &token_logprobs, "dtype"_a, "logits"_a, "shape"_a, "strides"_a,
+  m.def("categorical", recorded<categorical>, "dtype"_a, "logits"_a, "shape"_a, "strides"_a,
+        "temperature"_a, "temperatures"_a, "uniform"_a, "uniforms"_a, "threshold"_a, "thresholds"_a,
+        "tokens"_a, "logprobs"_a, "threads"_a, Unlocked());
+  m.def("token_logprobs", recorded<token_logprobs>, "dtype"_a, "logits"_a, "shape"_a, "strides"_a,
         "temperature"_a, "temperatures"_a, "tokens"_a, "tokens_shape"_a, "logprobs"_a, "threads"_a,
         Unlocked());
-  m.def("entropy", &entropy, "dtype"_a, "logits"_a, "shape"_a, "strides"_a, "temperature"_a,
-        "temperatures"_a, "out"_a, "threads"_a, Unlocked());
+  m.def("entropy", recorded<entropy>, "dtype"_a, "logits"_a, "shape"_a, "strides"_a,
+        "temperature"_a, "temperatures"_a, "out"_a, "threads"_a, Unlocked());
 
-  m.def("uniforms", &uniforms, "seeds"_a, "seeds_len"_a, "positions"_a, "positions_len"_a, "out"_a,
-        Unlocked());
+  m.def("uniforms", recorded<uniforms>, "seeds"_a, "seeds_len"_a, "positions"_a, "positions_len"_a,
+        "out"_a, Unlocked());
 
-  m.def("write_panels", &write_panels, "dtype"_a, "panels"_a, "panels_shape"_a, "rows"_a, "shape"_a,
-        "strides"_a, "first_row"_a, "threads"_a, Unlocked());
-  m.def("read_panels", &read_panels, "dtype"_a, "panels"_a, "panels_shape"_a, "rows"_a, "shape"_a,
-        "strides"_a, "first_row"_a, "threads"_a, Unlocked());
+  m.def("write_panels", recorded<write_panels>, "dtype"_a, "panels"_a, "panels_shape"_a, "rows"_a,
+        "shape"_a, "strides"_a, "first_row"_a, "threads"_a, Unlocked());
+  m.def("read_panels", recorded<read_panels>, "dtype"_a, "panels"_a, "panels_shape"_a, "rows"_a,
+        "shape"_a, "strides"_a, "first_row"_a, "threads"_a, Unlocked());
   m.def("has_panel_matmul", &rollout::has_panel_matmul,
         "Whether this processor has the product of a few rows with a packed weight.");
-  m.def("panel_matmul", &panel_matmul, "x"_a, "x_shape"_a, "x_strides"_a, "panels"_a,
+  m.def("panel_matmul", recorded<panel_matmul>, "x"_a, "x_shape"_a, "x_strides"_a, "panels"_a,
         "panels_shape"_a, "outputs"_a, "bias"_a, "out"_a, "block"_a, "threads"_a, Unlocked());
   m.def("has_tile_matmul", &rollout::has_tile_matmul,
         "Whether this processor has tiles, and the instruction set in use includes them.");
-  m.def("tile_matmul", &tile_matmul, "x"_a, "x_shape"_a, "x_strides"_a, "panels"_a,
+  m.def("tile_matmul", recorded<tile_matmul>, "x"_a, "x_shape"_a, "x_strides"_a, "panels"_a,
         "panels_shape"_a, "outputs"_a, "bias"_a, "out"_a, "threads"_a, Unlocked());
+
+  nb::class_<rollout::Recording>(m, "Recording",
+                                 "Calls of ops, kept in order so that they can be made again. The "
+                                 "caller keeps the arrays that they read and write.")
+      .def(nb::init<>())
+      .def("start", &start, "Record what this thread calls from now on.")
+      .def("stop", &stop, "Record no more.")
+      .def("__len__", &rollout::Recording::size)
+      .def("replay", &rollout::Recording::replay, "first"_a, "last"_a, Unlocked(),
+           "Make calls [first, last) again, on whatever their arrays hold now.");
 
   bind_recurrent(m);
 }

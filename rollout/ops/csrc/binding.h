@@ -7,6 +7,10 @@
 #include <array>
 #include <cstdint>
 #include <stdexcept>
+#include <tuple>
+#include <utility>
+
+#include "recording.h"
 
 namespace rollout::binding {
 
@@ -27,6 +31,51 @@ T* at(Address address) {
 inline void require(bool condition, const char* message) {
   if (!condition) throw std::invalid_argument(message);
 }
+
+// An argument of an op as its recorded call holds it: values as they are, bound objects by
+// reference, kept alive.
+template <typename T>
+class Held {
+ public:
+  explicit Held(const T& value) : value_(value) {}
+  const T& get() const { return value_; }
+
+ private:
+  T value_;
+};
+
+template <typename T>
+class Held<const T&> {
+ public:
+  explicit Held(const T& object) : object_(&object) {
+    nb::gil_scoped_acquire locked;
+    owner_ = nb::find(object);
+  }
+  const T& get() const { return *object_; }
+
+ private:
+  const T* object_;
+  nb::object owner_;
+};
+
+// An op that adds its calls to the thread's recording, if there is one.
+template <auto Op>
+struct Recorded;
+
+template <typename... Args, void (*Op)(Args...)>
+struct Recorded<Op> {
+  static void call(Args... args) {
+    Op(args...);
+    if (Recording* recording = Recording::current()) {
+      recording->add([held = std::make_tuple(Held<Args>(args)...)] {
+        std::apply([](const auto&... each) { Op(each.get()...); }, held);
+      });
+    }
+  }
+};
+
+template <auto Op>
+constexpr auto recorded = &Recorded<Op>::call;
 
 // Ops of recurrent layers and their gates.
 void bind_recurrent(nb::module_& m);

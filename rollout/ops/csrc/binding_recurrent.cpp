@@ -149,24 +149,24 @@ void gated_delta_rule(int dtype, Address q, Dims3 q_shape, Dims3 q_strides, Addr
 }  // namespace
 
 void bind_recurrent(nb::module_& m) {
-  m.def("gated_rms_norm", &gated_rms_norm, "dtype"_a, "x"_a, "shape"_a, "strides"_a, "gate"_a,
-        "gate_shape"_a, "gate_strides"_a, "weight"_a, "weight_len"_a, "eps"_a, "out"_a, "threads"_a,
-        Unlocked());
-  m.def("sigmoid_gate", &sigmoid_gate, "dtype"_a, "x"_a, "shape"_a, "strides"_a, "gate"_a,
+  m.def("gated_rms_norm", recorded<gated_rms_norm>, "dtype"_a, "x"_a, "shape"_a, "strides"_a,
+        "gate"_a, "gate_shape"_a, "gate_strides"_a, "weight"_a, "weight_len"_a, "eps"_a, "out"_a,
+        "threads"_a, Unlocked());
+  m.def("sigmoid_gate", recorded<sigmoid_gate>, "dtype"_a, "x"_a, "shape"_a, "strides"_a, "gate"_a,
         "gate_shape"_a, "gate_strides"_a, "threads"_a, Unlocked());
-  m.def("delta_gates", &delta_gates, "dtype"_a, "a"_a, "shape"_a, "strides"_a, "b"_a, "b_shape"_a,
-        "b_strides"_a, "A_log"_a, "A_log_len"_a, "dt_bias"_a, "dt_bias_len"_a, "log_decay"_a,
-        "beta"_a, "threads"_a, Unlocked());
-  m.def("causal_conv", &causal_conv, "dtype"_a, "x"_a, "shape"_a, "strides"_a, "weight"_a,
+  m.def("delta_gates", recorded<delta_gates>, "dtype"_a, "a"_a, "shape"_a, "strides"_a, "b"_a,
+        "b_shape"_a, "b_strides"_a, "A_log"_a, "A_log_len"_a, "dt_bias"_a, "dt_bias_len"_a,
+        "log_decay"_a, "beta"_a, "threads"_a, Unlocked());
+  m.def("causal_conv", recorded<causal_conv>, "dtype"_a, "x"_a, "shape"_a, "strides"_a, "weight"_a,
         "weight_shape"_a, "bias"_a, "bias_len"_a, "states"_a, "states_shape"_a, "slot_stride"_a,
         "entries"_a, "q_offsets"_a, "sources"_a, "parents"_a, "num_parents"_a, "targets"_a,
         "num_targets"_a, "out"_a, "threads"_a, Unlocked());
-  m.def("gated_delta_rule", &gated_delta_rule, "dtype"_a, "q"_a, "q_shape"_a, "q_strides"_a, "k"_a,
-        "k_shape"_a, "k_strides"_a, "v"_a, "v_shape"_a, "v_strides"_a, "log_decay"_a,
-        "log_decay_shape"_a, "log_decay_strides"_a, "beta"_a, "beta_shape"_a, "beta_strides"_a,
-        "states"_a, "states_shape"_a, "slot_stride"_a, "entries"_a, "q_offsets"_a, "sources"_a,
-        "parents"_a, "num_parents"_a, "targets"_a, "num_targets"_a, "out"_a, "threads"_a,
-        Unlocked());
+  m.def("gated_delta_rule", recorded<gated_delta_rule>, "dtype"_a, "q"_a, "q_shape"_a,
+        "q_strides"_a, "k"_a, "k_shape"_a, "k_strides"_a, "v"_a, "v_shape"_a, "v_strides"_a,
+        "log_decay"_a, "log_decay_shape"_a, "log_decay_strides"_a, "beta"_a, "beta_shape"_a,
+        "beta_strides"_a, "states"_a, "states_shape"_a, "slot_stride"_a, "entries"_a, "q_offsets"_a,
+        "sources"_a, "parents"_a, "num_parents"_a, "targets"_a, "num_targets"_a, "out"_a,
+        "threads"_a, Unlocked());
 }
 
 }  // namespace rollout::binding

@@ -5,6 +5,7 @@ Legend: T query rows, B entries, N draft nodes.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import NamedTuple
 
 from numpy.typing import NDArray
@@ -32,22 +33,36 @@ class Buckets:
     Above, a bucket and the tiles of matrix products together compute at most 1.33 times the rows
     that there are. Entries go up by powers of two, for attention's grid grows with them; nodes are
     none or as many as rows.
+
+    With ``every_row`` each number of rows has a bucket, of as many entries and nodes: for a CPU,
+    where a row of padding costs what another does, and entries and nodes nothing.
     """
 
-    def __init__(self, *, max_rows: int, max_context_len: int, minimum_rows: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        max_rows: int,
+        max_context_len: int,
+        minimum_rows: int = 1,
+        every_row: bool = False,
+    ) -> None:
         """Steps of more than ``max_rows`` have none; ``minimum_rows`` is the least bucket."""
         few = {1 << k for k in range(7)} | {3 << k for k in range(5)}
         many = {(4 + part) << k for k in range(4, 30) for part in range(1, 5)}
-        inside = [rows for rows in sorted(few | many) if minimum_rows <= rows <= max_rows]
-        self.rows = tuple(inside)
+        sizes = range(1, max_rows + 1) if every_row else sorted(few | many)
+        self.rows = tuple(rows for rows in sizes if minimum_rows <= rows <= max_rows)
+        self.every_row = every_row
         self._max_context_len = max_context_len
 
     def bucket(self, step: StepArrays[NDArray]) -> Bucket | None:
         """The least that holds the step; None for a step of no entries, or too large."""
         entries = len(step.rows_B)
-        rows = next((rows for rows in self.rows if rows >= step.num_rows), None)
-        if rows is None or not entries:
+        index = bisect_left(self.rows, step.num_rows)
+        if index == len(self.rows) or not entries:
             return None
+        rows = self.rows[index]
+        if self.every_row:
+            return Bucket(rows=rows, entries=rows, nodes=rows, longest=self._max_context_len)
         longest = _FIRST_LONGEST
         while longest < step.longest:
             longest *= _LONGEST_STEP

@@ -8,19 +8,26 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+Tensors = dict[str, torch.Tensor]
+
 _MAX_OF_DRIVER = 32 << 20
 
 
 class Captured(Protocol):
-    """A captured piece of device work that can be replayed."""
+    """A captured function that can be replayed."""
 
     @property
     def num_bytes(self) -> int:
-        """Device memory that capturing it took."""
+        """Memory that capturing it took."""
+        ...
+
+    @property
+    def results(self) -> Tensors:
+        """What the function returned; each replay overwrites it."""
         ...
 
     def replay(self) -> None:
-        """Do again what was captured, on whatever its tensors hold now."""
+        """Compute the results again, from whatever the tensors that are read hold now."""
         ...
 
 
@@ -35,9 +42,19 @@ class GraphTooLargeError(Exception):
 class Capture(Protocol):
     """Makes graphs of what functions launch."""
 
-    def __call__(self, run: Callable[[], None], max_bytes: int | None = None) -> Captured:
-        """Capture what ``run`` does. Raises RuntimeError where that cannot be captured, and
-        GraphTooLargeError where it takes more than ``max_bytes`` by itself."""
+    def __call__(
+        self,
+        function: Callable[[], Tensors],
+        make_outputs: Callable[[Tensors], Tensors],
+        max_bytes: int | None = None,
+    ) -> Captured:
+        """Run ``function`` and capture what it does.
+
+        ``make_outputs``: makes tensors for the results where they need a place of their own.
+
+        Raises RuntimeError where the function cannot be captured, and GraphTooLargeError where it
+        takes more than ``max_bytes`` by itself.
+        """
         ...
 
     def reset(self) -> None:
@@ -48,8 +65,8 @@ class Capture(Protocol):
 class CudaCapture:
     """Graphs that share one pool of memory, as no two of them run at once.
 
-    What a graph computes is overwritten by the next one: ``run`` ends by copying its results to
-    tensors from outside.
+    What a graph computes is overwritten by the next one: it ends by copying its results to tensors
+    from outside.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -58,7 +75,18 @@ class CudaCapture:
         # One for all of them: cuBLAS keeps a workspace for each stream it was ever called on.
         self._stream: torch.cuda.Stream | None = None
 
-    def __call__(self, run: Callable[[], None], max_bytes: int | None = None) -> Captured:
+    def __call__(
+        self,
+        function: Callable[[], Tensors],
+        make_outputs: Callable[[Tensors], Tensors],
+        max_bytes: int | None = None,
+    ) -> Captured:
+        results = make_outputs(function())
+
+        def run() -> None:
+            for name, tensor in function().items():
+                results[name].copy_(tensor)
+
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
         # Kernels are compiled and libraries make their workspaces before anything is recorded.
@@ -90,7 +118,7 @@ class CudaCapture:
         except BaseException:
             self._recover(usual)
             raise
-        return _CudaGraph(graph, before.taken_until(_Memory.of(self._device)))
+        return _CudaGraph(graph, results, before.taken_until(_Memory.of(self._device)))
 
     def reset(self) -> None:
         """Give the pool's memory back. No graph is left that uses it."""
@@ -136,8 +164,9 @@ class _Memory(NamedTuple):
 
 
 class _CudaGraph:
-    def __init__(self, graph: torch.cuda.CUDAGraph, num_bytes: int) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, results: Tensors, num_bytes: int) -> None:
         self._graph = graph
+        self.results = results
         self.num_bytes = num_bytes
 
     def replay(self) -> None:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from rollout.runner.batch_layout import StepArrays
 from rollout.runner.graphs.buckets import Bucket, Buckets
-from rollout.runner.graphs.capture import Capture
-from rollout.runner.graphs.graph_runner import GraphRunner, Tensors
+from rollout.runner.graphs.capture import Capture, Tensors
+from rollout.runner.graphs.graph_runner import GraphRunner
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """The results of a forward: hidden states [T, E], features [T, F], routes [T, C]."""

@@ -5,26 +5,17 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rollout.memory.transfers import DeviceBuffer
-from rollout.runner.graphs.capture import Capture, Captured, GraphTooLargeError
+from rollout.runner.graphs.capture import Capture, Captured, GraphTooLargeError, Tensors
 
 log = logging.getLogger(__name__)
 
-Tensors = dict[str, torch.Tensor]
-
 _FIRST_USES = 2  # of a key until it is captured: one that comes once is not worth it
 _INPUT_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Graph:
-    captured: Captured
-    results: Tensors
 
 
 class GraphRunner:
@@ -65,7 +56,7 @@ class GraphRunner:
         self._device = device
         self._on_drop = on_drop
         self._inputs = DeviceBuffer(input_bytes, device)
-        self._graphs: dict[Hashable, _Graph] = {}
+        self._graphs: dict[Hashable, Captured] = {}
         self.num_bytes = 0  # device memory they hold
         self._uses: Counter[Hashable] = Counter()
         self._uses_wanted = _FIRST_USES
@@ -108,13 +99,12 @@ class GraphRunner:
         self._uses[key] += 1
         self.is_warm = self._uses[key] > 1
         graph = self._graphs.get(key)
-        if graph is None and self._uses[key] >= self._uses_wanted and key not in self._too_large:
+        if graph is not None:
+            graph.replay()
+        elif self._uses[key] >= self._uses_wanted and key not in self._too_large:
             self.is_warm = False
             graph = self._captured(key, function, make_outputs or _like)
-        if graph is None:
-            return function()
-        graph.captured.replay()
-        return graph.results
+        return function() if graph is None else graph.results
 
     def drop(self) -> int:
         """Release every graph; returns the bytes freed. A run that came often enough to be captured
@@ -142,15 +132,9 @@ class GraphRunner:
         key: Hashable,
         function: Callable[[], Tensors],
         make_outputs: Callable[[Tensors], Tensors],
-    ) -> _Graph | None:
-        results = make_outputs(function())
-
-        def run() -> None:
-            for name, tensor in function().items():
-                results[name].copy_(tensor)
-
+    ) -> Captured | None:
         try:
-            graph = _Graph(captured=self._capture(run, self._room()), results=results)
+            graph = self._capture(function, make_outputs, self._room())
         except torch.OutOfMemoryError:
             self._outgrown()
             return None
@@ -168,8 +152,8 @@ class GraphRunner:
             self._forget()
             return None
         self._graphs[key] = graph
-        self.num_bytes += graph.captured.num_bytes
-        if graph.captured.num_bytes > self._max_bytes():
+        self.num_bytes += graph.num_bytes
+        if graph.num_bytes > self._max_bytes():
             self._forget()
             self._too_large.add(key)
         elif self.num_bytes > self._max_bytes():

@@ -29,9 +29,9 @@ class SlowCapture(ReplayingCapture):
         super().__init__()
         self._clock = clock
 
-    def __call__(self, run, max_bytes=None):
+    def __call__(self, function, make_outputs, max_bytes=None):
         self._clock.ahead += CAPTURING
-        return super().__call__(run, max_bytes)
+        return super().__call__(function, make_outputs, max_bytes)
 
 
 class Noted:
