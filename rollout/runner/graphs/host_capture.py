@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from contextlib import nullcontext
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -32,7 +33,11 @@ _DEPENDS_ON_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_sh
 
 
 class HostCapture:
-    """Captures what a function does to CPU tensors. Each graph has memory of its own."""
+    """Captures what functions do to CPU tensors: one function, in several shapes. Each graph has
+    memory of its own."""
+
+    def __init__(self) -> None:
+        self._reads_nothing = False  # a capture succeeded in which no tensor could be read
 
     def __call__(
         self,
@@ -42,12 +47,14 @@ class HostCapture:
     ) -> HostGraph:
         """Run the function, and keep its calls and its results, which need no other place."""
         graph = HostGraph()
-        with _Reads(), _Calls(graph):
+        # Watching for reads takes as long as the function, and shapes do not change what it reads.
+        with nullcontext() if self._reads_nothing else _Reads(), _Calls(graph):
             graph.calls.start()
             try:
                 graph.results = function()
             finally:
                 graph.calls.stop()
+        self._reads_nothing = True
         if max_bytes is not None and graph.num_bytes > max_bytes:
             raise GraphTooLargeError(graph.num_bytes)
         return graph
@@ -132,10 +139,9 @@ class _Calls(TorchDispatchMode):
             like = func(*args, **kwargs)
             if like.is_contiguous():
                 return self._graph.memory.empty(like.shape, like.dtype)
-        with self:
-            parts = func.decompose(*args, **kwargs)
-        if parts is not NotImplemented:
-            return parts
+        if _is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
         result = func(*args, **kwargs)
         if func._schema.is_mutable:
             self._graph.add(lambda: func(*args, **kwargs))
@@ -146,6 +152,13 @@ class _Calls(TorchDispatchMode):
             self._graph.memory.keep(made)
             self._graph.add(partial(_compute_into, made, func, args, kwargs))
         return result
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    """Whether it is made of other calls, each of which is seen."""
+    name, key = func.name(), torch._C.DispatchKey.CompositeImplicitAutograd
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
 def _has_fixed_shape(func: Any, args: tuple[Any, ...]) -> bool:
