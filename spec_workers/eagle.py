@@ -61,7 +61,7 @@ class EagleWorker(SpecWorker):
         return self.drafter.max_draft_tokens if self.budget.is_open else 0
 
     def propose(self, batch: Batch, floors_B: NDArray[np.float64]) -> DraftTrees:
-        trees = self.drafter.propose(batch, floors_B)
+        trees = self.drafter.propose(batch, floors_B, token_ms_B=self.budget.token_ms(batch))
         self.drafting_is_steady = self.drafter.is_warm
         return trees
 

@@ -48,6 +48,11 @@ class DraftBudget(Protocol):
         can. None: propose nothing."""
         ...
 
+    def token_ms(self, batch: Batch) -> NDArray[np.float64] | None:
+        """Milliseconds of plain decoding that one emitted token of each entry saves: [B]. None
+        while that is not known, or not asked."""
+        ...
+
     def wants_plain_step(self) -> bool:
         """Whether a step that could draft decodes plainly, to be compared with. Asked once each."""
         ...
@@ -95,6 +100,9 @@ class FixedBudget:
 
     def floors(self, batch: Batch) -> NDArray[np.float64] | None:
         return np.full(len(batch.entries), self._min_probability)
+
+    def token_ms(self, batch: Batch) -> None:
+        return None
 
     def wants_plain_step(self) -> bool:
         return False

@@ -111,9 +111,8 @@ class LearnedBudget:
         drafting."""
         return float(self._priced(batch).with_nodes_N1[num_nodes])
 
-    def token_ms(self, batch: Batch) -> NDArray[np.float64]:
-        """Milliseconds of plain decoding that one emitted token of each entry saves: [B]."""
-        return self._priced(batch).token_ms_B
+    def token_ms(self, batch: Batch) -> NDArray[np.float64] | None:
+        return self._priced(batch).token_ms_B if self.cost.is_known else None
 
     def bought(self, batch: Batch, trees: DraftTrees, values_N: NDArray[np.float64]) -> Bought:
         """The nodes that would be verified if ``values_N`` were the probabilities of all."""

@@ -91,7 +91,12 @@ class HybridWorker(NgramWorker):
         if not undecided.size and not self.lockstep:
             return copied
         with self._gate.timed():
-            grown = self.drafter.propose(batch, floors_B, frozenset(undecided.tolist()))
+            grown = self.drafter.propose(
+                batch,
+                floors_B,
+                frozenset(undecided.tolist()),
+                token_ms_B=self.budget.token_ms(batch),
+            )
         self.drafting_is_steady = self.drafter.is_warm
         if not grown.num_nodes:
             return copied

@@ -86,7 +86,8 @@ class NeuralGate:
         (spent_ms,) = self._group.broadcast_floats([self._spent_ms])
         self._spent_ms = 0.0
         budget, batch = self._budget, step.batch
-        if not isinstance(budget, LearnedBudget) or not budget.cost.is_known:
+        token_ms_B = budget.token_ms(batch)
+        if not isinstance(budget, LearnedBudget) or token_ms_B is None:
             return
         sampling = [entry.request.params.temperature for entry in batch.entries if entry.samples]
         if not sampling:
@@ -103,7 +104,7 @@ class NeuralGate:
             return
         # The root's token is the plain step itself.
         emitted_B = np.array([max(0, len(result.token_ids) - 1) for result in step.results])
-        plain_ms, token_ms_B = budget.step_ms(batch, 0), budget.token_ms(batch)
+        plain_ms = budget.step_ms(batch, 0)
         saved_ms = plain_ms + float(emitted_B @ token_ms_B)
         ms = budget.step_ms(batch, step.trees.num_nodes) + self._drafting.milliseconds(num_asked)
         alone_step_ms = alone_saved_ms = plain_ms

@@ -18,6 +18,7 @@ Legend: B entries, G entries whose trees grow, K runners, T rows, F columns of f
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -106,6 +107,8 @@ class NeuralDrafter:
         self._guesser = Guesser(topk, first.token_ids_D)
         on_device = gpu.runs_on(self._device)
         arrays = DeviceArrays(self._device) if on_device else Arrays()
+        # On a device shapes are fixed, and ranks must grow the same trees whatever clocks say.
+        self._chooses_levels = not on_device and not lockstep and target.ranks.all.size == 1
         self._proposer = self._make_proposer(arrays, graphs)
         self.is_warm = True
         """Whether the timing of the last `propose` is steady-state: on a GPU the first ones of a
@@ -117,12 +120,15 @@ class NeuralDrafter:
         batch: Batch,
         floors_B: NDArray[np.float64],
         entries: Collection[int] | None = None,
+        token_ms_B: NDArray[np.float64] | None = None,
     ) -> DraftTrees:
         """Each entry's most probable nodes first.
 
         Args:
             floors_B: as of `SpecWorker.propose`.
             entries: of the batch, those for which trees are wanted; default: all that sample.
+            token_ms_B: that an accepted token of each entry saves: on a CPU, levels that bring less
+                than they take are left out. Default: none is.
         """
         self.is_warm = True
         has_root_B, pays_B = self._has_root(batch), (floors_B <= 1.0).tolist()
@@ -138,6 +144,8 @@ class NeuralDrafter:
         if not growing and not self.lockstep:
             return only_roots(len(batch.entries))
         wanted = self._trees_to_grow(batch, growing, float(floors_B[growing].min(initial=1.0)))
+        if token_ms_B is not None and self._chooses_levels:
+            wanted = replace(wanted, token_ms_G=token_ms_B[growing])
         proposal = self._proposer.propose(wanted)
         self._guesser.remember(proposal)
         self.is_warm = self._proposer.is_warm

@@ -79,6 +79,16 @@ class TreeGrowth:
         self.tokens_GC = join([self.tokens_GC, tokens_GFW.reshape(flat)], 1)
         self.probs_GC = join([self.probs_GC, probs_GFW.reshape(flat)], 1)
 
+    @property
+    def rows_GF(self) -> Array:
+        """The probabilities of the newest rows, 0 of what is none."""
+        return self._arrays.masked(self._is_row_GF, self._before_GF, 0.0)
+
+    @property
+    def children_GI(self) -> Array:
+        """The probabilities of the children added last, below 0 of what is no candidate."""
+        return self.probs_GC[:, self._first :]
+
     def expand(self) -> TreeNodes:
         """Choose the next level: the most probable candidates that may yet have children in the
         finished tree. Returns all nodes so far, whose last W are the new level."""

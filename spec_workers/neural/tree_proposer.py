@@ -23,6 +23,7 @@ from rollout.types import Batch
 from spec_workers.neural.arrays import Array, Arrays
 from spec_workers.neural.draft_levels import DraftLevels
 from spec_workers.neural.guesses import Guesser
+from spec_workers.neural.level_pace import LevelPace
 from spec_workers.neural.proposal import Proposal
 from spec_workers.neural.shared_noise import OPTIONAL_INPUTS, Tensors, noise_inputs
 from spec_workers.neural.tree_growth import TreeGrowth
@@ -52,6 +53,7 @@ class TreesToGrow:
     sizes_G: NDArray[np.int64]  # see TreeGrowth
     depths_G: NDArray[np.int64]
     floor: float
+    token_ms_G: NDArray[np.float64] | None = None  # that an accepted token saves; None: not asked
 
 
 class TreeProposer:
@@ -83,6 +85,7 @@ class TreeProposer:
         self._device = device
         self._lockstep = lockstep
         self._graphs = graphs
+        self._pace = LevelPace()
         self._shapes: set[Shape] = set()  # that were proposed
         self.is_warm = True  # the last proposal compiled nothing, and was not captured
 
@@ -100,7 +103,7 @@ class TreeProposer:
         tensors = upload(inputs, self._device) if sent is None else sent
         self._levels.apply(tensors, wanted.rows_G)
         if self._graphs is None or sent is None:
-            grown = self._grow(tensors, shape)
+            grown = self._grow(tensors, shape, wanted.token_ms_G)
             # Kernel by kernel, which is not how its like will run.
             self.is_warm &= self._graphs is None or self._graphs.is_idle
         else:
@@ -141,8 +144,13 @@ class TreeProposer:
         arrays |= noise_inputs(requests, wanted.ends_G, padding, self._num_steps)
         return arrays | self._guesser.tables() | self._levels.inputs(wanted.rows_G, padding)
 
-    def _grow(self, inputs: Tensors, shape: Shape) -> dict[str, Array]:
-        """The arrays that `Proposal` reads, of all P trees. Nothing waits for a device."""
+    def _grow(
+        self, inputs: Tensors, shape: Shape, token_ms_G: NDArray[np.float64] | None = None
+    ) -> dict[str, Array]:
+        """The arrays that `Proposal` reads, of all P trees. Nothing waits for a device.
+
+        ``token_ms_G``: of `TreesToGrow`; on the host, levels that do not pay are left out.
+        """
         topk, levels, arrays = self._topk, self._levels, self._arrays
         sizes_P, depths_P, floor_1 = (
             arrays.of_tensor(inputs[name]) for name in ("sizes", "depths", "floor")
@@ -151,12 +159,17 @@ class TreeProposer:
         above_PHE = levels.roots(inputs)
         guessed = [self._guess(growth, 0, above_PHE, sizes_P[:, None] >= 0, inputs)]
         for level in range(1, shape.levels):
+            if token_ms_G is not None:
+                self._pace.observe(level - 1, growth)
             nodes = growth.expand()
             is_row_PW = nodes.is_node_GN[:, -topk:]
             if arrays.on_host and not self._lockstep and not is_row_PW.any():
                 break
-            hidden_PWE, above_PHE = levels.run(level, nodes, above_PHE, inputs, shape.longest)
-            guessed.append(self._guess(growth, level, hidden_PWE, is_row_PW, inputs))
+            if token_ms_G is not None and not self._pace.pays(level, growth, token_ms_G):
+                break
+            with self._pace.timed(shape.trees):
+                hidden_PWE, above_PHE = levels.run(level, nodes, above_PHE, inputs, shape.longest)
+                guessed.append(self._guess(growth, level, hidden_PWE, is_row_PW, inputs))
         num_run = topk * (len(guessed) - 1)  # without nodes that there were none of
         index, probs, ends = zip(*guessed, strict=True)
         join = arrays.alike.concatenate

@@ -13,6 +13,7 @@ from scipy import stats
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import DType
 from rollout.models.loader import load_model
+from spec_workers.budget import FixedBudget
 from tests.helpers.compared import numbers
 from tests.helpers.dense_attention import logits_of
 from tests.helpers.draft_checks import check_gates, check_no_distribution
@@ -41,6 +42,23 @@ def test_no_gate_can_be_seen(models, kind, seed):
 def test_logits_that_are_no_distribution_end_a_request_alone(models, spec):
     engine = make_engine(models, spec, "eagle3" if spec == "eagle" else "mtp", FIXED)
     check_no_distribution(engine, prompts()[0], prompts()[2], PARAMS["greedy"])
+
+
+@pytest.mark.parametrize("spec", ["eagle", "mtp", "hybrid"])
+def test_levels_that_bring_less_than_they_take_are_left_out(models, spec, monkeypatch):
+    kind = "mtp" if spec == "mtp" else "eagle"
+    levels = {}
+    for token_ms in (1e6, 0.0):
+        worth = lambda self, batch, ms=token_ms: np.full(len(batch.entries), ms)  # noqa: E731
+        monkeypatch.setattr(FixedBudget, "token_ms", worth)
+        engine = make_engine(models, spec, kind, FIXED, dtype="float32", max_running=3)
+        wanted = numbers(models.reference("shallow", "float32", "greedy"))
+        assert numbers(engine.generate(prompts(), PARAMS["greedy"])) == wanted
+        engine.check_integrity()
+        counters = engine.worker.counters()
+        assert counters["draft/trees"] > 10
+        levels[token_ms] = counters["draft/levels"] / counters["draft/trees"]
+    assert levels[1e6] > 1.2 * levels[0.0]
 
 
 def test_what_is_emitted_follows_the_target(tmp_path):

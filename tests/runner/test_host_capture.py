@@ -161,7 +161,7 @@ def test_an_engine_with_graphs_and_one_without_give_the_same(
     for _ in range(3):
         assert numbers(engine.generate(PROMPTS, PARAMS)) == wanted
         engine.check_integrity()
-    assert graphs.num_graphs > 10
+    assert graphs.num_graphs > 4
     assert not graphs.failure
     engine.release_memory(["weights"])
     assert graphs.num_graphs == 0

@@ -112,6 +112,11 @@ class Linear:
         return isinstance(self._packed, TiledWeight) or bool(self.sum_block)
 
     @property
+    def multiplies_tiles(self) -> bool:
+        """Whether rows are multiplied 16 at a time, so that padding to so many costs nothing."""
+        return isinstance(self._packed, TiledWeight)
+
+    @property
     def memory(self) -> Memory:
         """The memory of a packed weight; `NO_MEMORY` for a plain one."""
         return NO_MEMORY if self._packed is None else self._packed.memory

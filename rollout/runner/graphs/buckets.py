@@ -34,8 +34,9 @@ class Buckets:
     that there are. Entries go up by powers of two, for attention's grid grows with them; nodes are
     none or as many as rows.
 
-    With ``every_row`` each number of rows has a bucket, of as many entries and nodes: for a CPU,
-    where a row of padding costs what another does, and entries and nodes nothing.
+    With ``every_row`` each number of rows has a bucket: for products to which a row of padding
+    costs what another does. With ``pads_entries`` entries and nodes are always as many as rows, and
+    the longest run does not matter: for a CPU, where those that there are not cost nothing.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Buckets:
         max_context_len: int,
         minimum_rows: int = 1,
         every_row: bool = False,
+        pads_entries: bool = False,
     ) -> None:
         """Steps of more than ``max_rows`` have none; ``minimum_rows`` is the least bucket."""
         few = {1 << k for k in range(7)} | {3 << k for k in range(5)}
@@ -52,6 +54,7 @@ class Buckets:
         sizes = range(1, max_rows + 1) if every_row else sorted(few | many)
         self.rows = tuple(rows for rows in sizes if minimum_rows <= rows <= max_rows)
         self.every_row = every_row
+        self._pads_entries = pads_entries
         self._max_context_len = max_context_len
 
     def bucket(self, step: StepArrays[NDArray]) -> Bucket | None:
@@ -61,7 +64,7 @@ class Buckets:
         if index == len(self.rows) or not entries:
             return None
         rows = self.rows[index]
-        if self.every_row:
+        if self._pads_entries:
             return Bucket(rows=rows, entries=rows, nodes=rows, longest=self._max_context_len)
         longest = _FIRST_LONGEST
         while longest < step.longest:
