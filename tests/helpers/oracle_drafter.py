@@ -36,7 +36,11 @@ class OracleDrafter:
         self.num_released = 0
 
     def propose(
-        self, batch: Batch, floors_B: np.ndarray, entries: Collection[int] | None = None
+        self,
+        batch: Batch,
+        floors_B: np.ndarray,
+        entries: Collection[int] | None = None,
+        token_ms_B: np.ndarray | None = None,
     ) -> DraftTrees:
         shapes, probs = [], []
         for b, entry in enumerate(batch.entries):
