@@ -215,7 +215,7 @@ def forward_graphs(
         max_rows=min(config.graph_rows, _MAX_HOST_ROWS) if on_host else config.graph_rows,
         max_context_len=spec.max_context_len,
         minimum_rows=minimum_rows,
-        every_row=on_host and not all(linear.multiplies_tiles for linear in model.linears()),
+        fine=on_host and not all(linear.multiplies_tiles for linear in model.linears()),
         pads_entries=on_host,
     )
     return ForwardGraphs(buckets, max_bytes=config.graph_bytes, capture=capture, device=device)

@@ -174,9 +174,11 @@ class TargetWorker:
 
     @property
     def row_buckets(self) -> tuple[int, ...]:
-        """Numbers of rows that forwards are padded to; larger ones run as they are."""
-        is_padded = self.graphs is not None and not self.graphs.buckets.every_row
-        return self.graphs.buckets.rows if self.graphs is not None and is_padded else ()
+        """Numbers of rows that forwards are padded to; larger ones run as they are. None where they
+        are padded by so little that it does not matter."""
+        if self.graphs is None or self.graphs.buckets.fine:
+            return ()
+        return self.graphs.buckets.rows
 
     @property
     def description(self) -> str:

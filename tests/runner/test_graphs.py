@@ -98,6 +98,19 @@ def test_a_step_goes_to_the_least_bucket_that_holds_it(trees, context, bucket) -
     assert BUCKETS.bucket(step_of(trees, context)) == bucket
 
 
+def test_fine_buckets_pad_by_an_eighth_at_most_and_a_cpus_have_all_entries() -> None:
+    fine = Buckets(max_rows=128, max_context_len=300, minimum_rows=3, fine=True, pads_entries=True)
+    assert fine.rows[:15] == (*range(3, 17), 18)
+    assert fine.rows[-3:] == (112, 120, 128)
+    assert all(large / small <= 9 / 8 for small, large in pairwise(fine.rows) if small >= 16)
+    for trees in ([([], [])] * 17, [([1, 2], [0, 1])] * 6):
+        rows, longest = 18, 300
+        assert fine.bucket(step_of(trees)) == Bucket(
+            rows=rows, entries=rows, nodes=rows, longest=longest
+        )
+    assert fine.bucket(step_of([([], [])] * 129)) is None
+
+
 def test_padding_is_nobodys() -> None:
     step = step_of([([1, 2], [0, 1]), ([], [])])
     padded = step.padded(rows=6, entries=4, nodes=6)

@@ -34,9 +34,11 @@ class Buckets:
     that there are. Entries go up by powers of two, for attention's grid grows with them; nodes are
     none or as many as rows.
 
-    With ``every_row`` each number of rows has a bucket: for products to which a row of padding
-    costs what another does. With ``pads_entries`` entries and nodes are always as many as rows, and
-    the longest run does not matter: for a CPU, where those that there are not cost nothing.
+    Where they are ``fine``, rows go up by one to 16, and from there on by an eighth of the power of
+    two below: for products to which a row of padding costs what another does.
+
+    With ``pads_entries`` entries and nodes are always as many as rows, and the longest run does not
+    matter: for a CPU, where those that there are not cost nothing.
     """
 
     def __init__(
@@ -45,15 +47,16 @@ class Buckets:
         max_rows: int,
         max_context_len: int,
         minimum_rows: int = 1,
-        every_row: bool = False,
+        fine: bool = False,
         pads_entries: bool = False,
     ) -> None:
         """Steps of more than ``max_rows`` have none; ``minimum_rows`` is the least bucket."""
         few = {1 << k for k in range(7)} | {3 << k for k in range(5)}
         many = {(4 + part) << k for k in range(4, 30) for part in range(1, 5)}
-        sizes = range(1, max_rows + 1) if every_row else sorted(few | many)
+        eighths = {(8 + part) << k for k in range(28) for part in range(8)} | set(range(1, 8))
+        sizes = sorted(eighths if fine else few | many)
         self.rows = tuple(rows for rows in sizes if minimum_rows <= rows <= max_rows)
-        self.every_row = every_row
+        self.fine = fine
         self._pads_entries = pads_entries
         self._max_context_len = max_context_len
 
