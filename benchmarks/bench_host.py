@@ -45,6 +45,7 @@ from rollout.ops import gpu
 from rollout.sampling.sampler import PendingSamples
 from rollout.types import Batch, EntryResult, StepTimes
 from spec_workers.budget import FixedBudget, LearnedBudget, SelectedDrafts
+from spec_workers.budget.gate import Gate
 from spec_workers.corpus.ngram_corpus import NgramCorpus
 from spec_workers.corpus.options import CorpusOptions
 from spec_workers.ngram import SOURCES, NgramWorker
@@ -92,6 +93,13 @@ def repeated(trace: Trace, count: int, length: int) -> Trace:
     return trace_of(trace.name, trace.prompts, responses, prompts, [list(range(count))])
 
 
+class ShutGate(Gate):
+    is_open = False
+
+    def skip(self, width: int, temperature: float = 1.0) -> None:
+        pass
+
+
 def open_engine(folder: Path, spec: str, batch: int, nodes: int, length: int) -> RolloutEngine:
     config = EngineConfig(
         model=ModelConfig(
@@ -119,8 +127,7 @@ def open_engine(folder: Path, spec: str, batch: int, nodes: int, length: int) ->
     send_random_weights(engine, target.model.weight_loaders())
     if spec == "closed":  # nothing is probed for as long as anybody measures
         budget: Any = worker.budget
-        gate = budget._gate
-        gate._closed_for, gate._closed_at, gate._closed_temperature = 1 << 40, -1, 1.0
+        budget._gate = ShutGate()
     return engine
 
 

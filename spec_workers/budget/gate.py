@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import copy
 
 _HORIZON = 48.0  # steps that weigh in what was gained
 _MIN_STEPS = 24  # drafted before they are judged
@@ -11,7 +12,7 @@ _DOUBT = 2.0  # standard deviations of the sum
 _PROBE_STEPS = 4  # drafted at each look
 _FIRST_INTERVAL = 16  # steps
 _LONGEST_INTERVAL = 512  # where nothing pays, 1 to 2 % of the steps are drafted
-_OTHER_TEMPERATURE = 0.2  # difference of mean temperatures that makes another kind of batch
+_TEMPERATURE_STEP = 0.25  # of mean temperatures that make another kind of batch
 _PAYS = 0.02
 """The share of the time that drafts must gain by the estimates, which leave out cold caches, wider
 sampling, and that requests which end early may only wait for the slowest."""
@@ -21,23 +22,19 @@ class Gate:
     """Opens and closes by what drafting gained, as a share of the time spent.
 
     While it is closed every so often a few steps are drafted again; fruitless probes double the
-    interval. A batch of half the width or of another temperature is another matter: it is probed
-    at once.
+    interval. Each kind of batch, by the octave of its requests and by its temperature, is judged by
+    itself: one that is new while another is closed is probed at once, and one that comes back finds
+    what it left. So no batch whose requests end one by one needs a new look at each width.
     """
 
     def __init__(self) -> None:
-        self._probing = False
-        self._closed_for = 0  # steps until the next probe; 0: open
-        self._interval = _FIRST_INTERVAL
-        self._closed_at = 0  # requests of the batch when it closed
-        self._closed_temperature = 0.0
-        self._steps = 0
-        self._gained = self._squares = self._spent = 0.0
+        self._kinds: dict[tuple[int, int], _KindGate] = {}
+        self._latest = _KindGate()  # of the batch that was told of last
 
     @property
     def is_open(self) -> bool:
         """Whether the next step may draft."""
-        return self._closed_for == 0
+        return self._latest.is_open
 
     def observe(
         self, width: int, gained_ms: float, spent_ms: float, temperature: float = 1.0
@@ -48,6 +45,49 @@ class Gate:
         drafting lost. ``spent_ms``: of the step without drafts.
         ``temperature``: mean of the requests.
         """
+        self._of(width, temperature).observe(gained_ms, spent_ms)
+
+    def skip(self, width: int, temperature: float = 1.0) -> None:
+        """Count a step of ``width`` sampling requests with the gate closed."""
+        self._of(width, temperature).skip()
+
+    def change_policy(self) -> None:
+        """Probe again before long: with other weights, often in another epoch, drafts may pay that
+        did not."""
+        for gate in self._kinds.values():
+            gate.change_policy()
+
+    def learned(self) -> dict[str, float | bool]:
+        """The latest kind's state, for people to look at."""
+        return self._latest.learned()
+
+    def _of(self, width: int, temperature: float) -> _KindGate:
+        kind = width.bit_length(), round(temperature / _TEMPERATURE_STEP)
+        if kind not in self._kinds:
+            self._kinds[kind] = self._latest.for_another_kind() if self._kinds else self._latest
+        self._latest = self._kinds[kind]
+        return self._latest
+
+
+class _KindGate:
+    """The gate of one kind of batch."""
+
+    def __init__(self, *, probing: bool = False) -> None:
+        self._probing = probing
+        self._closed_for = 0  # steps until the next probe; 0: open
+        self._interval = _FIRST_INTERVAL
+        self._steps = 0
+        self._gained = self._squares = self._spent = 0.0
+
+    def for_another_kind(self) -> _KindGate:
+        """The gate that a kind begins with which comes after this one."""
+        return copy(self) if self.is_open else _KindGate(probing=True)
+
+    @property
+    def is_open(self) -> bool:
+        return self._closed_for == 0
+
+    def observe(self, gained_ms: float, spent_ms: float) -> None:
         if not self.is_open:
             return  # it was launched before the gate closed, and would close it anew
         self._steps += 1
@@ -59,30 +99,23 @@ class Gate:
         self._spent = self._spent * decay + spent_ms
         if self._probing:
             if self._steps > _PROBE_STEPS:
-                self._judge_probe(width, temperature)
+                self._judge_probe()
         elif self._excess < 0 and self._is_certain:
-            self._interval = _FIRST_INTERVAL
-            self._close(width, temperature)
+            self._interval = self._closed_for = _FIRST_INTERVAL
 
-    def skip(self, width: int, temperature: float = 1.0) -> None:
-        """Count a step of ``width`` sampling requests with the gate closed."""
+    def skip(self) -> None:
+        if self.is_open:
+            return  # it was launched while another kind's gate was closed
         self._closed_for -= 1
-        is_other = abs(temperature - self._closed_temperature) > _OTHER_TEMPERATURE
-        if 2 * width <= self._closed_at or is_other:
-            self._interval = _FIRST_INTERVAL
-            self._closed_for = 0
         if self._closed_for == 0:
             self._probing = True
             self._forget()
 
     def change_policy(self) -> None:
-        """Probe again before long: with other weights, often in another epoch, drafts may pay that
-        did not."""
         self._interval = _FIRST_INTERVAL
         self._closed_for = min(self._closed_for, _FIRST_INTERVAL)
 
     def learned(self) -> dict[str, float | bool]:
-        """The gate's state, for people to look at."""
         return {
             "open": self.is_open,
             "probing": self._probing,
@@ -102,19 +135,13 @@ class Gate:
         """Milliseconds gained beyond what it takes to draft on."""
         return self._gained - _PAYS * self._spent
 
-    def _judge_probe(self, width: int, temperature: float) -> None:
+    def _judge_probe(self) -> None:
         self._probing = False
         if self._excess > 0:
             self._interval = _FIRST_INTERVAL
             self._forget()
         else:
-            self._interval = min(2 * self._interval, _LONGEST_INTERVAL)
-            self._close(width, temperature)
-
-    def _close(self, width: int, temperature: float) -> None:
-        self._closed_for = self._interval
-        self._closed_at = width
-        self._closed_temperature = temperature
+            self._interval = self._closed_for = min(2 * self._interval, _LONGEST_INTERVAL)
 
     def _forget(self) -> None:
         self._steps = 0

@@ -72,11 +72,11 @@ class ChainWatch:
                 pool[unread] = float("nan")
 
     @torch.inference_mode()
-    def propose(self, batch, floors_B):
+    def propose(self, batch, floors_B, **options):
         self.poison()
         self._tokens_of = {entry.request.row: entry.request.tokens for entry in batch.entries}
         self._trees = {}
-        trees = self._propose(batch, floors_B)
+        trees = self._propose(batch, floors_B, **options)
         if trees.num_nodes:
             assert np.isfinite(trees.probs_N).all()
         return trees

@@ -55,11 +55,11 @@ class DraftWatch:
         for pool in self.kv.pool.keys + self.kv.pool.values:
             pool[unread] = float("nan")
 
-    def propose(self, batch, floors_B):
+    def propose(self, batch, floors_B, **options):
         self.poison()
         self._tokens = {entry.request.row: entry.request.tokens for entry in batch.entries}
         self._trees = {}
-        return self._propose(batch, floors_B)
+        return self._propose(batch, floors_B, **options)
 
     def extend(self, runs, hidden_TE, *, last_alone):
         self.poison()

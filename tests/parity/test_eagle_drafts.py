@@ -89,7 +89,10 @@ def test_rows_whose_hidden_states_nobody_reads_change_no_bit(target_path, draft)
             return out_TE[np.cumsum(runs.lens_B)[runs.lens_B > 0] - 1]
 
         runner.extend, runner.run_nodes = extend if last_alone else whole, watch._run_nodes
-        drafter.propose = lambda *args: (trees.append(propose(*args)), trees[-1])[1]
+        drafter.propose = lambda *args, **options: (
+            trees.append(propose(*args, **options)),
+            trees[-1],
+        )[1]
         rollouts = engine.generate(PROMPTS, PARAMS)
         found = [(tree.tokens_N.tolist(), tree.probs_N.tolist()) for tree in trees]
         return numbers(rollouts), found, sum(given)

@@ -32,8 +32,8 @@ def test_proposals_that_compile_teach_no_cost(tmp_path, monkeypatch, spec, warmu
         drafting.append(times.draft)
         observe(batch, selected, results, times)
 
-    def proposed(*arguments):
-        proposals.append(propose(*arguments))
+    def proposed(*arguments, **options):
+        proposals.append(propose(*arguments, **options))
         return proposals[-1]
 
     monkeypatch.setattr(worker.budget, "observe", observed)

@@ -99,7 +99,7 @@ def closed_gate(width):
 
 def test_half_the_requests_are_probed_at_once():
     gate = closed_gate(8)
-    gate.skip(5)
+    gate.skip(15)
     assert not gate.is_open
     gate.skip(4)
     assert gate.is_open
@@ -133,6 +133,28 @@ def test_a_temperature_that_did_not_pay_is_left_alone():
         gate.observe(8, -1.0, 10.0, 0.5)
     gate.skip(8, 0.5)
     assert not gate.is_open
+
+
+def test_each_kind_of_batch_finds_what_it_left():
+    """Batches that begin wide, where nothing pays, and end narrow, where drafts do."""
+    gate, opened = Gate(), {16: [], 2: []}
+    for _ in range(60):
+        for width, gain in ((16, losing), (2, winning)):
+            opened[width] += run(gate, gain, steps=40, width=width)
+    narrow = opened[2][400:]
+    # Only the first step of a batch is decided by what the last one was.
+    assert sum(narrow) >= len(narrow) * 39 // 40
+    assert sum(opened[16][400:]) < 0.08 * len(opened[16][400:])
+
+
+def test_kinds_that_pay_and_do_not_learn_of_other_weights():
+    gate = closed_gate(8)
+    gate.skip(2)
+    run(gate, winning, steps=50, width=2)
+    gate.change_policy()
+    opened = run(gate, winning, steps=30)
+    assert opened[0]
+    assert runs(opened)[1:] == [(False, 16), (True, 13)]
 
 
 @pytest.mark.parametrize("late", [1, 2])
