@@ -68,7 +68,7 @@ class ModelConfig:
 
 @dataclass(kw_only=True, slots=True)
 class MemoryConfig:
-    """Sizes of the KV cache, of recurrent states and of CUDA graphs."""
+    """Sizes of the KV cache, of recurrent states and of captured forwards."""
 
     kv_bytes: int | None = None  # bytes for KV and states; default: a share of free memory
     # Share of free memory when kv_bytes is None. Default: 0.5 on a CPU, which other programs use

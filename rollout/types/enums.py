@@ -27,4 +27,4 @@ class MemoryTag(enum.StrEnum):
 
     WEIGHTS = "weights"
     KV_CACHE = "kv_cache"
-    GRAPHS = "graphs"  # captured CUDA graphs
+    GRAPHS = "graphs"  # captured forwards

@@ -1,4 +1,4 @@
-"""The target's memory: slots of each kind, what they hold, and its CUDA graphs."""
+"""The target's memory: slots of each kind, what they hold, and its captured forwards."""
 
 from __future__ import annotations
 

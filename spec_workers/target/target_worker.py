@@ -66,7 +66,7 @@ class TargetWorker:
             features: hidden states that drafts want of every row.
             draft_bytes: what a draft's keys and values are going to take.
             draft_nodes: most of a request in one step; memory is reserved for so many.
-            capture: how forwards are captured; default: as CUDA graphs on a GPU, else not at all.
+            capture: how forwards are captured; default: see `forward_graphs`.
         """
         device = resolve_device(config.model.device, local_rank(config.parallel))
         if config.num_threads is not None:

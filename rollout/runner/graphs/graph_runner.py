@@ -168,7 +168,7 @@ class GraphRunner:
         """Drop all graphs: they hold more than they may, or there was no memory for one more."""
         self._uses_wanted *= 2
         log.info(
-            "%d CUDA graphs of %s hold %d MiB, %d are left of memory.graph_bytes: dropped; from "
+            "%d graphs of %s hold %d MiB, %d are left of memory.graph_bytes: dropped; from "
             "now on one is captured when it comes for the %dth time",
             self.num_graphs,
             self._name,
