@@ -8,7 +8,7 @@ Legend: T query rows, R sampled rows, E hidden, V vocabulary, D rotary dims, P p
 
 from __future__ import annotations
 
-from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -71,10 +71,10 @@ class Gemma(Llama):
 
     layer_class = GemmaLayer
 
-    @cached_property
-    def _embedding_scale(self) -> float:
-        """Rounded as in training."""
-        return torch.tensor(self.spec.embedding_scale).to(self.dtype).item()
+    def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, **options: Any) -> None:
+        super().__init__(spec, dtype=dtype, **options)
+        # Rounded, as in training.
+        self._embedding_scale = torch.tensor(spec.embedding_scale).to(dtype).item()
 
     def embed(self, input_ids_T: torch.Tensor) -> torch.Tensor:
         return super().embed(input_ids_T) * self._embedding_scale

@@ -42,8 +42,15 @@ class ForwardGraphs:
     """Graphs of forwards. Callers send a forward's inputs here and run it through here."""
 
     def __init__(
-        self, buckets: Buckets, *, max_bytes: int, capture: Capture, device: torch.device
+        self,
+        buckets: Buckets,
+        *,
+        max_bytes: int,
+        capture: Capture,
+        device: torch.device,
+        first_uses: int = 2,
     ) -> None:
+        """``first_uses``: of a bucket until its forward is captured."""
         self.buckets = buckets
         self._outputs: dict[Hashable, Tensors] = {}
         self.runs = GraphRunner(
@@ -52,6 +59,7 @@ class ForwardGraphs:
             capture=capture,
             device=device,
             input_bytes=buckets.input_bytes + _OTHER_INPUTS,
+            first_uses=first_uses,
             on_drop=self._outputs.clear,
         )
         self.is_warm = True  # the last forward neither came in a new shape nor was captured

@@ -14,7 +14,7 @@ from rollout.runner.graphs.capture import Capture, Captured, GraphTooLargeError,
 
 log = logging.getLogger(__name__)
 
-_FIRST_USES = 2  # of a key until it is captured: one that comes once is not worth it
+_FIRST_USES = 2  # one that comes once is not worth it
 _INPUT_BYTES = 1 << 20
 
 
@@ -41,6 +41,7 @@ class GraphRunner:
         capture: Capture,
         device: torch.device,
         input_bytes: int = _INPUT_BYTES,
+        first_uses: int = _FIRST_USES,
         on_drop: Callable[[], None] = lambda: None,
     ) -> None:
         """
@@ -48,6 +49,7 @@ class GraphRunner:
             name: of what is run, for the log.
             max_bytes: that graphs may hold now: others may share the bound.
             input_bytes: most that one run's inputs take.
+            first_uses: of a key until it is captured.
             on_drop: called when all graphs go, for what outlives a single one.
         """
         self._name = name
@@ -59,7 +61,7 @@ class GraphRunner:
         self._graphs: dict[Hashable, Captured] = {}
         self.num_bytes = 0  # device memory they hold
         self._uses: Counter[Hashable] = Counter()
-        self._uses_wanted = _FIRST_USES
+        self._uses_wanted = first_uses
         self._too_large: set[Hashable] = set()  # not captured until all graphs go
         self.is_paused = False  # their memory is wanted elsewhere
         self.failure = ""  # why nothing is captured any more
