@@ -112,6 +112,8 @@ class NoGraph:
 class NoCapture:
     """Makes graphs that compute nothing."""
 
+    shares_memory = True
+
     def __call__(
         self,
         function: Callable[[], Tensors],

@@ -112,7 +112,8 @@ class ModelRunner:
         sent = None
         chunks = self._chunks(step)
         if self._graphs is not None and chunks is None:
-            sent = self._graphs.send(step, self.features)
+            # Calls on a CPU hold the number of threads.
+            sent = self._graphs.send(step, (self.features, torch.get_num_threads()))
         inputs: StepArrays[torch.Tensor]
         if self._graphs is not None and sent is not None:
             inputs = sent.inputs

@@ -12,7 +12,7 @@ _DOUBT = 2.0  # standard deviations of the sum
 _PROBE_STEPS = 4  # drafted at each look
 _FIRST_INTERVAL = 16  # steps
 _LONGEST_INTERVAL = 512  # where nothing pays, 1 to 2 % of the steps are drafted
-_TEMPERATURE_STEP = 0.25  # of mean temperatures that make another kind of batch
+_TEMPERATURE_STEP = 0.25  # batches whose mean temperatures differ by more are of two kinds
 _PAYS = 0.02
 """The share of the time that drafts must gain by the estimates, which leave out cold caches, wider
 sampling, and that requests which end early may only wait for the slowest."""
@@ -29,7 +29,7 @@ class Gate:
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[int, int], _KindGate] = {}
-        self._latest = _KindGate()  # of the batch that was told of last
+        self._latest = _KindGate()  # of the last batch that was observed or skipped
 
     @property
     def is_open(self) -> bool:

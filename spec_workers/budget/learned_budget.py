@@ -240,11 +240,11 @@ class LearnedBudget:
         """Tell the gate what drafts gained, by usual times and not by the clock: one slow step
         would outweigh fifty good ones."""
         if selected.proposed is None:
-            if not self._gate.is_open:
-                self._gate.skip(prices.width, prices.temperature)
-            elif prices.is_hopeless:
+            if self._gate.is_open and prices.is_hopeless:
                 plain_ms = float(prices.with_nodes_N1[0])
                 self._gate.observe(prices.width, 0.0, plain_ms, prices.temperature)
+            else:
+                self._gate.skip(prices.width, prices.temperature)
             return
         accepted_B = np.array([len(result.path) for result in results])
         saved_ms = float(accepted_B @ prices.token_ms_B)

@@ -197,25 +197,25 @@ def routes_spec(config: EngineConfig, spec: ModelSpec) -> ExpertsSpec | None:
 def forward_graphs(
     config: MemoryConfig, model: CausalLM, minimum_rows: int, capture: Capture | None
 ) -> ForwardGraphs | None:
-    """Graphs of the target's forward; None where nothing is to be captured. Launches depend on the
-    shapes of a bucket alone, in recurrent and sparse layers too.
+    """Graphs of the target's forward; None where nothing is to be captured. On a GPU launches
+    depend on the shapes of a bucket alone, in recurrent and sparse layers too.
 
     ``capture``: how; None: as CUDA graphs on a GPU, and as calls of compiled ops on a CPU.
     """
-    spec, device = model.spec, model.device
+    spec, device, linears = model.spec, model.device, model.linears()
     on_host = capture is None and not gpu.runs_on(device)
     if capture is None and device.type == "cuda":
         capture = CudaCapture(device)
     elif on_host and cpu is not None and spec.experts is None:
-        # What experts call depends on the rows they are sent.
-        capture = HostCapture()
+        # What experts call depends on the rows they are sent. Calls hold the weights' addresses.
+        capture = HostCapture() if all(linear.writes_in_place for linear in linears) else None
     if capture is None or not config.graph_bytes:
         return None
     buckets = Buckets(
         max_rows=min(config.graph_rows, _MAX_HOST_ROWS) if on_host else config.graph_rows,
         max_context_len=spec.max_context_len,
         minimum_rows=minimum_rows,
-        fine=on_host and not all(linear.multiplies_tiles for linear in model.linears()),
+        fine=on_host and not all(linear.multiplies_tiles for linear in linears),
         pads_entries=on_host,
     )
     return ForwardGraphs(

@@ -171,11 +171,13 @@ class TargetWorker:
                 # The tail of a batch counts as much as its beginning.
                 with trial_forwards(self.memory, self.runner, (1, limits.max_running)) as forwards:
                     choose_threads(forwards)
+                if self.graphs is not None:
+                    self.graphs.runs.drop()  # those of other numbers of threads
 
     @property
     def row_buckets(self) -> tuple[int, ...]:
-        """Numbers of rows that forwards are padded to; larger ones run as they are. None where they
-        are padded by so little that it does not matter."""
+        """Numbers of rows that forwards are padded to; larger ones run as they are. Empty where
+        they are padded by so little that it does not matter."""
         if self.graphs is None or self.graphs.buckets.fine:
             return ()
         return self.graphs.buckets.rows
@@ -185,8 +187,8 @@ class TargetWorker:
         """The properties that the time of a forward depends on, beside the batch."""
         spec, dtype = self.model.spec, str(self.model.dtype).removeprefix("torch.")
         padding = f"padded to {self.minimum_rows} rows"
-        if self.row_buckets:
-            padding += f", captured up to {self.row_buckets[-1]}"
+        if self.graphs is not None and self.graphs.buckets.rows:
+            padding += f", captured up to {self.graphs.buckets.rows[-1]}"
         return (
             f"{device_name(self.model.device)}; {spec.num_layers} layers of {spec.hidden_size}, "
             f"vocabulary of {spec.vocab_size}, {dtype}, {padding}"

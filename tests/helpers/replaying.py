@@ -32,6 +32,8 @@ class Replay:
 class ReplayingCapture:
     """A capture takes ``num_bytes``, or is refused, and the one numbered ``fails_at`` fails."""
 
+    shares_memory = True
+
     def __init__(self, num_bytes: int = 1000, fails_at: int | None = None) -> None:
         self.num_bytes = num_bytes
         self.fails_at = fails_at

@@ -112,6 +112,11 @@ class Linear:
         return isinstance(self._packed, TiledWeight) or bool(self.sum_block)
 
     @property
+    def writes_in_place(self) -> bool:
+        """Whether writes keep the address of the weight that products read."""
+        return not isinstance(self._packed, PackedWeight) or self._packed.panels_PUL is not None
+
+    @property
     def multiplies_tiles(self) -> bool:
         """Whether rows are multiplied 16 at a time, so that padding to so many costs nothing."""
         return isinstance(self._packed, TiledWeight)

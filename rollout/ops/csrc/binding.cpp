@@ -363,11 +363,6 @@ void start(rollout::Recording& recording) {
   rollout::Recording::current() = &recording;
 }
 
-void stop(rollout::Recording& recording) {
-  require(rollout::Recording::current() == &recording, "Recording.stop: it was not started");
-  rollout::Recording::current() = nullptr;
-}
-
 }  // namespace
 
 NB_MODULE(_cpu, m) {
@@ -441,7 +436,7 @@ NB_MODULE(_cpu, m) {
                                  "caller keeps the arrays that they read and write.")
       .def(nb::init<>())
       .def("start", &start, "Record what this thread calls from now on.")
-      .def("stop", &stop, "Record no more.")
+      .def("stop", &rollout::Recording::end, "Record no more.")
       .def("__len__", &rollout::Recording::size)
       .def("replay", &rollout::Recording::replay, "first"_a, "last"_a, Unlocked(),
            "Make calls [first, last) again, on whatever their arrays hold now.");

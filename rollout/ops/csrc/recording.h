@@ -14,10 +14,20 @@ class Recording {
  public:
   using Call = std::function<void()>;
 
+  Recording() = default;
+  Recording(const Recording&) = delete;
+  Recording& operator=(const Recording&) = delete;
+  ~Recording() { end(); }
+
   // The recording that this thread's calls go into; null while there is none.
   static Recording*& current() {
     thread_local Recording* recording = nullptr;
     return recording;
+  }
+
+  // No further call of this thread goes into it.
+  void end() {
+    if (current() == this) current() = nullptr;
   }
 
   void add(Call call) { calls_.push_back(std::move(call)); }

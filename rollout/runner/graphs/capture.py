@@ -42,6 +42,11 @@ class GraphTooLargeError(Exception):
 class Capture(Protocol):
     """Makes graphs of what functions launch."""
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all graphs use the same memory, which comes back only as a whole."""
+        ...
+
     def __call__(
         self,
         function: Callable[[], Tensors],
@@ -68,6 +73,8 @@ class CudaCapture:
     What a graph computes is overwritten by the next one: it ends by copying its results to tensors
     from outside.
     """
+
+    shares_memory = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -27,10 +27,11 @@ class GraphRunner:
     again may lie elsewhere, so then all graphs go (`drop`), and what had been captured is captured
     at its first use.
 
-    A shared pool's memory comes back only as a whole. So what fits neither beside the graphs there
-    are nor in their room is not captured until they go; and should they outgrow their bound all the
-    same, all are dropped, and what still comes up is captured again, each time after twice as many
-    uses.
+    Memory that graphs share comes back only as a whole. So what fits neither beside the graphs
+    there are nor in their room is not captured until they go; and should they outgrow their bound
+    all the same, all are dropped, and what still comes up is captured again, each time after twice
+    as many uses. Where each has memory of its own, what does not fit beside the others is not
+    captured.
     """
 
     def __init__(
@@ -163,8 +164,10 @@ class GraphRunner:
         return graph
 
     def _room(self) -> int:
-        """Bytes that one more graph may want: no two run at once, so each uses the others' too."""
-        return max(self._max_bytes() - self.num_bytes, self.num_bytes)
+        """Bytes that one more graph may want: no two run at once, so each may use what others
+        have."""
+        left = self._max_bytes() - self.num_bytes
+        return max(left, self.num_bytes) if self._capture.shares_memory else left
 
     def _outgrown(self) -> None:
         """Drop all graphs: they hold more than they may, or there was no memory for one more."""

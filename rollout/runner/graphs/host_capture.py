@@ -36,6 +36,8 @@ class HostCapture:
     """Captures what functions do to CPU tensors: one function, in several shapes. Each graph has
     memory of its own."""
 
+    shares_memory = False
+
     def __init__(self) -> None:
         self._reads_nothing = False  # a capture succeeded in which no tensor could be read
 
@@ -49,8 +51,8 @@ class HostCapture:
         graph = HostGraph()
         # Watching for reads takes as long as the function, and shapes do not change what it reads.
         with nullcontext() if self._reads_nothing else _Reads(), _Calls(graph):
-            graph.calls.start()
             try:
+                graph.calls.start()
                 graph.results = function()
             finally:
                 graph.calls.stop()
@@ -60,7 +62,8 @@ class HostCapture:
         return graph
 
     def reset(self) -> None:
-        """Nothing to do: a graph's memory goes with it."""
+        """Watch for reads again; a graph's memory goes with it."""
+        self._reads_nothing = False
 
 
 class HostGraph:

@@ -147,6 +147,24 @@ def test_each_kind_of_batch_finds_what_it_left():
     assert sum(opened[16][400:]) < 0.08 * len(opened[16][400:])
 
 
+def test_halves_of_two_kinds_that_are_both_in_flight_are_told_apart():
+    """One half begins when the other has begun, and ends when the other has ended."""
+    gate = closed_gate(8)
+    gate.skip(2)
+    run(gate, winning, steps=50, width=2)
+    gate.skip(8)
+    drafted = {8: [], 2: [False]}
+    for _ in range(2000):
+        for begun, ended, gain in ((8, 2, 2.0), (2, 8, -1.0)):
+            drafted[begun].append(gate.is_open)
+            if drafted[ended][-1]:
+                gate.observe(ended, gain, 10.0)
+            else:
+                gate.skip(ended)
+    assert 0 < sum(drafted[8]) < 100, "it is probed now and then"
+    assert sum(drafted[2]) > 1990
+
+
 def test_kinds_that_pay_and_do_not_learn_of_other_weights():
     gate = closed_gate(8)
     gate.skip(2)
