@@ -86,7 +86,8 @@ class MemoryConfig:
     # will see again. 0: they store all tokens, as the others do. Default: see `window_sizes`.
     window_slots: int | None = None
     graph_bytes: int = 1 << 30  # upper bound for captured forwards; 0: capture none
-    # Query rows of the largest step that is captured; on a CPU of at most 128.
+    # Query rows of the largest step that is captured; on a CPU at most 128 with AMX, 48 with other
+    # products of this package, 16 with torch's.
     graph_rows: int = 1024
 
     def __post_init__(self) -> None:

@@ -26,6 +26,7 @@ from rollout.memory.state_slots import StateSizes
 from rollout.memory.window_slots import WindowSizes
 from rollout.models.causal_lm import CausalLM
 from rollout.models.experts_config import ExpertsSpec
+from rollout.models.layers.linear import FEW_ROWS, Linear
 from rollout.models.spec import ModelSpec
 from rollout.ops import gpu
 from rollout.ops.extension import cpu
@@ -41,8 +42,11 @@ from spec_workers.target.draft_sizing import DraftBytes
 
 log = logging.getLogger(__name__)
 
-_MAX_HOST_ROWS = 128
+_HOST_ROWS = 128
 """Rows of the largest forward that is captured on a CPU: of more, Python takes a small part."""
+
+_TORCH_ROWS = 16
+"""The same where torch multiplies, whose results a graph keeps, each in memory of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +216,7 @@ def forward_graphs(
     if capture is None or not config.graph_bytes:
         return None
     buckets = Buckets(
-        max_rows=min(config.graph_rows, _MAX_HOST_ROWS) if on_host else config.graph_rows,
+        max_rows=min(config.graph_rows, _host_rows(linears)) if on_host else config.graph_rows,
         max_context_len=spec.max_context_len,
         minimum_rows=minimum_rows,
         fine=on_host and not all(linear.multiplies_tiles for linear in linears),
@@ -226,3 +230,10 @@ def forward_graphs(
         # On a CPU a capture takes no longer than what one step without would lose.
         first_uses=1 if on_host else 2,
     )
+
+
+def _host_rows(linears: Sequence[Linear]) -> int:
+    """Rows of the largest forward to capture on a CPU."""
+    if all(linear.multiplies_tiles for linear in linears):
+        return _HOST_ROWS
+    return FEW_ROWS if all(linear.multiplies_few_rows for linear in linears) else _TORCH_ROWS
