@@ -200,6 +200,17 @@ def test_replays_compute_with_updated_weights_in_whatever_layout(
     assert generated[0][0] != generated[0][1]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_rows_that_are_captured_depend_on_who_multiplies(tiny_model_path, dtype) -> None:
+    target = RolloutEngine.from_pretrained(tiny_model_path, "none", dtype=dtype).worker.target
+    linears = target.model.linears()
+    most = 16  # torch, as always in float32
+    if all(linear.multiplies_few_rows for linear in linears):
+        most = 128 if all(linear.multiplies_tiles for linear in linears) else 48
+    assert target.graphs.buckets.rows[-1] == most
+    assert dtype == "bfloat16" or most == 16
+
+
 def test_a_number_of_threads_has_graphs_of_its_own(tiny_model_path) -> None:
     engine = RolloutEngine.from_pretrained(tiny_model_path, "none", num_threads=1)
     graphs = engine.worker.target.graphs.runs
