@@ -30,7 +30,7 @@ it."""
 
 
 class LevelPace:
-    """What levels took and brought, averaged.
+    """Averages of the time that levels took and of the probability that they brought.
 
     A level brings the probability that one of its nodes is accepted: that of the rows above it,
     times the share of theirs that the children of such rows had.

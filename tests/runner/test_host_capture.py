@@ -180,7 +180,7 @@ def test_an_engine_with_graphs_and_one_without_give_the_same(
 def test_replays_compute_with_updated_weights_in_whatever_layout(
     tiny_model_path, monkeypatch, dtype
 ) -> None:
-    """Those of an unknown layout are packed anew elsewhere."""
+    """Weights of a layout that is not known move when they are written."""
     monkeypatch.setattr(TiledWeight, "pack", lambda weight_OI: None)
     name, shape = "model.layers.0.mlp.down_proj.weight", (48, 80)
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)) / 9

@@ -23,7 +23,7 @@ class Captured(Protocol):
 
     @property
     def results(self) -> Tensors:
-        """What the function returned; each replay overwrites it."""
+        """The tensors that the function returned. Each replay overwrites them."""
         ...
 
     def replay(self) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rollout.runner.batch_layout import StepArrays
 from rollout.runner.graphs.buckets import Bucket, Buckets
 from rollout.runner.graphs.capture import Capture, Tensors
-from rollout.runner.graphs.graph_runner import GraphRunner
+from rollout.runner.graphs.graph_runner import FIRST_USES, GraphRunner
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """The results of a forward: hidden states [T, E], features [T, F], routes [T, C]."""
@@ -48,7 +48,7 @@ class ForwardGraphs:
         max_bytes: int,
         capture: Capture,
         device: torch.device,
-        first_uses: int = 2,
+        first_uses: int = FIRST_USES,
     ) -> None:
         """``first_uses``: of a bucket until its forward is captured."""
         self.buckets = buckets

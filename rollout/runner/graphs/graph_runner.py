@@ -14,7 +14,9 @@ from rollout.runner.graphs.capture import Capture, Captured, GraphTooLargeError,
 
 log = logging.getLogger(__name__)
 
-_FIRST_USES = 2  # one that comes once is not worth it
+FIRST_USES = 2
+"""Uses of a key until it is captured: one that comes once is not worth it."""
+
 _INPUT_BYTES = 1 << 20
 
 
@@ -42,7 +44,7 @@ class GraphRunner:
         capture: Capture,
         device: torch.device,
         input_bytes: int = _INPUT_BYTES,
-        first_uses: int = _FIRST_USES,
+        first_uses: int = FIRST_USES,
         on_drop: Callable[[], None] = lambda: None,
     ) -> None:
         """
