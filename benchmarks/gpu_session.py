@@ -6,7 +6,7 @@
 Each stage is a process of its own with a limit; one that fails or hangs costs no other. A stage for
 which too little is left of --seconds is not begun, and one may be cut short by it; their names are
 printed, for the next call. `setup` comes first in each call, and costs nothing where nothing is
-missing. Nothing is written but the folder, `build/` and the two extensions beside their packages.
+missing. Nothing is written but the folder, `build/` and the extensions beside their packages.
 
 The folder has at most 8 files of at most 16 MiB: rows.jsonl, each row as it comes, between marks of
 the stages; session.log, all that was printed; traces of a few steps; triton-cache.tar.gz, what was

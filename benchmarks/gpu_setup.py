@@ -1,4 +1,4 @@
-"""Install the packages a bare machine lacks from wheels brought along; then the two extensions.
+"""Install the packages a bare machine lacks from wheels brought along; then the extensions.
 
     python benchmarks/gpu_setup.py --wheels build/gpu-wheels --site build/gpu-site
 
@@ -8,7 +8,7 @@ exit status is 1 then.
 
 Extensions are taken from this project's wheel where one was brought along; else they are compiled,
 for which it needs CMake, Ninja, a C++20 compiler and nanobind with its backend. The GPU's own way
-needs neither extension; NGRAM and hybrid workers need the corpus. One that is there and does not
+needs no extension; NGRAM and hybrid workers need the corpus. One that is there and does not
 load is removed: with it the package could not be imported, without it everything else can be run.
 """
 
@@ -31,6 +31,7 @@ BUILD = ROOT / "build" / "gpu-native"
 EXTENSIONS = {
     "ngram_native._ext": ROOT / "ngram_native",
     "rollout.ops._cpu": ROOT / "rollout" / "ops",
+    "rollout.parallel._exchange": ROOT / "rollout" / "parallel",
 }
 
 
@@ -106,7 +107,7 @@ def install(lacking: Sequence[Needed], wheels: Path, site: Path) -> None:
 
 
 def provide(wheels: Path) -> list[str]:
-    """Provide both extensions; returns the names of those that are not to be had."""
+    """Provide all extensions; returns the names of those that are not to be had."""
     missing = []
     for name, folder in EXTENSIONS.items():
         if not loads(name):
@@ -150,7 +151,7 @@ def _brought(name: str, folder: Path, wheels: Path) -> bool:
 
 
 def _built(name: str, folder: Path) -> bool:
-    """Compile one extension: much can be run without the other."""
+    """Compile one extension: much can be run without the others."""
     target = name.rpartition(".")[2]
     build = ["cmake", "--build", str(BUILD), "--parallel", "--target", target]
     if subprocess.run(build, check=False).returncode:

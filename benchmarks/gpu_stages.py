@@ -113,7 +113,10 @@ def stages(
 
 def _tests(name: str, seconds: float, *which: str) -> Stage:
     """Each test is told as it ends."""
-    command = ("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-vv", "--tb=short")
+    command = (
+        "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-vv", "--tb=short",
+        "--continue-on-collection-errors",
+    )  # fmt: skip
     return Stage(
         name=name, command=(*command, *which), seconds=seconds, rows=False, tests=True,
         needs_gpu=True,

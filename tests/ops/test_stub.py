@@ -5,12 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-
-from rollout.ops.extension import cpu
-from rollout.parallel.host_exchange import native
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,9 +34,10 @@ def compiled(owner: object) -> dict[str, list[str]]:
     }
 
 
-@pytest.mark.parametrize("module", [cpu, native], ids=lambda module: module.__name__)
-def test_stub_has_the_functions_of_the_module(module: ModuleType) -> None:
-    stub = ast.parse((ROOT / module.__name__.replace(".", "/")).with_suffix(".pyi").read_text())
+@pytest.mark.parametrize("name", ["rollout.ops._cpu", "rollout.parallel._exchange"])
+def test_stub_has_the_functions_of_the_module(name: str) -> None:
+    module = pytest.importorskip(name)
+    stub = ast.parse((ROOT / name.replace(".", "/")).with_suffix(".pyi").read_text())
     assert compiled(module) == declared(stub.body)
     for each in stub.body:
         if isinstance(each, ast.ClassDef):

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from unittest.mock import patch
 
 import torch
+from torch._subclasses import fake_tensor
 from triton.runtime.jit import JITFunction
 
 from tests.helpers.fake_cuda.launches import Launches
@@ -54,6 +55,8 @@ def pretended_gpu(
             stack.enter_context(patch.object(torch.cuda, name, function))
         stack.enter_context(patch.object(torch, "from_numpy", real_from_numpy(torch.from_numpy)))
         stack.enter_context(patch.object(JITFunction, "run", run))
+        # A torch that was built for CUDA would ask a driver.
+        stack.enter_context(patch.object(fake_tensor, "init_gpu_context", lambda device: None))
         for mode in modes(seen, Memory(fill)):
             stack.enter_context(mode)
         yield gpu
