@@ -8,7 +8,7 @@ A floor is what the GPU needs at least: the bytes that have to move, or the arit
 takes longer, at the rates that this device is measured to have. First the tests marked `gpu` are
 run. Calls are captured in a graph, each on buffers of its own, so that weights and keys come from
 memory and not from the cache. Bars, on an H100 or H200: floor / time 0.7 for products of up to 32
-rows and for all ops of a step; exactness 1.6x; draft nodes 1.15x; a tile's padding 1.35x. Where
+rows and for all ops of a step; exactness 1.6x; draft nodes 1.15x; a tile's padding 1.5x. Where
 there is no GPU this says so and ends well: the rows are `not run`.
 
 Legend: as in `op_case.py`.

@@ -52,6 +52,8 @@ NEEDED = (
     Needed("safetensors", "0.5", EVERYTHING),
     Needed("transformers", "5.0", EVERYTHING),
     Needed("psutil", "5.9", EVERYTHING),
+    Needed("msgspec", "0.19", EVERYTHING),
+    Needed("filelock", "3.30", EVERYTHING),
     Needed("rich", "13.7", EVERYTHING),
     Needed("markdown-it-py", "2.2", EVERYTHING),  # of rich
     Needed("mdurl", "0.1", EVERYTHING),

@@ -25,7 +25,7 @@ ROWS = (1, 8, 16, 32, 72, 144, 288, 512, 1024, 2304)
 FEW_ROWS = 64  # up to which a tile is the next power of two
 HEIGHTS = (64, 80, 96, 128, 144, 160, 192, 256)
 PROCESSORS = 132  # of a Hopper GPU
-MAX_PADDING = 1.35
+MAX_PADDING = 1.5
 
 
 def neighbours(rows: int) -> Iterator[Tile]:
@@ -51,7 +51,7 @@ def padding(linears: Mapping[str, tuple[int, int]]) -> Iterator[Row]:
         for rows in ROWS:
             padded = next((bucket for bucket in buckets if bucket >= rows), rows)
             tile = tile_for(torch.bfloat16, padded, outputs, PROCESSORS)
-            computed = tile.padding(padded, outputs, PROCESSORS) * padded / rows
+            computed = tile.padding(padded) * padded / rows
             bar = MAX_PADDING if rows > FEW_ROWS else None
             label = f"{name} {rows} rows: padded, {tile.height} x {tile.outputs}"
             yield row(label, computed, "ratio", bar, at_most=True)

@@ -90,7 +90,7 @@ def run_largest(steps: DummyRun, *, rows: int, sampled: int) -> None:
 @contextmanager
 def _fitting(steps: DummyRun, rows: int, sampled: int) -> Iterator[None]:
     """Raise OutOfMemoryError, with the remedy, if the steps that run inside do not fit; wait for
-    the device at the end."""
+    the device at the end, and give back what they took."""
     device = steps.model.device
     try:
         with gpu.on(device):
@@ -102,3 +102,5 @@ def _fitting(steps: DummyRun, rows: int, sampled: int) -> Iterator[None]:
         ) from error
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+        # KV within a segment that torch keeps would hold all of it, also while KV alone is needed.
+        torch.cuda.empty_cache()

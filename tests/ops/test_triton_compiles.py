@@ -127,11 +127,11 @@ def test_attention_uses_the_same_kind(has_nodes, is_varied, group, dim) -> None:
 
 
 def test_parts_are_on_their_way_while_others_are_folded() -> None:
-    constants = {"HAS_SINKS": True, "ROWS": 64, "GROUP": 4, "DIM": 128}
-    compiled = compiled_product(_fold_kernel, constants, num_warps=8, num_stages=3)
+    constants = {"HAS_SINKS": True, "ROWS": 8, "GROUP": 4, "DIM": 128}
+    compiled = compiled_product(_fold_kernel, constants, num_warps=4, num_stages=3)
     assert compiled.stack == 0
-    assert compiled.shared >= 3 * 64 * 128 * 4
-    assert 2 * (compiled.shared + 1024) <= MAX_SHARED
+    assert compiled.shared >= 5 * 8 * 128 * 4
+    assert 8 * (compiled.shared + 1024) <= MAX_SHARED
 
 
 @pytest.mark.parametrize("name", ["tops", "bins", "gather", "threshold"])

@@ -19,7 +19,7 @@ import triton.language as tl
 from rollout.ops.gpu import multiprocessors
 from rollout.ops.paged_attention.node_keys import node_keys
 from rollout.ops.paged_attention.plan import BLOCK, AttentionPlan
-from rollout.ops.paged_attention.triton import _fold, _fold_kernel
+from rollout.ops.paged_attention.triton import _fold, fold_parts
 from rollout.ops.paged_attention.work_list import (
     SPLIT_BLOCKS,
     Limits,
@@ -71,10 +71,9 @@ def latent_attention(
         num_warps=8, num_stages=1 if q_THD.dtype is torch.float32 else 2, enable_fp_fusion=False,
     )  # fmt: skip
     if sizes.folds:
-        _fold_kernel[(sizes.folds * blocks,)](
-            sums, weights, weights, out_THL, work.folds_F4, heads, blocks, latent_dim,
-            HAS_SINKS=False, ROWS=ROWS, GROUP=group, DIM=latent_block,
-            num_warps=8, enable_fp_fusion=False,
+        fold_parts(
+            sums, weights, None, out_THL, work.folds_F4,
+            kv_heads=blocks, group=group, tile_rows=ROWS,
         )  # fmt: skip
     return out_THL
 

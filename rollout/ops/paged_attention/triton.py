@@ -48,6 +48,7 @@ from rollout.ops.tanh import tanh
 RESIDENT = 2  # programs of a multiprocessor that run at once
 _LOG2_E = math.log2(math.e)
 _MAX_PART_BYTES = 128 << 20  # of sums between the two kernels
+_FOLD_NUMBERS = 1024  # of a part, which one program folds
 
 
 def paged_attention(
@@ -123,11 +124,35 @@ def listed_attention(
         num_warps=4, num_stages=2 if q_THD.dtype is torch.float32 else 3, enable_fp_fusion=False,
     )  # fmt: skip
     if sizes.folds:
-        _fold_kernel[(sizes.folds * kv_heads,)](
-            sums, weights, sinks, out_THD, work.folds_F4, heads, kv_heads, head_dim,
-            **shape, num_warps=8, enable_fp_fusion=False,
+        fold_parts(
+            sums, weights, variant.sinks_H, out_THD, work.folds_F4,
+            kv_heads=kv_heads, group=group, tile_rows=shape["ROWS"],
         )  # fmt: skip
     return out_THD
+
+
+def fold_parts(
+    sums: torch.Tensor,
+    weights: torch.Tensor,
+    sinks_H: torch.Tensor | None,
+    out_THD: torch.Tensor,
+    folds_F4: torch.Tensor,
+    *,
+    kv_heads: int,
+    group: int,
+    tile_rows: int,
+) -> None:
+    """Fold the parts of all tiles that are cut. ``tile_rows``: rows of a tile, at most."""
+    heads, head_dim = out_THD.shape[1:]
+    dim = max(16, triton.next_power_of_2(head_dim))
+    rows = max(1, _FOLD_NUMBERS // dim)
+    chunks = triton.cdiv(min(tile_rows, len(out_THD) * group), rows)
+    _fold_kernel[(len(folds_F4) * kv_heads * chunks,)](
+        sums, weights, weights if sinks_H is None else sinks_H, out_THD, folds_F4,
+        heads, kv_heads, head_dim, chunks,
+        HAS_SINKS=sinks_H is not None, ROWS=rows, GROUP=group, DIM=dim,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -245,12 +270,18 @@ def _attention_kernel(
         total = tl.zeros((ROWS,), tl.float32)
         sums = tl.zeros((ROWS, DIM), tl.float32)
         split_end_block = tl.minimum(split * SPLIT + SPLIT, end_block)
-        for block in range(tl.maximum(split * SPLIT, first_block), split_end_block):
+        begin_block = tl.maximum(split * SPLIT, first_block)
+        begin = begin_block * BLOCK + column
+        next_slot = tl.load(table_ptr + begin, mask=begin < tile_seen, other=0)
+        for block in range(begin_block, split_end_block):
             position = block * BLOCK + column
             in_context = position < tile_seen
             if HAS_WINDOW:
                 in_context &= position >= tile_first
-            slot = tl.load(table_ptr + position, mask=in_context, other=0).to(tl.int64)
+            slot = next_slot.to(tl.int64)
+            next_slot = tl.load(
+                table_ptr + position + BLOCK, mask=position + BLOCK < tile_seen, other=0
+            )
             there = in_context[:, None] & (dim < head_dim)
             k = tl.load(k_ptr + slot[:, None] * k_stride, mask=there, other=0.0)
             v = tl.load(v_ptr + slot[:, None] * v_stride, mask=there, other=0.0)
@@ -262,15 +293,26 @@ def _attention_kernel(
             first_own = tl.maximum(own_block, split * SPLIT)
             end_own = tl.minimum(last_block, split * SPLIT + SPLIT)
             for block in range(first_own, end_own):
+                own = (block - own_block) * BLOCK + column
+                node = node_start + first_index + first_node - run_len
+                next_len = tl.load(node_lens_ptr + node, mask=first_node < tile_len, other=0)
+                next_slot = tl.load(
+                    node_slots_ptr + node.to(tl.int64) * (2 * BLOCK) + own,
+                    mask=own < next_len,
+                    other=0,
+                )
                 for i in range(first_node, tile_len):
-                    node = node_start + first_index + i - run_len
-                    own = (block - own_block) * BLOCK + column
-                    own_len = tl.load(node_lens_ptr + node)
-                    slot_ptrs = node_slots_ptr + node.to(tl.int64) * (2 * BLOCK) + own
+                    own_len, slot = next_len, next_slot.to(tl.int64)
+                    node += 1
+                    next_len = tl.load(node_lens_ptr + node, mask=i + 1 < tile_len, other=0)
+                    next_slot = tl.load(
+                        node_slots_ptr + node.to(tl.int64) * (2 * BLOCK) + own,
+                        mask=own < next_len,
+                        other=0,
+                    )
                     is_own = own < own_len
                     if HAS_WINDOW:
                         is_own &= own >= own_len - window
-                    slot = tl.load(slot_ptrs, mask=is_own, other=0).to(tl.int64)
                     there = is_own[:, None] & (dim < head_dim)
                     k = tl.load(k_ptr + slot[:, None] * k_stride, mask=there, other=0.0)
                     v = tl.load(v_ptr + slot[:, None] * v_stride, mask=there, other=0.0)
@@ -305,17 +347,18 @@ def _attention_kernel(
             tl.store(out_ptrs, mean.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def _fold_kernel(
-    sums_ptr, weights_ptr, sinks_ptr, out_ptr, folds_ptr, heads, kv_heads, head_dim,
+    sums_ptr, weights_ptr, sinks_ptr, out_ptr, folds_ptr, heads, kv_heads, head_dim, chunks,
     HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    fold_ptr, kv_head = folds_ptr + tl.program_id(0) // kv_heads * 4, tl.program_id(0) % kv_heads
+    chunk, program = tl.program_id(0) % chunks, tl.program_id(0) // chunks
+    fold_ptr, kv_head = folds_ptr + program // kv_heads * 4, program % kv_heads
     tile_len = tl.load(fold_ptr + 1)
-    if tile_len == 0:
+    if chunk * ROWS // GROUP >= tile_len:
         return
     tile_start, part_row, parts = tl.load(fold_ptr), tl.load(fold_ptr + 2), tl.load(fold_ptr + 3)
-    tile_row = tl.arange(0, ROWS)
+    tile_row = chunk * ROWS + tl.arange(0, ROWS)
     dim = tl.arange(0, DIM)[None, :]
     query, head = tile_row // GROUP, tile_row % GROUP
     group = heads // kv_heads
@@ -326,7 +369,7 @@ def _fold_kernel(
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, DIM), tl.float32)
-    for _ in tl.range(0, parts, num_stages=4):  # three parts are loading while one is folded
+    for _ in tl.range(0, parts, num_stages=6):  # five parts are loading while one is folded
         part_sums = tl.load(sums_ptr + part[:, None] * head_dim + dim, mask=inside, other=0.0)
         part_top = tl.load(weights_ptr + part * 2, mask=is_row, other=0.0)
         part_total = tl.load(weights_ptr + part * 2 + 1, mask=is_row, other=0.0)

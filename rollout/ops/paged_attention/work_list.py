@@ -66,7 +66,7 @@ def list_sizes(plan: AttentionPlan, rows: int, limits: Limits) -> ListSizes:
         return ListSizes(items, folds=0, part_rows=0)
     return ListSizes(
         items,
-        folds=min(items // 2, _WAVES * limits.programs),
+        folds=min(items // 2, _WAVES * limits.programs, rows),
         part_rows=min(rows * splits, limits.part_rows),
     )
 
