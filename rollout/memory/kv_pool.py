@@ -7,7 +7,12 @@ from collections.abc import Collection
 import numpy as np
 import torch
 
-from rollout.models.layers.storage import allocate_storage, free_storage, prefer_huge_pages
+from rollout.models.layers.storage import (
+    allocate_storage,
+    empty_alone,
+    free_storage,
+    prefer_huge_pages,
+)
 
 
 class KvPool:
@@ -47,10 +52,7 @@ class KvPool:
                 slots[layer] = num_window_slots + 1
 
         def pools(slots: list[int]) -> list[torch.Tensor]:
-            return [
-                torch.empty((count, num_kv_heads, head_dim), dtype=dtype, device=device)
-                for count in slots
-            ]
+            return [empty_alone((count, num_kv_heads, head_dim), dtype, device) for count in slots]
 
         self.keys = pools(slots)
         self.values = pools(slots if has_values else [])

@@ -34,7 +34,6 @@ from rollout.parallel import RankGroup
 from rollout.runner.dummy_run import DummyRun
 from rollout.runner.graphs import Buckets, ForwardGraphs
 from rollout.runner.graphs.capture import Capture, CudaCapture
-from rollout.runner.graphs.graph_runner import FIRST_USES
 from rollout.runner.graphs.host_capture import HostCapture
 from rollout.runner.memory_saver import MemoryPool
 from rollout.runner.profile_run import activation_bytes, warm_up
@@ -228,8 +227,6 @@ def forward_graphs(
         max_bytes=config.graph_bytes,
         capture=capture,
         device=device,
-        # On a CPU a capture costs less than two steps without it lose.
-        first_uses=1 if on_host else FIRST_USES,
     )
 
 

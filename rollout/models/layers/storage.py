@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 
 import torch
 
 _HUGE_PAGE = 2 << 20
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # Linux, <linux/mman.h>
+
+_SEGMENT = 2 << 20
+_OWN_SEGMENT = 10 << 20
+"""What torch's CUDA allocator rounds its segments up to, and from where on each tensor gets one of
+its own. Another tensor may get the rest, and keep the whole segment when this one is freed."""
+
+
+def whole_segments(num_bytes: int, device: torch.device) -> int:
+    """Bytes to allocate for a tensor of so many, so that nothing else shares its CUDA memory."""
+    if device.type != "cuda" or num_bytes < _OWN_SEGMENT:
+        return num_bytes
+    return -(-num_bytes // _SEGMENT) * _SEGMENT
+
+
+def empty_alone(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A contiguous tensor, its values undefined, with which no other shares CUDA memory."""
+    numel = math.prod(shape)
+    num_bytes = whole_segments(numel * dtype.itemsize, device)
+    memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    return memory.view(dtype)[:numel].view(shape)
 
 
 def free_storage(tensor: torch.Tensor) -> int:
@@ -32,7 +53,7 @@ def allocate_storage(tensor: torch.Tensor) -> None:
     storage = tensor.untyped_storage()
     if storage.nbytes() == 0:
         assert tensor.is_contiguous(), "a view, not the whole"
-        storage.resize_(tensor.numel() * tensor.itemsize)
+        storage.resize_(whole_segments(tensor.numel() * tensor.itemsize, tensor.device))
 
 
 def prefer_huge_pages(address: int, num_bytes: int) -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from rollout.runner.batch_layout import StepArrays
 
+_ENTRIES_STEP = 4
 _FIRST_LONGEST = 1024
 _LONGEST_STEP = 2  # attention's grid is made for so many times the keys that there may be, at most
 
@@ -26,13 +27,13 @@ class Bucket(NamedTuple):
 
 
 class Buckets:
-    """Rows go up by steps of a half and a third up to 64: 1, 2, 3, 4, 6, 8, 12, 16, 24, ..., and
-    from there on by a quarter of the power of two below: 80, 96, 112, 128, 160, ..., 1024.
+    """Rows are 1, 2, 4, 8, 16, 32, 48, 64, and from there on go up by a quarter of the power of two
+    below: 80, 96, 112, 128, 160, ..., 1024.
 
     Up to 64 rows a forward is bound by reading the weights, so that padding costs next to nothing.
-    Above, a bucket and the tiles of matrix products together compute at most 1.33 times the rows
-    that there are. Entries go up by powers of two, for attention's grid grows with them; nodes are
-    none or as many as rows.
+    Above, a bucket and the tiles of matrix products together compute at most 1.5 times the rows
+    that there are. Entries go up by powers of four: attention's grid grows with them, but each
+    shape has to be captured, which takes as long as some steps. Nodes are none or as many as rows.
 
     Where they are ``fine``, rows go up by one to 16, and from there on by an eighth of the power of
     two below: for products to which a row of padding costs what another does.
@@ -51,7 +52,7 @@ class Buckets:
         pads_entries: bool = False,
     ) -> None:
         """Steps of more than ``max_rows`` have none; ``minimum_rows`` is the least bucket."""
-        few = {1 << k for k in range(7)} | {3 << k for k in range(5)}
+        few = {1 << k for k in range(7)} | {48}
         many = {(4 + part) << k for k in range(4, 30) for part in range(1, 5)}
         eighths = {(8 + part) << k for k in range(28) for part in range(8)} | set(range(1, 8))
         sizes = sorted(eighths if fine else few | many)
@@ -69,12 +70,15 @@ class Buckets:
         rows = self.rows[index]
         if self._pads_entries:
             return Bucket(rows=rows, entries=rows, nodes=rows, longest=self._max_context_len)
+        padded_entries = 1
+        while padded_entries < entries:
+            padded_entries *= _ENTRIES_STEP
         longest = _FIRST_LONGEST
         while longest < step.longest:
             longest *= _LONGEST_STEP
         return Bucket(
             rows=rows,
-            entries=min(rows, 1 << (entries - 1).bit_length()),
+            entries=min(rows, padded_entries),
             nodes=rows if len(step.node_slots_N) else 0,
             longest=min(longest, self._max_context_len),
         )

@@ -88,10 +88,13 @@ class CudaCapture:
         make_outputs: Callable[[Tensors], Tensors],
         max_bytes: int | None = None,
     ) -> Captured:
-        results = make_outputs(function())
+        results: Tensors = {}
 
         def run() -> None:
-            for name, tensor in function().items():
+            made = function()
+            if not results:
+                results.update(make_outputs(made))
+            for name, tensor in made.items():
                 results[name].copy_(tensor)
 
         if self._stream is None:

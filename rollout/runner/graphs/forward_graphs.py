@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rollout.runner.batch_layout import StepArrays
 from rollout.runner.graphs.buckets import Bucket, Buckets
 from rollout.runner.graphs.capture import Capture, Tensors
-from rollout.runner.graphs.graph_runner import FIRST_USES, GraphRunner
+from rollout.runner.graphs.graph_runner import GraphRunner
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """The results of a forward: hidden states [T, E], features [T, F], routes [T, C]."""
@@ -48,9 +48,7 @@ class ForwardGraphs:
         max_bytes: int,
         capture: Capture,
         device: torch.device,
-        first_uses: int = FIRST_USES,
     ) -> None:
-        """``first_uses``: of a bucket until its forward is captured."""
         self.buckets = buckets
         self._outputs: dict[Hashable, Tensors] = {}
         self.runs = GraphRunner(
@@ -59,7 +57,6 @@ class ForwardGraphs:
             capture=capture,
             device=device,
             input_bytes=buckets.input_bytes + _OTHER_INPUTS,
-            first_uses=first_uses,
             on_drop=self._outputs.clear,
         )
         self.is_warm = True  # the last forward neither came in a new shape nor was captured

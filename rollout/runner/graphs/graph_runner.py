@@ -1,4 +1,4 @@
-"""Runs of fixed shapes: captured when one comes back, kept within a bound, let go of together."""
+"""Runs of fixed shapes: captured when they come, kept within a bound, let go of together."""
 
 from __future__ import annotations
 
@@ -14,20 +14,15 @@ from rollout.runner.graphs.capture import Capture, Captured, GraphTooLargeError,
 
 log = logging.getLogger(__name__)
 
-FIRST_USES = 2
-"""Uses of a key until it is captured: one that comes once is not worth it."""
-
 _INPUT_BYTES = 1 << 20
 
 
 class GraphRunner:
-    """Captures runs that come often and replays them. Callers place a run's inputs here and run it
-    through here.
+    """Captures runs and replays them. Callers place a run's inputs here and run it through here.
 
     A graph reads and writes fixed addresses: inputs in one buffer, weights and KV where they are.
     Updates of weights write in place, so graphs stay valid; memory that is given back and taken
-    again may lie elsewhere, so then all graphs go (`drop`), and what had been captured is captured
-    at its first use.
+    again may lie elsewhere, so then all graphs go (`drop`).
 
     Memory that graphs share comes back only as a whole. So what fits neither beside the graphs
     there are nor in their room is not captured until they go; and should they outgrow their bound
@@ -44,7 +39,6 @@ class GraphRunner:
         capture: Capture,
         device: torch.device,
         input_bytes: int = _INPUT_BYTES,
-        first_uses: int = FIRST_USES,
         on_drop: Callable[[], None] = lambda: None,
     ) -> None:
         """
@@ -52,7 +46,6 @@ class GraphRunner:
             name: of what is run, for the log.
             max_bytes: that graphs may hold now: others may share the bound.
             input_bytes: most that one run's inputs take.
-            first_uses: of a key until it is captured.
             on_drop: called when all graphs go, for what outlives a single one.
         """
         self._name = name
@@ -64,7 +57,7 @@ class GraphRunner:
         self._graphs: dict[Hashable, Captured] = {}
         self.num_bytes = 0  # device memory they hold
         self._uses: Counter[Hashable] = Counter()
-        self._uses_wanted = first_uses
+        self._uses_wanted = 1  # of a key until it is captured
         self._too_large: set[Hashable] = set()  # not captured until all graphs go
         self.is_paused = False  # their memory is wanted elsewhere
         self.failure = ""  # why nothing is captured any more
@@ -112,8 +105,7 @@ class GraphRunner:
         return function() if graph is None else graph.results
 
     def drop(self) -> int:
-        """Release every graph; returns the bytes freed. A run that came often enough to be captured
-        is captured again as soon as it comes."""
+        """Release every graph; returns the bytes freed. What comes again is captured again."""
         freed = self.num_bytes
         if self._graphs:
             if self._device.type == "cuda":
@@ -122,8 +114,6 @@ class GraphRunner:
             self.num_bytes = 0
             self._on_drop()
             self._capture.reset()
-        wanted = self._uses_wanted
-        self._uses = Counter({key: uses for key, uses in self._uses.items() if uses >= wanted})
         self._too_large.clear()
         return freed
 
