@@ -1,4 +1,4 @@
-"""Weights and KV ask for huge pages and keep their values; they are freed and taken again in place."""
+"""Weights and KV ask for huge pages, keep their values, and are freed and taken again in place."""
 
 from __future__ import annotations
 

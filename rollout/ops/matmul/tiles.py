@@ -94,6 +94,7 @@ _INTO_ONE = 110.0
 _LATENCY = 764.0  # ns until a load returns
 _SHARED = 309.0
 _FLOP = 6510.0
+_TWO_BLOCKS = 1.15  # times as long tensor cores take for the outputs of a tile of two blocks
 _OVERLAP = 0.18  # share of the other ceilings' times that the largest does not hide
 
 
@@ -104,7 +105,7 @@ def feature_ns(tile: Tile, rows: int, outputs: int, processors: int) -> float:
     last wave that is not full counts whole. docs/gpu.md has the figures.
     """
     share = tile.share(outputs, processors)
-    num_blocks = 2 if tile.more_rows else 1
+    num_blocks, slower = (2, _TWO_BLOCKS) if tile.more_rows else (1, 1.0)
     waves = _ceil_div(tile.number(rows, outputs, processors), processors)  # of tiles
     read = 2 * (share + min(tile.height, rows))  # bytes of a tile
     in_flight = min(tile.programs, waves) * (tile.stages - 1) * tile.features * read
@@ -117,7 +118,7 @@ def feature_ns(tile: Tile, rows: int, outputs: int, processors: int) -> float:
         2 * outputs / (_FROM_MEMORY * processors),
         waves * read / min(_INTO_ONE, in_flight / _LATENCY),
         waves * in_shared / _SHARED,
-        waves * 2 * tile.outputs * tile.height / _FLOP,
+        waves * 2 * tile.outputs * tile.height * slower / _FLOP,
     )
     return max(times) + _OVERLAP * sum(times)
 
