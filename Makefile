@@ -110,6 +110,18 @@ gpu-wheels: $(STAMP)  ## what a bare GPU machine may lack (Python 3.12, x86-64),
 	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w $(GPU_WHEELS) .
 	ls $(GPU_WHEELS)
 
+# Kernels are looked up by Python's and Triton's versions, so these are the GPU machine's.
+GPU_PYTHON ?= python3.12
+GPU_TORCH ?= torch==2.11.0 triton==3.6.0
+GPU_VENV := build/venv-gpu
+
+.PHONY: gpu-kernels
+gpu-kernels: $(STAMP)  ## what a session on an H100 compiles, into build/gpu-kernels.tar.gz; installs 5 GB
+	test -x $(GPU_VENV)/bin/python || $(GPU_PYTHON) -m venv $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m pip install -q $(GPU_TORCH) numpy transformers \
+	  $$($(BIN)/python benchmarks/gpu_setup.py --collect)
+	PYTHONPATH=. $(GPU_VENV)/bin/python benchmarks/gpu_kernels.py --output build/gpu-kernels.tar.gz
+
 # The trainers of verl and OpenRLHF, each in an environment of its own: they want other versions of
 # transformers and ray. verl is run from the wheel. pip leaves modules uncompiled: most are never
 # imported.

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import bench_gpu_ops
 import bench_sleep
 import decoding
+import gpu_kernels
 import gpu_smoke
 from bench_step import shape_rows
 from harness.roofline import Ceilings
@@ -21,6 +22,7 @@ from harness.shapes import Shape
 
 from rollout import RolloutEngine
 from rollout.models.layers.weight_loader import WeightLoader
+from rollout.ops.glu import silu_mul
 from tests.helpers.fake_cuda import FakeGpu
 
 SHAPE = Shape(
@@ -88,3 +90,14 @@ def test_every_op_of_a_step_goes_a_gpus_way_and_is_added_up(gpu: FakeGpu, monkey
     assert rows["ops of a step, 8 requests"].value == 32 * 9 + 2
     assert rows["8 requests: 8 draft nodes each / none"].bar == 1.15
     assert gpu.launches
+
+
+def test_what_a_session_launches_is_compiled_before_it(tmp_path: Path, monkeypatch) -> None:
+    def part() -> None:
+        for rows in (3, 4):  # one variant
+            silu_mul(torch.empty((rows, 128), dtype=torch.bfloat16, device="cuda"))
+
+    (variant,) = gpu_kernels.recorded([part, part])
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    gpu_kernels.build(variant)
+    assert list(tmp_path.rglob("*.cubin"))
