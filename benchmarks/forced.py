@@ -21,7 +21,7 @@ from harness.traces import Trace
 from numpy.typing import NDArray
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.memory.transfers import upload
+from rollout.ops.transfers import upload
 from rollout.ops.uniforms.reference import noise
 from rollout.runner.model_runner import Forwarded
 from rollout.types import Batch, DraftTrees, Request

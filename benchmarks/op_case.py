@@ -18,11 +18,11 @@ from harness.shapes import Shape
 from harness.timing import Call
 
 from rollout.config import MemoryConfig
-from rollout.memory.transfers import upload
 from rollout.ops.glu import silu_mul
 from rollout.ops.paged_attention import AttentionPlan
 from rollout.ops.rms_norm import add_rms_norm
 from rollout.ops.rotary_store_kv import rotary_store_kv_
+from rollout.ops.transfers import upload
 from rollout.runner.batch_layout import StepArrays, attention_plan
 from rollout.runner.graphs import Buckets
 from rollout.runner.graphs.capture import CudaCapture

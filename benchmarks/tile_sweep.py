@@ -17,30 +17,28 @@ from triton import TritonError
 
 from rollout.config import MemoryConfig
 from rollout.ops.gpu import multiprocessors
-from rollout.ops.matmul.tiles import Tile, make_tile, tile_for
+from rollout.ops.matmul.tiles import Tile, make_tile, tile_for, tiles
 from rollout.ops.matmul.triton import tiled_matmul
 from rollout.runner.graphs import Buckets
 
 ROWS = (1, 8, 16, 32, 72, 144, 288, 512, 1024, 2304)
-FEW_ROWS = 64  # up to which a tile is the next power of two
-HEIGHTS = (64, 80, 96, 128, 144, 160, 192, 256)
+FEW_ROWS = 64  # up to which padding costs little
+HEIGHTS = (16, 32, 48, 64, 80, 96, 128, 144, 160, 192, 256, 288)
 PROCESSORS = 132  # of a Hopper GPU
 MAX_PADDING = 1.5
+MAX_SUMS = 288 * 128  # of a tile, in the registers of eight warps
 
 
 def neighbours(rows: int) -> Iterator[Tile]:
     """Tiles of the heights that pad least, with as many stages as fit, eight at most."""
-    heights = [1 << (max(rows, 16) - 1).bit_length()]
-    if rows > FEW_ROWS:
-        heights = sorted(HEIGHTS, key=lambda height: (-(-rows // height) * height, -height))[:4]
+    heights = sorted(HEIGHTS, key=lambda height: (-(-rows // height) * height, -height))[:4]
     for height in heights:
         for outputs in (64, 128, 256):
-            for programs in (1, 2, 3):
-                for even in (False, True) if outputs == 64 and height <= 32 else (False,):
+            for programs in (1, 2):
+                for even in (False, True) if outputs == 64 and height <= 96 else (False,):
                     tile = make_tile(height, outputs, programs, even=even)
-                    if tile.stages < 3 or (tile.warps == 8 and (programs > 1 or outputs == 64)):
-                        continue
-                    yield tile
+                    if tile.stages >= 3 and height * outputs <= MAX_SUMS:
+                        yield tile
 
 
 def padding(linears: Mapping[str, tuple[int, int]]) -> Iterator[Row]:
@@ -66,7 +64,9 @@ def sweep(linears: Mapping[str, tuple[int, int]]) -> Iterator[Row]:
             xs = [normal(rows, inputs, device="cuda") for _ in weights]
             used = tile_for(xs[0].dtype, rows, outputs, multiprocessors(xs[0].device))
             times: dict[Tile, float] = {}
-            for tile in dict.fromkeys((used, *neighbours(rows))):
+            most = MAX_PADDING * max(rows, min(HEIGHTS))
+            own = [tile for tile in tiles(xs[0].dtype) if tile.padded_rows(rows) <= most]
+            for tile in dict.fromkeys((used, *own, *neighbours(rows))):
                 calls = each(lambda x, w, tile=tile: tiled_matmul(x, w, None, tile), xs, weights)
                 try:
                     times[tile] = microseconds(calls)

@@ -26,9 +26,9 @@
 #include <vector>
 
 #include "byte_stream.h"
-#include "context_index.h"
 #include "corpus.h"
 #include "external_builder.h"
+#include "external_index.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -56,7 +56,7 @@ auto view_of(std::vector<T> ngram::Proposal::* values) {
 
 // An external corpus that nothing can see any more.
 struct Withdrawn {
-  std::unique_ptr<ngram::ContextIndex> index;
+  std::unique_ptr<ngram::ExternalIndex> index;
 };
 
 }  // namespace

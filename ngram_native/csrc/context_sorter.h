@@ -12,7 +12,7 @@
 
 namespace ngram {
 
-// An index into the text of a ContextIndex.
+// An index into the text of an ExternalIndex.
 using TextPosition = std::uint32_t;
 
 // Radix sort, most significant pair of tokens first: each round sorts the groups whose contexts

@@ -278,7 +278,7 @@ void Corpus::publish_external(const std::string& name, ExternalBuilder& builder)
   externals_.add(name, builder.take());
 }
 
-std::unique_ptr<ContextIndex> Corpus::withdraw_external(const std::string& name) {
+std::unique_ptr<ExternalIndex> Corpus::withdraw_external(const std::string& name) {
   const std::scoped_lock lock(mutex_);
   return externals_.remove(name);
 }

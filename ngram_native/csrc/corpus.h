@@ -68,7 +68,7 @@ class Corpus {
   // Makes a built corpus visible whole; constant time.
   void publish_external(const std::string& name, ExternalBuilder& builder);
   // Takes one out of force; constant time. Its memory is the caller's to free.
-  std::unique_ptr<ContextIndex> withdraw_external(const std::string& name);
+  std::unique_ptr<ExternalIndex> withdraw_external(const std::string& name);
   void remove_external(const std::string& name) { withdraw_external(name); }
   std::vector<std::string> external_names() const;
   std::map<std::string, ExternalSize> external_sizes() const;

@@ -17,19 +17,19 @@ void ExternalBuilder::append(std::span<const Token> tokens, std::span<const std:
   const std::scoped_lock lock(mutex_);
   if (closed_) refuse("documents", std::to_string(offsets.size() - 1), "come after build()");
   const std::uint64_t size = text_size_ + tokens.size() + offsets.size();
-  if (size > ContextIndex::kMaxText) {
+  if (size > ExternalIndex::kMaxText) {
     refuse("documents", std::to_string(size) + " tokens and documents",
-           "are more than the " + std::to_string(ContextIndex::kMaxText) +
+           "are more than the " + std::to_string(ExternalIndex::kMaxText) +
                " one corpus can index; split it");
   }
   monitor_.hold(MappedArray<Token>::bytes_for(size));
-  if (text_size_ == 0) push(ContextIndex::kSeparator);
+  if (text_size_ == 0) push(ExternalIndex::kSeparator);
   for (std::size_t d = 0; d + 1 < offsets.size(); ++d) {
     if (offsets[d] == offsets[d + 1]) continue;
     for (std::int64_t i = offsets[d]; i < offsets[d + 1]; ++i) {
       push(tokens[static_cast<std::size_t>(i)]);
     }
-    push(ContextIndex::kSeparator);
+    push(ExternalIndex::kSeparator);
   }
   num_tokens_ += tokens.size();
 }
@@ -40,7 +40,7 @@ void ExternalBuilder::push(Token token) {
 }
 
 MappedArray<Token> ExternalBuilder::joined() {
-  if (text_size_ == 0) push(ContextIndex::kSeparator);
+  if (text_size_ == 0) push(ExternalIndex::kSeparator);
   MappedArray<Token> text(text_size_);
   for (std::size_t c = 0; c < chunks_.size(); ++c) {
     monitor_.checkpoint();
@@ -57,7 +57,7 @@ bool ExternalBuilder::build(const std::function<bool()>& proceed) {
   if (std::exchange(closed_, true)) refuse("build", "called twice", "make another builder");
   monitor_.ask(proceed);
   try {
-    index_ = std::make_unique<ContextIndex>(joined(), monitor_);
+    index_ = std::make_unique<ExternalIndex>(joined(), monitor_);
     built_ = true;
   } catch (const BuildCancelled&) {
     release();
@@ -89,7 +89,7 @@ double ExternalBuilder::fraction_indexed() const {
   return tokens == 0 ? 0.0 : std::min(1.0, static_cast<double>(monitor_.indexed()) / tokens);
 }
 
-std::unique_ptr<ContextIndex> ExternalBuilder::take() {
+std::unique_ptr<ExternalIndex> ExternalBuilder::take() {
   const std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock || !built_.exchange(false)) {
     refuse("builder", "not built", "build() it first; it can be published once");

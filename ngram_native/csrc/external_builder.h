@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "build_monitor.h"
-#include "context_index.h"
 #include "external_budget.h"
+#include "external_index.h"
 #include "mapped_array.h"
 #include "types.h"
 
@@ -39,7 +39,7 @@ class ExternalBuilder {
   double fraction_indexed() const;  // in [0, 1]
 
   // The built index, once; refused while build() runs, since whoever publishes holds up the corpus.
-  std::unique_ptr<ContextIndex> take();
+  std::unique_ptr<ExternalIndex> take();
   void free();  // everything held; there is nothing to publish then
 
  private:
@@ -54,7 +54,7 @@ class ExternalBuilder {
   std::vector<MappedArray<Token>> chunks_;
   std::size_t text_size_ = 0;  // of the chunks: tokens and separators
   bool closed_ = false;        // build() was called
-  std::unique_ptr<ContextIndex> index_;
+  std::unique_ptr<ExternalIndex> index_;
   std::atomic<std::uint64_t> num_tokens_ = 0;
   std::atomic<bool> built_ = false;
 };

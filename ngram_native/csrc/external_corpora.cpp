@@ -12,11 +12,11 @@ void ExternalCorpora::check_free(const std::string& name) const {
   }
 }
 
-void ExternalCorpora::add(const std::string& name, std::unique_ptr<ContextIndex> corpus) {
+void ExternalCorpora::add(const std::string& name, std::unique_ptr<ExternalIndex> corpus) {
   by_name_.emplace(name, std::move(corpus));
 }
 
-std::unique_ptr<ContextIndex> ExternalCorpora::remove(const std::string& name) {
+std::unique_ptr<ExternalIndex> ExternalCorpora::remove(const std::string& name) {
   const auto found = by_name_.find(name);
   if (found == by_name_.end()) refuse("name", "'" + name + "'", "is not loaded");
   auto removed = std::move(found->second);

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "context_index.h"
+#include "external_index.h"
 
 namespace ngram {
 
@@ -17,8 +17,8 @@ namespace ngram {
 class ExternalCorpora {
  public:
   void check_free(const std::string& name) const;  // refuses a name that is taken
-  void add(const std::string& name, std::unique_ptr<ContextIndex> corpus);
-  std::unique_ptr<ContextIndex> remove(const std::string& name);  // for the caller to free
+  void add(const std::string& name, std::unique_ptr<ExternalIndex> corpus);
+  std::unique_ptr<ExternalIndex> remove(const std::string& name);  // for the caller to free
 
   // Counts all of them in another budget, whether they fit there or not.
   void charge_to(const std::shared_ptr<ExternalBudget>& budget);
@@ -28,10 +28,10 @@ class ExternalCorpora {
   std::uint64_t num_bytes() const;
 
   // By name in order, so that candidates come in the same order everywhere.
-  const std::map<std::string, std::unique_ptr<ContextIndex>>& by_name() const { return by_name_; }
+  const std::map<std::string, std::unique_ptr<ExternalIndex>>& by_name() const { return by_name_; }
 
  private:
-  std::map<std::string, std::unique_ptr<ContextIndex>> by_name_;
+  std::map<std::string, std::unique_ptr<ExternalIndex>> by_name_;
 };
 
 }  // namespace ngram

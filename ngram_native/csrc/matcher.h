@@ -10,8 +10,8 @@
 #include "candidate.h"
 #include "chained_log.h"
 #include "context.h"
-#include "context_index.h"
 #include "external_corpora.h"
+#include "external_index.h"
 #include "types.h"
 
 namespace ngram {

@@ -12,8 +12,8 @@
 #include <utility>
 
 #include "byte_stream.h"
-#include "context_index.h"
 #include "corpus.h"
+#include "external_index.h"
 #include "mapped_array.h"
 #include "validation.h"
 
@@ -138,7 +138,7 @@ void put_text(ByteWriter& writer, std::span<const Token> text) {
 
 MappedArray<Token> get_text(ByteReader& reader) {
   const auto size = reader.get<std::uint64_t>();
-  if (size > ContextIndex::kMaxText) {
+  if (size > ExternalIndex::kMaxText) {
     throw std::invalid_argument("the file is damaged: its sizes are impossible");
   }
   reader.expect(size * sizeof(Token));
@@ -148,10 +148,10 @@ MappedArray<Token> get_text(ByteReader& reader) {
 }
 
 bool is_text(const MappedArray<Token>& text, std::int64_t vocab_size) {
-  return text.size() > 0 && text[0] == ContextIndex::kSeparator &&
-         text[text.size() - 1] == ContextIndex::kSeparator &&
+  return text.size() > 0 && text[0] == ExternalIndex::kSeparator &&
+         text[text.size() - 1] == ExternalIndex::kSeparator &&
          std::all_of(text.begin(), text.end(), [vocab_size](Token token) {
-           return token >= ContextIndex::kSeparator && token < vocab_size;
+           return token >= ExternalIndex::kSeparator && token < vocab_size;
          });
 }
 
@@ -218,7 +218,7 @@ void Corpus::load(ByteReader& reader) {
     }
     try {
       BuildMonitor monitor(budget);
-      externals.add(name, std::make_unique<ContextIndex>(std::move(text), monitor));
+      externals.add(name, std::make_unique<ExternalIndex>(std::move(text), monitor));
     } catch (const std::invalid_argument&) {
       refuse("max_external_bytes", std::to_string(options_.max_external_bytes),
              "is too small for the file's external corpora");

@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 
 from rollout.memory.kv_cache_manager import KVCacheManager
-from rollout.memory.transfers import A
 from rollout.memory.window_slots import WindowSlots
 from rollout.ops import gpu
 from rollout.ops.ragged import ranges
+from rollout.ops.transfers import A
 
 
 @dataclass(kw_only=True)

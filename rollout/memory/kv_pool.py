@@ -84,6 +84,6 @@ class KvPool:
     def allocate(self) -> None:
         """Have memory for every slot, with undefined contents where it was released."""
         for tensor in self.keys + self.values:
-            allocate_storage(tensor)
+            allocate_storage(tensor, alone=True)
             if tensor.device.type == "cpu":
                 prefer_huge_pages(tensor.data_ptr(), tensor.numel() * tensor.itemsize)

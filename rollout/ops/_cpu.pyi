@@ -79,7 +79,7 @@ def store_kv(
 ) -> None: ...
 def gated_mul(
     dtype: int,
-    gate: int,
+    activation: int,
     alpha: float,
     limit: float,
     gate_up: int,

@@ -1,1 +1,1 @@
-"""A step on its device: batch layout, transfers, attention plans, captured forwards and warm-up."""
+"""A step on its device: batch layout, attention plans, captured forwards and warm-up."""

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from rollout.memory.device_slot_table import TableWrites
 from rollout.memory.slots import NULL_SLOT
-from rollout.memory.transfers import A
 from rollout.ops.paged_attention import AttentionPlan
 from rollout.ops.ragged import offsets_of, ranges
 from rollout.ops.state_plan import NO_STATE
+from rollout.ops.transfers import A
 from rollout.runner.step_states import StateInputs, state_inputs
 from rollout.types import Batch, DraftTrees, Scheduled
 

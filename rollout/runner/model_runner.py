@@ -16,7 +16,6 @@ from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.memory.kv_pool import KvPool
 from rollout.memory.routes_pool import StepRoutes
 from rollout.memory.state_pool import StatePool
-from rollout.memory.transfers import upload
 from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenStates
 from rollout.models.causal_lm import CausalLM
 from rollout.ops.gated_delta_rule.chunked import (
@@ -25,6 +24,7 @@ from rollout.ops.gated_delta_rule.chunked import (
     ChunkedPlan,
     chunked_plan,
 )
+from rollout.ops.transfers import upload
 from rollout.runner.batch_layout import StepArrays, attention_plan, padded
 from rollout.runner.graphs import ForwardGraphs
 from rollout.runner.step_attention import StepAttention

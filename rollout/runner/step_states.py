@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout.memory.transfers import A
 from rollout.ops.causal_conv import causal_conv
 from rollout.ops.gated_delta_rule import gated_delta_rule
 from rollout.ops.gated_delta_rule.chunked import ChunkedPlan
 from rollout.ops.state_plan import NO_STATE, StatePlan
+from rollout.ops.transfers import A
 from rollout.types import Batch, DraftTrees
 
 

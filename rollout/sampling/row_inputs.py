@@ -17,7 +17,7 @@ from typing import Generic
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.memory.transfers import A
+from rollout.ops.transfers import A
 from rollout.sampling.rows import SampleRows
 from rollout.types import DraftTrees, Request, SamplingParams
 

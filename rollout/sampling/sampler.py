@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout.memory.transfers import A, Download, upload
 from rollout.ops import tree_accept
+from rollout.ops.transfers import A, Download, upload
 from rollout.ops.uniforms import uniforms
 from rollout.sampling.row_inputs import RowInputs, TreeInputs, row_inputs, tree_inputs
 from rollout.sampling.rows import SampleRows, sample_rows

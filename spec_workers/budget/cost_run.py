@@ -42,7 +42,7 @@ def time_forwards(target: TargetWorker, curve: CostCurve, seconds: float) -> Non
     """
     group = target.ranks.tensor
     graphs = target.graphs
-    warm_ups = 1 if graphs is None else 2  # its second forward is captured
+    warm_ups = 1
     best: dict[int, float] = {}
     padded = {rows: max(rows, target.minimum_rows) for rows in _SIZES}
     with (

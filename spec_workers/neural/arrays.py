@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout.memory.transfers import download
+from rollout.ops.transfers import download
 
 Array = Any
 """A numpy array on the host, or a tensor on a device."""

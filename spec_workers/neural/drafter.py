@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout.memory.transfers import upload
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.draft_model import DraftModel
 from rollout.ops import gpu
+from rollout.ops.transfers import upload
 from rollout.runner.graphs.graph_runner import GraphRunner
 from rollout.types import Batch, DraftTrees, Request, Scheduled
 from spec_workers.draft_tree import only_roots, spread

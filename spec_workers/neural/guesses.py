@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout.memory.transfers import download
+from rollout.ops.transfers import download
 from rollout.types import Batch, EntryResult
 from spec_workers.neural.arrays import Array, Arrays
 from spec_workers.neural.mixture import (

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from rollout.config import MemoryConfig
-from rollout.memory.transfers import upload
+from rollout.ops.transfers import upload
 from rollout.runner.graphs.capture import CudaCapture
 from rollout.runner.graphs.graph_runner import GraphRunner
 from rollout.types import Batch
@@ -234,7 +234,7 @@ def proposal_graphs(config: MemoryConfig, target: TargetWorker) -> GraphRunner |
     device = target.model.device
     if device.type != "cuda" or not config.graph_bytes or target.ranks.all.size > 1:
         return None
-    forwards = None if target.graphs is None else target.graphs.runs
+    forwards = None if target.graphs is None else target.graphs.graph_runner
     graphs = GraphRunner(
         "proposals",
         max_bytes=lambda: config.graph_bytes - (0 if forwards is None else forwards.num_bytes),

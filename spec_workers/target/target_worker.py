@@ -146,7 +146,7 @@ class TargetWorker:
             self.memory_saver = MemorySaver(
                 self.weights,
                 memory.pools,
-                graphs=None if self.graphs is None else self.graphs.runs,
+                graphs=None if self.graphs is None else self.graphs.graph_runner,
                 device=device,
             )
             self.runner = ModelRunner(
@@ -172,7 +172,7 @@ class TargetWorker:
                 with trial_forwards(self.memory, self.runner, (1, limits.max_running)) as forwards:
                     choose_threads(forwards)
                 if self.graphs is not None:
-                    self.graphs.runs.drop()  # those of other numbers of threads
+                    self.graphs.graph_runner.drop()  # those of other numbers of threads
 
     @property
     def row_buckets(self) -> tuple[int, ...]:

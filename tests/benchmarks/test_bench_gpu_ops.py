@@ -36,7 +36,7 @@ def test_a_floor_is_the_larger_of_bytes_and_arithmetic() -> None:
 def test_attention_is_timed_as_an_engine_pads_it() -> None:
     load = Workload(name="", requests=5, start=99, nodes=2, straggler=1299)
     plan, rows = make_padded_plan(load, "cpu")
-    assert (rows, len(plan.rows_B), len(plan.node_slots_N), plan.longest) == (16, 8, 16, 2048)
+    assert (rows, len(plan.rows_B), len(plan.node_slots_N), plan.longest) == (16, 16, 16, 2048)
     assert plan.q_offsets_B1.tolist() == [0, 3, 6, 9, 12, 15, 15, 15, 15]
     assert plan.starts_B[:5].tolist() == [99, 99, 99, 99, 1299]
     assert load.slots == 4 * 102 + 1302
@@ -93,5 +93,5 @@ def test_the_padding_of_tiles_needs_no_gpu(monkeypatch, capsys) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     bench_gpu_ops.make_command().run("", bench_gpu_ops.parts, ["--ops", "padding"])
     printed = capsys.readouterr().out
-    assert "qkv 144 rows: padded, 160 x" in printed
+    assert "qkv 144 rows: padded, 80 x" in printed
     assert "missed" not in printed

@@ -8,8 +8,8 @@ import torch
 
 from rollout.memory.device_slot_table import DeviceSlotTable
 from rollout.memory.kv_cache_manager import KVCacheManager
-from rollout.memory.transfers import upload
 from rollout.memory.window_slots import WindowSizes
+from rollout.ops.transfers import upload
 from rollout.types import Scheduled
 from tests.helpers.requests import make_request
 

@@ -84,7 +84,7 @@ def test_trees_and_graphs_cannot_be_seen(small_model_path, dtype_name, plain, na
         rollouts = run(engine, name)
         assert numbers(rollouts) == numbers(plain[name])
         assert sum(r.stats.accepted for r in rollouts) > 0
-    assert engine.worker.target.graphs.runs.num_graphs > 0
+    assert engine.worker.target.graphs.graph_runner.num_graphs > 0
 
 
 def test_halves_that_take_turns_cannot_be_seen(small_model_path, dtype_name, plain) -> None:
@@ -97,7 +97,7 @@ def test_halves_that_take_turns_cannot_be_seen(small_model_path, dtype_name, pla
         engine = RolloutEngine.from_config(engine_config(str(small_model_path), options), factory)
         rollouts = run(engine, "plain")
         assert sum(r.stats.accepted for r in rollouts) > 0
-        assert engine.worker.target.graphs.runs.num_graphs > 0
+        assert engine.worker.target.graphs.graph_runner.num_graphs > 0
         seen.append(numbers(rollouts))
     assert seen[0] == seen[1]
 

@@ -63,6 +63,6 @@ def test_trees_chunks_and_graphs_cannot_be_seen(hybrid_path, plain, graph_bytes)
     assert numbers(rollouts) == numbers(plain)
     graphs = engine.worker.target.graphs
     assert (graphs is None) == (graph_bytes == 0)
-    assert graphs is None or graphs.runs.num_graphs > 0
+    assert graphs is None or graphs.graph_runner.num_graphs > 0
     assert sum(r.stats.accepted for r in rollouts) > 0
     engine.check_integrity()

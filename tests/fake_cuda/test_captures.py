@@ -25,7 +25,7 @@ def test_after_a_capture_that_fails_steps_go_on_where_they_were(gpu: FakeGpu, tm
 
     model.forward = waiting
     engine.generate([[5, 6, 7]], PARAMS)
-    assert engine.worker.target.graphs.runs.failure
+    assert engine.worker.target.graphs.graph_runner.failure
     assert torch.cuda.current_stream() is stream
     assert not gpu.seen.generator_captures
     assert not gpu.seen.of(Kind.REPLAY)

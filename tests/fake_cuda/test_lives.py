@@ -22,22 +22,22 @@ def test_an_engine_scores_sleeps_wakes_and_is_updated(gpu: FakeGpu, tmp_path) ->
     prompts = [[5, 6, 7], [8] * 40]
     engine.generate(prompts, PARAMS)
     graphs = engine.worker.target.graphs
-    captured = graphs.runs.num_graphs
+    captured = graphs.graph_runner.num_graphs
     assert captured > 0
     send_weights(engine)
-    assert graphs.runs.num_graphs == captured  # weights were written where they are
+    assert graphs.graph_runner.num_graphs == captured  # weights were written where they are
     with gpu.seen.since() as seen:
         engine.score_with_extras([5, 6, 7], [8, 9], PARAMS)
     assert not [str(event) for event in seen.of(Kind.STALL, Kind.FORBIDDEN)]
     for tags in (["kv_cache"], ["kv_cache", "weights", "graphs"]):
         freed = engine.release_memory(tags)
         assert freed["kv_cache"] > 0
-        assert graphs.runs.num_graphs == 0
+        assert graphs.graph_runner.num_graphs == 0
         engine.resume_memory()
         send_weights(engine)
         engine.generate(prompts, replace(PARAMS, max_new_tokens=2))  # no shape comes twice
-        assert graphs.runs.num_graphs > 0
-    assert not graphs.runs.failure
+        assert graphs.graph_runner.num_graphs > 0
+    assert not graphs.graph_runner.failure
     assert not {problem for launch in gpu.launches.all for problem in launch.problems}
 
 

@@ -54,7 +54,7 @@ def test_a_step_waits_once(gpu: FakeGpu, tmp_path, model, exact) -> None:
     assert (engine.worker.memory.windows is not None) == (model == "windows")
     graphs = engine.worker.target.graphs
     if graphs is not None:
-        assert not graphs.runs.failure
+        assert not graphs.graph_runner.failure
         assert gpu.seen.of(Kind.REPLAY)
     assert not differing_sums(gpu.launches.distinct())
     if EXHAUSTIVE or (model, exact) in COMPILED:

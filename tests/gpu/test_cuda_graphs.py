@@ -41,26 +41,26 @@ def test_graphs_cannot_be_seen(tiny_model_path, eager, spec) -> None:
     for _ in range(3):
         assert generated(engine) == eager
     graphs = engine.worker.target.graphs
-    assert graphs.runs.num_graphs > 0
-    assert not graphs.runs.failure
+    assert graphs.graph_runner.num_graphs > 0
+    assert not graphs.graph_runner.failure
 
 
 def test_without_exactness_graphs_are_captured_too(tiny_model_path) -> None:
     engine = make(tiny_model_path, exact=False)
     generated(engine)
-    assert engine.worker.target.graphs.runs.num_graphs > 0
-    assert not engine.worker.target.graphs.runs.failure
+    assert engine.worker.target.graphs.graph_runner.num_graphs > 0
+    assert not engine.worker.target.graphs.graph_runner.failure
 
 
 def test_updates_in_place_reach_what_was_captured(tiny_model_path) -> None:
     engines = [make(tiny_model_path), make(tiny_model_path, graph_bytes=0)]
     before = [generated(engine) for engine in engines]
     tensor = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)) / 9
-    captured = engines[0].worker.target.graphs.runs.num_graphs
+    captured = engines[0].worker.target.graphs.graph_runner.num_graphs
     for engine in engines:
         engine.update_weights_from_tensor([(NAME, tensor)], partial=True)
     after = [generated(engine) for engine in engines]
-    assert engines[0].worker.target.graphs.runs.num_graphs >= captured > 0
+    assert engines[0].worker.target.graphs.graph_runner.num_graphs >= captured > 0
     assert before[0] == before[1] != after[0] == after[1]
 
 
@@ -69,11 +69,11 @@ def test_what_sleeps_may_wake_elsewhere(tiny_model_path, eager, tags) -> None:
     engine = make(tiny_model_path)
     assert generated(engine) == eager
     engine.release_memory(tags)
-    assert engine.worker.target.graphs.runs.num_graphs == 0
+    assert engine.worker.target.graphs.graph_runner.num_graphs == 0
     blocker = torch.empty(1 << 24, device="cuda")  # where weights or KV may have been
     engine.resume_memory()
     assert generated(engine) == eager
-    assert engine.worker.target.graphs.runs.num_graphs > 0
+    assert engine.worker.target.graphs.graph_runner.num_graphs > 0
     del blocker
 
 
@@ -82,10 +82,10 @@ def test_their_memory_is_bounded_and_comes_back(tiny_model_path, eager) -> None:
     for _ in range(3):
         assert generated(engine) == eager
     graphs = engine.worker.target.graphs
-    assert graphs.runs.num_graphs == 0 or graphs.runs.num_bytes <= 1
+    assert graphs.graph_runner.num_graphs == 0 or graphs.graph_runner.num_bytes <= 1
     engine = make(tiny_model_path)
     assert generated(engine) == eager
-    held = engine.worker.target.graphs.runs.num_bytes
+    held = engine.worker.target.graphs.graph_runner.num_bytes
     assert engine.release_memory(["graphs"]) == {"graphs": held}
 
 
@@ -103,7 +103,7 @@ def test_a_forward_that_cannot_be_captured_runs_without(tiny_model_path, eager, 
     with caplog.at_level(logging.WARNING):
         assert generated(engine) == eager
     assert "without graphs" in caplog.text
-    assert engine.worker.target.graphs.runs.failure
+    assert engine.worker.target.graphs.graph_runner.failure
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     torch.randn(3, device="cuda")  # its generator, too, knows that nothing is captured
     assert generated(engine) == eager

@@ -29,7 +29,7 @@ def test_it_says_the_same_from_any_thread(tiny_model_path) -> None:
         thread.join()
         graphs = engine.worker.target.graphs
         assert graphs is not None
-        assert graphs.runs.num_graphs > 0
-        assert not graphs.runs.failure
+        assert graphs.graph_runner.num_graphs > 0
+        assert not graphs.graph_runner.failure
     first, second = ([(r.token_ids, r.logprobs) for r in rollouts] for rollouts in found)
     assert first == second

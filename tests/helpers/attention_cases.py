@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from rollout.memory.transfers import upload
 from rollout.ops.paged_attention import AttentionPlan, paged_attention
+from rollout.ops.transfers import upload
 from rollout.runner.batch_layout import StepArrays, attention_plan
 from rollout.runner.graphs import Buckets
 

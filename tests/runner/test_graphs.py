@@ -19,8 +19,8 @@ from rollout.config import engine_config
 from rollout.errors import InvalidInputError
 from rollout.memory.device_slot_table import DeviceSlotTable
 from rollout.memory.kv_cache_manager import KVCacheManager
-from rollout.memory.transfers import DeviceBuffer
 from rollout.models.aux_hidden_states import AuxHiddenStates
+from rollout.ops.transfers import DeviceBuffer
 from rollout.runner.batch_layout import StepArrays
 from rollout.runner.dummy_run import DummyRun
 from rollout.runner.graphs import Bucket, Buckets
@@ -151,7 +151,7 @@ def test_graphs_of_trees_cannot_be_seen(tiny_model_path, eager, recorded, chain)
     assert generated(engine) == eager
     assert generated(engine) == eager
     assert capture.replays > 10
-    assert {bucket.nodes > 0 for bucket, _ in engine.worker.target.graphs.runs._graphs} == {
+    assert {bucket.nodes > 0 for bucket, _ in engine.worker.target.graphs.graph_runner._graphs} == {
         True,
         False,
     }
@@ -215,10 +215,10 @@ def test_a_shape_is_captured_when_it_comes(tiny_model_path) -> None:
     graphs = engine.worker.target.graphs
     params = SamplingParams(max_new_tokens=2, ignore_eos=True)
     engine.generate([[5]], params)  # the prompt runs alone, and so does the first token
-    assert (graphs.runs.num_graphs, capture.replays) == (1, 1)
+    assert (graphs.graph_runner.num_graphs, capture.replays) == (1, 1)
     engine.generate([[5]], params)
-    assert (graphs.runs.num_graphs, capture.replays) == (1, 3)
-    assert graphs.runs.num_bytes == 1000
+    assert (graphs.graph_runner.num_graphs, capture.replays) == (1, 3)
+    assert graphs.graph_runner.num_bytes == 1000
 
 
 def test_features_are_those_of_the_rows_and_have_graphs_of_their_own(tiny_model_path) -> None:
@@ -253,7 +253,7 @@ def test_outgrown_graphs_go_together_and_come_back_more_slowly(tiny_model_path, 
     captures = []
     for width in (3, 6, 2, 3, 6, 2):
         engine.generate([[5]] * width, params)
-        assert graphs.runs.num_bytes <= 1500
+        assert graphs.graph_runner.num_bytes <= 1500
         captures.append(len(capture.captures))
     assert generated(engine) == eager
     # Of two shapes in turns the second is one graph too many: after 1 use, then after 2, then 4.
@@ -275,7 +275,7 @@ def test_a_capture_that_fails_is_told_and_lived_without(
     assert "operation not permitted" in warning
     assert "without graphs" in warning
     assert len(capture.captures) == fails_at
-    assert engine.worker.target.graphs.runs.num_graphs == 0
+    assert engine.worker.target.graphs.graph_runner.num_graphs == 0
 
 
 def test_graphs_go_with_the_memory_they_know_the_addresses_of(tiny_model_path, eager) -> None:
@@ -284,18 +284,18 @@ def test_graphs_go_with_the_memory_they_know_the_addresses_of(tiny_model_path, e
     graphs = engine.worker.target.graphs
     for tags in (["kv_cache"], ["weights"], ["kv_cache", "weights"]):
         assert generated(engine) == eager
-        assert graphs.runs.num_graphs > 0
+        assert graphs.graph_runner.num_graphs > 0
         engine.release_memory(tags)
-        assert graphs.runs.num_graphs == 0
+        assert graphs.graph_runner.num_graphs == 0
         engine.resume_memory()
     assert generated(engine) == eager
-    held = graphs.runs.num_bytes
+    held = graphs.graph_runner.num_bytes
     assert engine.release_memory(["graphs"]) == {"graphs": held}
     assert generated(engine) == eager
-    assert graphs.runs.num_graphs == 0, "nothing is captured while their memory is away"
+    assert graphs.graph_runner.num_graphs == 0, "nothing is captured while their memory is away"
     engine.resume_memory(["graphs"])
     assert generated(engine) == eager
-    assert graphs.runs.num_graphs > 0
+    assert graphs.graph_runner.num_graphs > 0
 
 
 def test_updates_leave_graphs_valid(tiny_model_path) -> None:
@@ -303,13 +303,13 @@ def test_updates_leave_graphs_valid(tiny_model_path) -> None:
     engine = plain_engine(tiny_model_path, capture)
     other = RolloutEngine.from_pretrained(tiny_model_path, spec="none", max_running=8)
     generated(engine)
-    captured = engine.worker.target.graphs.runs.num_graphs
+    captured = engine.worker.target.graphs.graph_runner.num_graphs
     name = "model.layers.0.mlp.down_proj.weight"
     shape = (48, 80)
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)) / 9
     for each in (engine, other):
         each.update_weights_from_tensor([(name, tensor)], partial=True)
-    assert engine.worker.target.graphs.runs.num_graphs == captured > 0
+    assert engine.worker.target.graphs.graph_runner.num_graphs == captured > 0
     assert generated(engine) == generated(other)
 
 

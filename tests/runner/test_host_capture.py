@@ -166,7 +166,7 @@ def test_an_engine_with_graphs_and_one_without_give_the_same(
     engine = RolloutEngine.from_config(
         config, oracle_factory(truth, size=6, right=0.7, chain=chain)
     )
-    graphs = engine.worker.target.graphs.runs
+    graphs = engine.worker.target.graphs.graph_runner
     for _ in range(3):
         assert numbers(engine.generate(PROMPTS, PARAMS)) == wanted
         engine.check_integrity()
@@ -213,7 +213,7 @@ def test_the_rows_that_are_captured_depend_on_who_multiplies(tiny_model_path, dt
 
 def test_a_number_of_threads_has_graphs_of_its_own(tiny_model_path) -> None:
     engine = RolloutEngine.from_pretrained(tiny_model_path, "none", num_threads=1)
-    graphs = engine.worker.target.graphs.runs
+    graphs = engine.worker.target.graphs.graph_runner
     one = SamplingParams(max_new_tokens=3, ignore_eos=True)
     engine.generate([[5]], one)
     captured = graphs.num_graphs
@@ -227,14 +227,14 @@ def test_a_number_of_threads_has_graphs_of_its_own(tiny_model_path) -> None:
 
 def test_graphs_with_memory_of_their_own_leave_the_others_alone(tiny_model_path) -> None:
     engine = RolloutEngine.from_pretrained(tiny_model_path, "none", max_running=8)
-    graphs = engine.worker.target.graphs.runs
+    graphs = engine.worker.target.graphs.graph_runner
     one = SamplingParams(max_new_tokens=3, ignore_eos=True)
     engine.generate([[5]], one)
     held = graphs.num_bytes
     engine = RolloutEngine.from_pretrained(
         tiny_model_path, "none", max_running=8, graph_bytes=held + 100
     )
-    graphs = engine.worker.target.graphs.runs
+    graphs = engine.worker.target.graphs.graph_runner
     for width in (1, 8, 1, 8):
         engine.generate([[5]] * width, one)
         assert 0 < graphs.num_bytes <= held + 100

@@ -65,7 +65,7 @@ def test_tokens_and_weights_after_waking_are_those_before(tiny_model_path, spec,
     engine = RolloutEngine.from_pretrained(tiny_model_path, spec, max_running=4)
     digest, before = engine.weights_digest(), generated(engine)
     version = engine.weight_version
-    graphs = engine.worker.target.graphs.runs
+    graphs = engine.worker.target.graphs.graph_runner
     for tags in (ALL, ("weights",), ("kv_cache",)):
         held = graphs.num_bytes
         freed = engine.release_memory(tags)

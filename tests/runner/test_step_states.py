@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.memory.transfers import upload
+from rollout.ops.transfers import upload
 from rollout.runner.step_states import state_inputs, state_plan
 from rollout.types import Batch, Scheduled, ScheduledStates
 from tests.helpers.requests import make_request, make_trees

@@ -14,18 +14,20 @@ _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # Linux, <linux/mman.h>
 _SEGMENT = 2 << 20
 _OWN_SEGMENT = 10 << 20
 """What torch's CUDA allocator rounds its segments up to, and from where on each tensor gets one of
-its own. Another tensor may get the rest, and keep the whole segment when this one is freed."""
+its own, unless torch kept a larger one. Another tensor may get the rest, and keep the whole segment
+when this one is freed."""
 
 
 def whole_segments(num_bytes: int, device: torch.device) -> int:
-    """Bytes to allocate for a tensor of so many, so that nothing else shares its CUDA memory."""
+    """Bytes to allocate for a tensor of so many, so that none gets the rest of its CUDA segment."""
     if device.type != "cuda" or num_bytes < _OWN_SEGMENT:
         return num_bytes
     return -(-num_bytes // _SEGMENT) * _SEGMENT
 
 
 def empty_alone(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A contiguous tensor, its values undefined, with which no other shares CUDA memory."""
+    """A contiguous tensor, its values undefined, that leaves no rest of a CUDA segment: from 10 MiB
+    on, all its memory can be given back."""
     numel = math.prod(shape)
     num_bytes = whole_segments(numel * dtype.itemsize, device)
     memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -44,8 +46,10 @@ def free_storage(tensor: torch.Tensor) -> int:
     return freed
 
 
-def allocate_storage(tensor: torch.Tensor) -> None:
+def allocate_storage(tensor: torch.Tensor, *, alone: bool = False) -> None:
     """Allocate a freed tensor's memory, its values undefined. Does nothing if it has memory.
+
+    ``alone``: as `empty_alone` does.
 
     The address may change, so whatever stores addresses, such as a captured graph, is invalid
     afterwards.
@@ -53,7 +57,8 @@ def allocate_storage(tensor: torch.Tensor) -> None:
     storage = tensor.untyped_storage()
     if storage.nbytes() == 0:
         assert tensor.is_contiguous(), "a view, not the whole"
-        storage.resize_(whole_segments(tensor.numel() * tensor.itemsize, tensor.device))
+        num_bytes = tensor.numel() * tensor.itemsize
+        storage.resize_(whole_segments(num_bytes, tensor.device) if alone else num_bytes)
 
 
 def prefer_huge_pages(address: int, num_bytes: int) -> None:

@@ -120,11 +120,11 @@ void store_kv(int dtype, Dims3 shape, Address k, Dims3 k_strides, Address v, Dim
                     threads);
 }
 
-void gated_mul(int dtype, int gate, float alpha, float limit, Address gate_up, Dims2 shape,
+void gated_mul(int dtype, int activation, float alpha, float limit, Address gate_up, Dims2 shape,
                Dims2 strides, Address out, int threads) {
   require(shape[1] % 2 == 0, "gate_up_T2F: its last dimension must be even");
   rollout::gated_mul({.dtype = DType{dtype},
-                      .gate = rollout::Gate{gate},
+                      .activation = rollout::Activation{activation},
                       .alpha = alpha,
                       .limit = limit,
                       .gate_up = at(gate_up),
@@ -387,8 +387,8 @@ NB_MODULE(_cpu, m) {
         "v_shape"_a, "v_strides"_a, "pool_shape"_a, "k_pool"_a, "k_pool_strides"_a, "v_pool"_a,
         "v_pool_shape"_a, "v_pool_strides"_a, "slots"_a, "slots_len"_a, "wide_slots"_a, "threads"_a,
         Unlocked());
-  m.def("gated_mul", recorded<gated_mul>, "dtype"_a, "gate"_a, "alpha"_a, "limit"_a, "gate_up"_a,
-        "shape"_a, "strides"_a, "out"_a, "threads"_a, Unlocked());
+  m.def("gated_mul", recorded<gated_mul>, "dtype"_a, "activation"_a, "alpha"_a, "limit"_a,
+        "gate_up"_a, "shape"_a, "strides"_a, "out"_a, "threads"_a, Unlocked());
   m.def("soft_cap", recorded<soft_cap>, "dtype"_a, "x"_a, "shape"_a, "strides"_a, "cap"_a,
         "threads"_a, Unlocked());
 

@@ -23,13 +23,13 @@ inline void gated_mul_rows(const GatedMulArgs& args, int64_t begin, int64_t end,
 template <typename T>
 void gated_mul_rows(const GatedMulArgs& args, int64_t begin, int64_t end) {
   const Vec highest = broadcast(args.limit);
-  switch (args.gate) {
-    case Gate::kSilu:
+  switch (args.activation) {
+    case Activation::kSilu:
       return gated_mul_rows<T>(args, begin, end, [](Vec gate, Vec up) { return silu(gate) * up; });
-    case Gate::kGeluTanh:
+    case Activation::kGeluTanh:
       return gated_mul_rows<T>(args, begin, end,
                                [](Vec gate, Vec up) { return gelu_tanh(gate) * up; });
-    case Gate::kClampedSilu:
+    case Activation::kClampedSilu:
       return gated_mul_rows<T>(args, begin, end, [&](Vec gate, Vec up) {
         gate = gate > highest ? highest : gate;
         up = up > highest ? highest : (up < -highest ? -highest : up);

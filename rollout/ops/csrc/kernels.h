@@ -49,7 +49,7 @@ struct RotaryArgs {
 };
 
 // How a gated MLP's inner features come from its gate and up columns.
-enum class Gate : int32_t {
+enum class Activation : int32_t {
   kSilu,         // silu(gate) * up
   kGeluTanh,     // gelu(gate) * up, with the tanh approximation
   kClampedSilu,  // gate * sigmoid(alpha * gate) * (up + 1), both clamped before
@@ -57,7 +57,7 @@ enum class Gate : int32_t {
 
 struct GatedMulArgs {
   DType dtype;
-  Gate gate;
+  Activation activation;
   float alpha, limit;  // of kClampedSilu
   const void* gate_up;
   int64_t row_stride;

@@ -8,7 +8,7 @@ from rollout.ops.extension import DTYPE_CODES, cpu, supports
 
 __all__ = ["clamped_silu_mul", "gelu_mul", "silu_mul", "supports"]
 
-_SILU, _GELU, _CLAMPED_SILU = 0, 1, 2  # enum Gate of the extension
+_SILU, _GELU, _CLAMPED_SILU = 0, 1, 2  # enum Activation of the extension
 
 
 def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
@@ -24,13 +24,13 @@ def clamped_silu_mul(gate_up_T2F: torch.Tensor, alpha: float, limit: float) -> t
 
 
 def _gated_mul(
-    gate: int, gate_up_T2F: torch.Tensor, alpha: float = 1.0, limit: float = 0.0
+    activation: int, gate_up_T2F: torch.Tensor, alpha: float = 1.0, limit: float = 0.0
 ) -> torch.Tensor:
     rows, width = gate_up_T2F.shape
     out_TF = torch.empty((rows, width // 2), dtype=gate_up_T2F.dtype)
     cpu.gated_mul(
         DTYPE_CODES[gate_up_T2F.dtype],
-        gate,
+        activation,
         alpha,
         limit,
         gate_up_T2F.data_ptr(),

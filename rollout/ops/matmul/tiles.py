@@ -88,7 +88,8 @@ _TILES_FLOAT32 = (Tile(rows=32, outputs=64, features=32, warps=4, stages=2, prog
 TWO_BLOCK_TILES = frozenset(tile for tile in _TILES_16_BIT if tile.more_rows)
 
 # Bytes and FLOP per nanosecond of one multiprocessor, and how times add up: fitted to 482 products
-# that an H100 was timed at, 36 sizes with some 13 tiles each. The choice is within 1 % of the best.
+# that an H100 was timed at, 36 sizes with some 13 tiles each: on average the choice is within 1 %
+# of the best.
 _FROM_MEMORY = 28.2
 _INTO_ONE = 110.0
 _LATENCY = 764.0  # ns until a load returns

@@ -88,15 +88,6 @@ class CudaCapture:
         make_outputs: Callable[[Tensors], Tensors],
         max_bytes: int | None = None,
     ) -> Captured:
-        results: Tensors = {}
-
-        def run() -> None:
-            made = function()
-            if not results:
-                results.update(make_outputs(made))
-            for name, tensor in made.items():
-                results[name].copy_(tensor)
-
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
         # Kernels are compiled and libraries make their workspaces before anything is recorded.
@@ -107,7 +98,14 @@ class CudaCapture:
         unused = torch.cuda.memory_reserved(self._device)
         try:
             with torch.cuda.stream(side):
-                run()
+                computed = function()
+                used = torch.cuda.memory_reserved(self._device)
+                with torch.cuda.stream(usual):  # results outlive the run, and are no part of it
+                    results = make_outputs(computed)
+                unused += torch.cuda.memory_reserved(self._device) - used
+                for name, tensor in computed.items():
+                    results[name].copy_(tensor)
+                del computed
         finally:  # what was launched before it failed still reads and writes
             usual.wait_stream(side)
         taken = torch.cuda.memory_reserved(self._device) - unused
@@ -124,7 +122,8 @@ class CudaCapture:
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
             ):
-                run()
+                for name, tensor in function().items():
+                    results[name].copy_(tensor)
         except BaseException:
             self._recover(usual)
             raise

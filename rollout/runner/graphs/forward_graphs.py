@@ -51,7 +51,7 @@ class ForwardGraphs:
     ) -> None:
         self.buckets = buckets
         self._outputs: dict[Hashable, Tensors] = {}
-        self.runs = GraphRunner(
+        self.graph_runner = GraphRunner(
             "forwards",
             max_bytes=lambda: max_bytes,
             capture=capture,
@@ -67,11 +67,11 @@ class ForwardGraphs:
         ``variant``: what a forward depends on beside its inputs' shapes.
         """
         self.is_warm = True
-        bucket = None if self.runs.is_idle else self.buckets.bucket(step)
+        bucket = None if self.graph_runner.is_idle else self.buckets.bucket(step)
         if bucket is None:
             return None
         padded = step.padded(rows=bucket.rows, entries=bucket.entries, nodes=bucket.nodes)
-        inputs = self.runs.send(padded)
+        inputs = self.graph_runner.send(padded)
         if inputs is None:
             self.is_warm = False
             return None
@@ -85,8 +85,8 @@ class ForwardGraphs:
             return dict(zip(_RESULTS, results, strict=True))
 
         key, variant = (sent.bucket, sent.variant), sent.variant
-        results = self.runs.run(key, named, partial(self._outputs_for, variant))
-        self.is_warm = self.runs.is_warm
+        results = self.graph_runner.run(key, named, partial(self._outputs_for, variant))
+        self.is_warm = self.graph_runner.is_warm
         hidden_TE, features_TF, routes_TC = (results[name] for name in _RESULTS)
         return hidden_TE, features_TF, routes_TC
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rollout.memory.transfers import DeviceBuffer
+from rollout.ops.transfers import DeviceBuffer
 from rollout.runner.graphs.capture import Capture, Captured, GraphTooLargeError, Tensors
 
 log = logging.getLogger(__name__)
@@ -112,8 +112,8 @@ class GraphRunner:
                 torch.cuda.synchronize(self._device)  # none is running
             self._graphs.clear()
             self.num_bytes = 0
-            self._on_drop()
             self._capture.reset()
+        self._on_drop()
         self._too_large.clear()
         return freed
 
@@ -166,7 +166,7 @@ class GraphRunner:
         self._uses_wanted *= 2
         log.info(
             "%d graphs of %s hold %d MiB, %d are left of memory.graph_bytes: dropped; from "
-            "now on one is captured when it comes for the %dth time",
+            "now on one is captured only when it has come %d times",
             self.num_graphs,
             self._name,
             self.num_bytes >> 20,

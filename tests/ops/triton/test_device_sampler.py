@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.memory.transfers import DeviceBuffer, download, upload
 from rollout.ops import gpu
+from rollout.ops.transfers import DeviceBuffer, download, upload
 from rollout.ops.tree_accept.reference import walk
 from rollout.sampling.rows import rows_of_continuation, sample_rows
 from rollout.sampling.sampler import sample_trees, score

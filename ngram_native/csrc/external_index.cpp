@@ -1,4 +1,4 @@
-#include "context_index.h"
+#include "external_index.h"
 
 #include <algorithm>
 #include <utility>
@@ -20,7 +20,7 @@ std::size_t sample(std::size_t k, std::size_t parts, std::size_t size) {
 
 }  // namespace
 
-ContextIndex::ContextIndex(MappedArray<Token> text, BuildMonitor& monitor)
+ExternalIndex::ExternalIndex(MappedArray<Token> text, BuildMonitor& monitor)
     : text_(std::move(text)) {
   std::size_t positions = 0;
   for (std::size_t p = 1; p < text_.size(); ++p) {
@@ -46,7 +46,7 @@ ContextIndex::ContextIndex(MappedArray<Token> text, BuildMonitor& monitor)
   charge_ = monitor.take_charge();
 }
 
-ContextIndex::Table ContextIndex::make_table(std::uint32_t length, BuildMonitor& monitor) const {
+ExternalIndex::Table ExternalIndex::make_table(std::uint32_t length, BuildMonitor& monitor) const {
   std::size_t intervals = 0;
   for_each_interval(length, [&](Interval) {
     if (++intervals % BuildMonitor::kStride == 0) monitor.checkpoint();
@@ -65,7 +65,7 @@ ContextIndex::Table ContextIndex::make_table(std::uint32_t length, BuildMonitor&
 }
 
 template <typename Visit>
-void ContextIndex::for_each_interval(std::uint32_t length, Visit visit) const {
+void ExternalIndex::for_each_interval(std::uint32_t length, Visit visit) const {
   std::size_t begin = 0;
   for (std::size_t i = 1; i <= order_.size(); ++i) {
     if (i < order_.size() && shared_[i] >= length) continue;
@@ -77,8 +77,8 @@ void ContextIndex::for_each_interval(std::uint32_t length, Visit visit) const {
   }
 }
 
-ContextIndex::Interval ContextIndex::find_interval(ContextView context,
-                                                   std::uint32_t length) const {
+ExternalIndex::Interval ExternalIndex::find_interval(ContextView context,
+                                                     std::uint32_t length) const {
   if (context.size() < length) return {};
   const Table& table = tables_[length - 1];
   std::size_t slot = first_slot(context.hash(length), table.size());
@@ -88,22 +88,22 @@ ContextIndex::Interval ContextIndex::find_interval(ContextView context,
   return {};
 }
 
-std::uint32_t ContextIndex::match_length(TextPosition position, ContextView context,
-                                         std::uint32_t known) const {
+std::uint32_t ExternalIndex::match_length(TextPosition position, ContextView context,
+                                          std::uint32_t known) const {
   // The separator before a document equals no token, so this stops there at the latest.
   std::uint32_t match = known;
   while (match < context.size() && text_[position - 1 - match] == context.back(match)) ++match;
   return match;
 }
 
-bool ContextIndex::comes_before(TextPosition position, ContextView context,
-                                std::uint32_t known) const {
+bool ExternalIndex::comes_before(TextPosition position, ContextView context,
+                                 std::uint32_t known) const {
   const std::uint32_t match = match_length(position, context, known);
   return match < context.size() && text_[position - 1 - match] < context.back(match);
 }
 
-ContextIndex::Interval ContextIndex::find_extent(ContextView context, std::uint32_t match,
-                                                 Interval found, Interval inside) const {
+ExternalIndex::Interval ExternalIndex::find_extent(ContextView context, std::uint32_t match,
+                                                   Interval found, Interval inside) const {
   if (match <= kTables) return find_interval(context, match);
   const auto matches = [&](TextPosition position) {
     return match_length(position, context, kTables) >= match;
@@ -115,8 +115,8 @@ ContextIndex::Interval ContextIndex::find_extent(ContextView context, std::uint3
   return Interval{static_cast<TextPosition>(begin - order), static_cast<TextPosition>(end - order)};
 }
 
-void ContextIndex::find(ContextView context, std::uint32_t most,
-                        std::vector<Occurrence>& out) const {
+void ExternalIndex::find(ContextView context, std::uint32_t most,
+                         std::vector<Occurrence>& out) const {
   out.clear();
   std::uint32_t known = kTables;
   Interval inside = find_interval(context, known);
@@ -158,7 +158,7 @@ void ContextIndex::find(ContextView context, std::uint32_t most,
   }
 }
 
-std::string ContextIndex::check() const {
+std::string ExternalIndex::check() const {
   for (std::size_t i = 0; i < order_.size(); ++i) {
     const std::string where = "position " + std::to_string(i) + " of the order";
     if (order_[i] < 2 || order_[i] >= text_.size() || text_[order_[i]] < 0) {

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "check.h"
-#include "context_index.h"
 #include "external_builder.h"
+#include "external_index.h"
 
 namespace {
 
@@ -29,7 +29,7 @@ void append_documents(ExternalBuilder& builder, const Documents& documents) {
   builder.append(tokens, offsets);
 }
 
-std::unique_ptr<ContextIndex> index_of(const Documents& documents) {
+std::unique_ptr<ExternalIndex> index_of(const Documents& documents) {
   ExternalBuilder builder(budget_of(1 << 30));
   append_documents(builder, documents);
   CHECK(builder.build({}));
@@ -48,7 +48,7 @@ std::uint32_t common_suffix(const std::vector<Token>& document, std::size_t end,
 }
 
 // What find() gives, against a look at every place.
-void agrees_with_all_places(const ContextIndex& index, const Documents& documents,
+void agrees_with_all_places(const ExternalIndex& index, const Documents& documents,
                             const std::vector<Token>& text, std::uint32_t most) {
   std::vector<std::size_t> expected(kMaxMatch + 1);
   for (const auto& document : documents) {
@@ -192,7 +192,7 @@ void a_build_is_cancelled_from_another_thread() {
 
 }  // namespace
 
-void test_context_index() {
+void test_external_index() {
   finds_what_a_look_at_every_place_finds(1);
   finds_what_a_look_at_every_place_finds(2);
   sorts_texts_that_repeat_themselves();

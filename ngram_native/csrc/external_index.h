@@ -1,6 +1,6 @@
 // Where in a fixed text a context occurred, the longest match first.
-#ifndef NGRAM_NATIVE_CONTEXT_INDEX_H_
-#define NGRAM_NATIVE_CONTEXT_INDEX_H_
+#ifndef NGRAM_NATIVE_EXTERNAL_INDEX_H_
+#define NGRAM_NATIVE_EXTERNAL_INDEX_H_
 
 #include <array>
 #include <cstddef>
@@ -30,14 +30,14 @@ struct Occurrence {
 //
 // Documents lie in one text, each ended by kSeparator, one more before the first. Immutable once
 // made: any number of threads may query it.
-class ContextIndex {
+class ExternalIndex {
  public:
   static constexpr Token kSeparator = -1;
   static constexpr std::uint64_t kMaxText = 1u << 31;  // separators included
 
   // Throws BuildCancelled when the monitor says so, std::invalid_argument when its budget is
   // exceeded.
-  ContextIndex(MappedArray<Token> text, BuildMonitor& monitor);
+  ExternalIndex(MappedArray<Token> text, BuildMonitor& monitor);
 
   // Replaces `out` with at most `most` occurrences, the longest match first. Where one length has
   // more occurrences than fit, takes an even, deterministic sample of them, which preserves the
@@ -85,4 +85,4 @@ class ContextIndex {
 
 }  // namespace ngram
 
-#endif  // NGRAM_NATIVE_CONTEXT_INDEX_H_
+#endif  // NGRAM_NATIVE_EXTERNAL_INDEX_H_
