@@ -142,7 +142,7 @@ class ModelRunner:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Hidden states, features and routes [T, C] (see StepRoutes), padding included.
 
-        ``num_rows``: of no padding. A captured forward is replayed for any number of them.
+        ``num_rows``: without padding. One captured forward is replayed for any number of them.
         """
         plan, windowed = attention_plan(vars(inputs), self._table.tensor, longest), None
         if inputs.windows is not None and self._window_table is not None:

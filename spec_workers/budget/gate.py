@@ -21,10 +21,10 @@ sampling, and that requests which end early may only wait for the slowest."""
 class Gate:
     """Opens and closes by what drafting gained, as a share of the time spent.
 
-    While it is closed every so often a few steps are drafted again; fruitless probes double the
-    interval. Each kind of batch, by the octave of its requests and by its temperature, is judged by
-    itself: one that is new while another is closed is probed at once, and one that comes back finds
-    what it left. So no batch whose requests end one by one needs a new look at each width.
+    While it is closed, a few steps are drafted again every so often; fruitless probes double the
+    interval. Batches of one octave of requests and of one temperature are a kind, and each kind is
+    judged by itself. A kind that comes up while another is closed is probed at once; one that comes
+    back goes on from where it was.
     """
 
     def __init__(self) -> None:

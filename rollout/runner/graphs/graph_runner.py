@@ -24,11 +24,10 @@ class GraphRunner:
     Updates of weights write in place, so graphs stay valid; memory that is given back and taken
     again may lie elsewhere, so then all graphs go (`drop`).
 
-    Memory that graphs share comes back only as a whole. So what fits neither beside the graphs
-    there are nor in their room is not captured until they go; and should they outgrow their bound
-    all the same, all are dropped, and what still comes up is captured again, each time after twice
-    as many uses. Where each has memory of its own, what does not fit beside the others is not
-    captured.
+    Graphs that share memory give it back only all together. A run whose graph fits neither beside
+    the others nor in their room is not captured until all of them go. Should they outgrow their
+    bound all the same, all are dropped, and a run is captured again after twice as many uses. Where
+    each graph has memory of its own, a run whose graph does not fit is not captured.
     """
 
     def __init__(
