@@ -210,7 +210,7 @@ class SpecWorker:
         )
 
     def _accept(self, batch: Batch, samples: TreeSamples) -> list[EntryResult]:
-        results = self.target.accept(batch, samples)
+        results = self.target.entry_results(batch, samples)
         if self.target.checks_ranks:
             check_results(self.ranks.tensor, batch, results)
         return results

@@ -208,7 +208,7 @@ class TargetWorker:
         """A sample at every root and node, and each tree's walk. On a GPU nothing waits."""
         return sample_trees(batch, trees, logits_RV)
 
-    def accept(self, batch: Batch, samples: TreeSamples) -> list[EntryResult]:
+    def entry_results(self, batch: Batch, samples: TreeSamples) -> list[EntryResult]:
         """The accepted path and emitted tokens of each entry; stops and limits cut a path short."""
         offsets = samples.offsets_B1.tolist()
         return [
