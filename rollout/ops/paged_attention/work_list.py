@@ -60,8 +60,8 @@ def list_sizes(plan: AttentionPlan, rows: int, limits: Limits) -> ListSizes:
     splits = triton.cdiv(longest + BLOCK - 1, SPLIT_BLOCKS * BLOCK)
     tiles = min(rows, rows // limits.tile_queries + entries + 1)
     items = min(tiles * splits, tiles + _WAVES * limits.programs)
-    if nodes:  # tiles are narrower only if that makes few items
-        items = max(items, min(rows * splits, limits.programs // 2))
+    if nodes:  # tiles are narrower only if that makes few items, beside those of padding
+        items = max(items, min(rows * splits, limits.programs // 2 + rows))
     if splits == 1:
         return ListSizes(items, folds=0, part_rows=0)
     return ListSizes(
@@ -131,7 +131,7 @@ def _wanted(
             q_offsets_ptr, starts_ptr, run_lens_ptr, node_offsets_ptr, first_entry + lane,
             num_entries, num_rows,
         )  # fmt: skip
-        rows = end - first
+        rows = tl.where(first_entry + lane < num_entries, end - first, 0)  # without padding
         splits = tl.cdiv(start + run_len + tl.minimum(nodes, BLOCK - 1), SPLIT)
         splits_of_all += tl.cdiv(rows, queries) * tl.maximum(splits, 1)
         part_rows += tl.where(splits > length, rows * (splits - length + 1), 0)
@@ -164,7 +164,7 @@ def _work_list_kernel(
             queries = tl.where(is_wide, queries // 2, queries)
             splits_of_all = tl.where(is_wide, halved, splits_of_all)
             is_wide = is_wide & (queries > 1)
-    length = tl.cdiv(splits_of_all, WAVES * programs)
+    length = tl.maximum(tl.cdiv(splits_of_all, WAVES * programs), 1)
     _, part_rows = _wanted(
         q_offsets_ptr, starts_ptr, run_lens_ptr, node_offsets_ptr, num_entries, num_rows, queries,
         length, SPLIT, BLOCK,
