@@ -77,10 +77,10 @@ PARTS: tuple[Callable[[], None], ...] = (checks, products, steps)
 
 
 def recorded(parts: Sequence[Callable[[], None]]) -> list[Variant]:
-    """What the parts launch, each variant once."""
+    """The distinct variants of kernels that these parts launch."""
     found: dict[str, Launch] = {}
     with (
-        patch.object(decoding, "send_random_weights", _send_nothing),
+        patch.object(decoding, "send_random_weights", send_empty_weights),
         patch.object(gpu_smoke, "_rows_that_differ", lambda one, other: one.shape != other.shape),
         patch.object(Ceilings, "of", lambda device, floors=None: _CEILINGS),
     ):
@@ -94,7 +94,7 @@ def recorded(parts: Sequence[Callable[[], None]]) -> list[Variant]:
     ]
 
 
-def _send_nothing(engine: RolloutEngine, weight_loaders: dict[str, WeightLoader]) -> None:
+def send_empty_weights(engine: RolloutEngine, weight_loaders: dict[str, WeightLoader]) -> None:
     """A pretended device has no generator of random numbers."""
     device = engine.worker.model_device
     engine.update_weights_from_tensor(

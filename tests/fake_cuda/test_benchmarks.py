@@ -20,8 +20,6 @@ from bench_step import shape_rows
 from harness.roofline import Ceilings
 from harness.shapes import Shape
 
-from rollout import RolloutEngine
-from rollout.models.layers.weight_loader import WeightLoader
 from rollout.ops.glu import silu_mul
 from tests.helpers.fake_cuda import FakeGpu
 
@@ -34,16 +32,7 @@ SHAPE = Shape(
 @pytest.fixture(autouse=True)
 def _weights_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pretended device has no generator."""
-
-    def send(engine: RolloutEngine, weight_loaders: dict[str, WeightLoader]) -> None:
-        device = engine.worker.model_device
-        engine.update_weights_from_tensor(
-            (name, torch.empty(to.shape, dtype=torch.bfloat16, device=device))
-            for name, to in weight_loaders.items()
-            if to.required
-        )
-
-    monkeypatch.setattr(decoding, "send_random_weights", send)
+    monkeypatch.setattr(decoding, "send_random_weights", gpu_kernels.send_empty_weights)
 
 
 def test_steps_are_judged_and_what_sleeps_is_captured_again(gpu: FakeGpu, monkeypatch) -> None:
