@@ -13,9 +13,9 @@ _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # Linux, <linux/mman.h>
 
 _SEGMENT = 2 << 20
 _OWN_SEGMENT = 10 << 20
-"""What torch's CUDA allocator rounds its segments up to, and from where on each tensor gets one of
-its own, unless torch kept a larger one. Another tensor may get the rest, and keep the whole segment
-when this one is freed."""
+"""Torch's CUDA allocator rounds segments up to ``_SEGMENT`` bytes, and gives tensors of at least
+``_OWN_SEGMENT`` one of their own, unless it kept a larger one. Another tensor may get the rest, and
+keep the whole segment when this one is freed."""
 
 
 def whole_segments(num_bytes: int, device: torch.device) -> int:
