@@ -164,7 +164,7 @@ def time_phases(engine: RolloutEngine) -> Phases:
         (worker.budget, "choose", "choose"),
         (worker.budget, "observe", "learn"),
         (worker.target, "sample", "sampler inputs"),
-        (worker.target, "accept", "accept"),
+        (worker.target, "entry_results", "accept"),
         (worker.target, "commit", "commit"),
         (engine.scheduler, "commit", "commit"),
         (worker, "observe", "observe"),
