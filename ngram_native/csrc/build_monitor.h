@@ -16,7 +16,7 @@ namespace ngram {
 // Thrown by a build that was cancelled.
 struct BuildCancelled {};
 
-// One thread builds; any thread may cancel and look.
+// One thread builds. Any thread may cancel, and read the counters.
 class BuildMonitor {
  public:
   // Work between two checkpoints, in tokens: well below a millisecond.
@@ -24,8 +24,7 @@ class BuildMonitor {
 
   explicit BuildMonitor(std::shared_ptr<ExternalBudget> budget) : charge_(std::move(budget)) {}
 
-  // Says how many bytes the build holds from now on: called before they are taken and after they
-  // are given back.
+  // Declares how many bytes the build holds: before more are allocated, and after some are freed.
   void hold(std::uint64_t bytes) {
     charge_.resize(bytes);
     num_bytes_ = bytes;

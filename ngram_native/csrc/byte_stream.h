@@ -1,4 +1,4 @@
-// Bytes to and from an open file, with a checksum behind them.
+// Writes bytes to an open file and reads them, with a checksum at the end.
 #ifndef NGRAM_NATIVE_BYTE_STREAM_H_
 #define NGRAM_NATIVE_BYTE_STREAM_H_
 
@@ -46,7 +46,7 @@ class ByteReader {
     get_bytes(&value, sizeof(T));
     return value;
   }
-  // Before memory is taken on the file's word: refuses what the file cannot hold.
+  // Refuses a size that the file cannot hold, before memory is allocated for it.
   void expect(std::uint64_t bytes) const;
   // Refuses bytes left over and a checksum that does not agree.
   void finish();

@@ -7,20 +7,20 @@ namespace ngram {
 namespace {
 
 // Chosen on recorded rollouts, where the accept length is flat around them.
-constexpr double kInertia = 2.0;       // expected hits the estimate itself is worth
-constexpr double kMaxMemory = 200.0;   // expected hits a cell remembers
-constexpr double kKnotInertia = 20.0;  // nodes the straight line is worth
+constexpr double kInertia = 2.0;       // the estimate itself counts as this many expected hits
+constexpr double kMaxMemory = 200.0;   // expected hits that a cell remembers
+constexpr double kKnotInertia = 20.0;  // the straight line counts as this many nodes
 constexpr double kKnotMemory = 1000.0;
 constexpr double kDecay = 0.8;     // at a change of policy
 constexpr double kHighest = 0.98;  // no continuation is certain
 constexpr std::array<double, kNumSources> kTrust = {0.9, 0.6, 0.6, 0.5};
 
-// The curve goes through 0, and stays above this share of the straight line: so it keeps apart what
-// is all but hopeless.
+// The curve goes through 0 and stays above this share of the straight line, so that unlikely nodes
+// keep their order.
 constexpr double kLowestSlope = 0.02;
 constexpr double kHighestPath = 0.995;
 
-constexpr double kMostHits = 1e9;  // a cell with more is not of this program's making
+constexpr double kMostHits = 1e9;  // a file with more in a cell was not written by this program
 
 // buckets[i] is the number of `ends` that are at most i.
 template <std::size_t kSize, std::size_t kEnds>
@@ -32,7 +32,7 @@ constexpr std::array<std::uint8_t, kSize> make_buckets(const std::array<std::siz
   return buckets;
 }
 
-// Looked up, for comparisons would be mispredicted.
+// Tables, because comparisons would be mispredicted.
 constexpr auto kMatchBucket =
     make_buckets<kMaxMatch + 1>(std::array<std::size_t, 7>{2, 3, 4, 6, 9, 13, 21});
 constexpr auto kShareBucket =
@@ -42,7 +42,7 @@ constexpr auto kDepthBucket = make_buckets<6>(std::array<std::size_t, 3>{2, 3, 5
 constexpr auto kLevelBucket =
     make_buckets<101>(std::array<std::size_t, 11>{3, 6, 10, 16, 25, 35, 50, 65, 80, 90, 95});  // %
 
-// Belief in a match of so many tokens, and in so many witnesses.
+// Belief in a match by its number of tokens, and by its number of witnesses.
 constexpr std::size_t kManyWitnesses = 64;
 constexpr std::array<double, kMaxMatch + 1> kMatchBelief = [] {
   std::array<double, kMaxMatch + 1> belief{};

@@ -20,7 +20,7 @@ struct Evidence {
   std::int32_t depth;    // in the tree: 1 for a child of the root
 };
 
-// What an estimate was computed from; needed to learn from its outcome.
+// What an estimate was computed from, kept to learn from its outcome.
 struct StepBasis {
   float prior;      // before any calibration
   float corrected;  // by the first table
@@ -51,9 +51,9 @@ class Calibration {
 
   void observe_step(const StepBasis& basis, bool right);
   void observe_path(double product, std::int32_t depth, bool right);
-  void decay();  // the policy changed: what was learned counts for less
+  void decay();  // the policy changed, so the past counts for less
 
-  // Derives anew what follows from the counts, and says whether these can have come about: what was
+  // Derives ratios and curves from the counts. Returns whether the counts are possible, since those
   // read from a file may be anything.
   bool settle();
 
@@ -80,7 +80,7 @@ class Calibration {
   struct Knot {
     double count = 0;
     double right = 0;
-    double at = 0;     // where it stands
+    double at = 0;     // the product at which it stands
     double value = 0;  // the curve's height there
     void observe(double weight, double height);
     void decay();

@@ -10,34 +10,34 @@
 
 namespace ngram {
 
-// Where it was found, the most informative source first.
+// Where an occurrence was found, the most informative source first.
 enum class Source : std::uint8_t {
   kGroup,     // the samples of this prompt
   kLive,      // other rollouts
   kExternal,  // an external corpus
-  kGap,       // a sample of this prompt that agrees up to the last token, which is another there
+  kGap,       // a sample of this prompt that differs in the last token alone
 };
 inline constexpr std::size_t kNumSources = 4;
 
 struct Candidate {
-  std::uint32_t match;   // tokens of context it shares with the query; of kGap, before the last
-  std::uint32_t length;  // tokens known to have come next there, 1 or more
+  std::uint32_t match;   // tokens of context shared with the query; kGap: before the last one
+  std::uint32_t length;  // how many tokens are known to have followed there, 1 or more
   Source source;
-  double weight;  // of its match, age and scope
+  double weight;  // by its match, age and scope
 };
 
-// The candidates of one query with the tokens that came next, copied side by side: a tree is grown
-// from a few kilobytes of near memory, whatever scope they come from.
+// The candidates of one query and the tokens that followed them, copied side by side. A tree is
+// then grown from a few kilobytes of cached memory, whatever scope the tokens come from.
 class Candidates {
  public:
-  // For trees no deeper than `depth`.
+  // Begins anew, for trees no deeper than `depth`.
   void clear(std::uint32_t depth) {
     depth_ = depth;
     candidates_.clear();
   }
 
-  // Room for the next candidate's continuation: depth() tokens, and kSpare more that a hasty copy
-  // may spoil; to be filled before add().
+  // Room for the next candidate's continuation, to be filled before add(): depth() tokens, and
+  // kSpare more, which a copy in whole vectors may overwrite.
   static constexpr std::size_t kSpare = 4;
   Token* room() {
     const std::size_t needed = (candidates_.size() + 1) * depth_ + kSpare;
@@ -52,7 +52,7 @@ class Candidates {
   std::uint32_t depth() const { return depth_; }
   std::size_t size() const { return candidates_.size(); }
   const Candidate* data() const { return candidates_.data(); }
-  // Of candidate i from i * depth() on.
+  // Candidate i's continuation begins at i * depth().
   const Token* continuations() const { return tokens_.data(); }
 
  private:

@@ -25,15 +25,15 @@ ChainedLog::ChainedLog(std::vector<Chain> chains, std::uint32_t capacity_pages,
   touch_heads();
 }
 
-// Memory that is first written to costs microseconds a page, and tokens write all over the table:
-// taken now, in large pages where there are any, none of it is met in the middle of a step.
+// The first write to a page costs microseconds, and tokens write all over the table. So its pages
+// are touched now, large ones where there are any, and not in the middle of a step.
 void ChainedLog::touch_heads() {
   const std::size_t bytes = num_heads() * sizeof(std::uint32_t);
 #ifdef __linux__
   const auto begin = reinterpret_cast<std::uintptr_t>(heads_.get());
   const std::uintptr_t inside = (begin + kPageBytes - 1) / kPageBytes * kPageBytes;
   const std::uintptr_t end = (begin + bytes) / kPageBytes * kPageBytes;
-  // Advice: what becomes of it changes nothing but time.
+  // Only advice: it changes nothing but time.
   if (inside < end) ::madvise(reinterpret_cast<void*>(inside), end - inside, MADV_HUGEPAGE);
 #endif
   volatile std::byte* const memory = reinterpret_cast<std::byte*>(heads_.get());
@@ -100,11 +100,11 @@ void ChainedLog::prefetch_append(const Cursor& cursor, ContextView context) cons
 }
 
 std::size_t ChainedLog::follow(Cursor& cursor, std::span<const Token> tokens) const {
-  // Depth first over the tree of segments: straight on as far as it goes, then from the deepest
-  // position where another segment branches off.
+  // Depth first over the tree of segments: along a segment to its end, then from the deepest
+  // position at which another one branches off.
   struct Branch {
     Position last;     // segments that follow this token
-    std::size_t held;  // tokens up to and with it
+    std::size_t held;  // tokens up to this one, included
   };
   std::vector<Branch> branches = {{kNoPosition, 0}};
   std::size_t longest = 0;

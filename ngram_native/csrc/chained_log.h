@@ -26,24 +26,24 @@ struct Chain {
 struct Cursor {
   std::uint64_t group = 0;
   bool has_group = false;
-  Position last = kNoPosition;  // the document's last token here, maybe dropped since
+  Position last = kNoPosition;  // of the document's last token; its page may have been dropped
   PageNumber page = kNoPage;    // the page it writes to: its own, never one it branched from
 };
 
 // Hash chains as in LZ77 match finders (Ziv and Lempel 1977; zlib's `prev` array): a table of chain
 // heads and one back-link per position and chain. Contexts that share a slot share a chain, and a
-// head may name a dropped page; every step of a walk therefore compares the tokens themselves. Each
-// chain has a part of the table to itself, for a slot shared by two of them would cut both short.
+// head may name a dropped page, so every step of a walk compares the tokens themselves. Each chain
+// has a part of the table to itself: a slot shared by two chains would cut both short.
 class ChainedLog {
  public:
-  // part_slots: chain heads of each part of the table.
+  // part_slots: the number of chain heads in each part of the table.
   ChainedLog(std::vector<Chain> chains, std::uint32_t capacity_pages, std::uint32_t part_slots);
 
-  // The largest part_slots of a table within so many bytes.
+  // The largest part_slots with which the table fits into `bytes`.
   static std::uint32_t part_slots_for(const std::vector<Chain>& chains, std::uint64_t bytes);
   static std::uint64_t table_bytes(const std::vector<Chain>& chains, std::uint32_t part_slots);
 
-  // Makes room for so many tokens of so many documents, so that appending them cannot fail.
+  // Makes room for that many tokens and documents, so that appending them cannot fail.
   void reserve(std::uint64_t tokens, std::uint64_t documents) {
     log_.reserve(tokens / kPageTokens + 2 * documents);
   }
@@ -53,12 +53,12 @@ class ChainedLog {
   // Prefetches the table slots that appending a token after `context` writes.
   void prefetch_append(const Cursor& cursor, ContextView context) const;
 
-  // The longest run of `tokens` that the group holds from a document's beginning, through whatever
-  // branches. Leaves the cursor at its end, ready to branch, and returns its length.
+  // Finds the longest prefix of `tokens` with which documents of the group begin, across branches.
+  // Leaves the cursor at its end, ready to branch, and returns its length.
   std::size_t follow(Cursor& cursor, std::span<const Token> tokens) const;
 
-  // A walk goes from the head of a chain to ever earlier positions; each must be checked: it may be
-  // dropped, of another group or of another context.
+  // A walk goes from the head of a chain to ever earlier positions. Each must be checked: its page
+  // may have been dropped, or it may follow another context or belong to another group.
   std::size_t slot(std::uint32_t which, ContextView context, std::uint64_t group) const {
     const std::uint64_t hash = context.hash(chains_[which].order);
     return slot_in_part(which, chains_[which].per_group ? mix(hash, group) : hash);
@@ -68,7 +68,7 @@ class ChainedLog {
   // Prefetches what a walk along chain `which` reads at `position`; false when nothing is there.
   bool prefetch(Position position, std::uint32_t which) const;
 
-  // Tokens before a position, given as page and offset, that agree with the end of `context`.
+  // How many tokens before a position (page and offset) agree with the end of `context`.
   std::uint32_t match_length(PageView page, std::uint32_t offset, ContextView context) const;
 
   const TokenLog& log() const { return log_; }
@@ -80,7 +80,7 @@ class ChainedLog {
   const std::uint32_t* heads() const { return heads_.get(); }
   std::size_t num_bytes() const { return log_.num_bytes() + num_heads() * sizeof(std::uint32_t); }
 
-  // Empty when consistent, else what is not.
+  // Empty when consistent, else what is wrong.
   std::string check(std::int64_t vocab_size) const;
 
  private:
@@ -98,7 +98,7 @@ class ChainedLog {
     return part * part_slots_ + static_cast<std::size_t>((hash >> 32) * part_slots_ >> 32);
   }
   void touch_heads();
-  // One for each chain and, where there are groups, one for their segments.
+  // One part for each chain and, where there are groups, one for their segments.
   static std::size_t num_parts(const std::vector<Chain>& chains);
   Position exchange_head(std::size_t slot, Position position) {
     const Position previous = ~heads_[slot];

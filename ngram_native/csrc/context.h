@@ -18,7 +18,7 @@ inline std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
   return hash ^ (hash >> 29);
 }
 
-// Tokens that end somewhere in memory; valid as long as what they are a view of.
+// A view of the tokens before an address; valid as long as that memory is.
 class ContextView {
  public:
   ContextView(const Token* end, std::uint32_t size) : end_(end), size_(size) {}

@@ -15,10 +15,10 @@ namespace ngram {
 // An index into the text of an ExternalIndex.
 using TextPosition = std::uint32_t;
 
-// Radix sort, most significant pair of tokens first: each round sorts the groups whose contexts
-// agree so far by their next two tokens back, and splits them. Contexts end after kMaxMatch tokens
-// or at the negative token before a document, so there are at most kMaxMatch / 2 rounds whatever
-// the text. Equal contexts stay in the order of their positions.
+// A radix sort by pairs of tokens, the nearest pair first. Each round sorts every group of contexts
+// that agree so far by the next two tokens back, and splits the group. A context ends after
+// kMaxMatch tokens, or at the negative token before its document, so there are at most kMaxMatch /
+// 2 rounds whatever the text. Equal contexts stay in the order of their positions.
 class ContextSorter {
  public:
   // order: positions in ascending order; sorted in place.
@@ -48,7 +48,7 @@ class ContextSorter {
   void prefetch(TextPosition position, std::uint32_t depth) const {
     __builtin_prefetch(text_ + (position - 1 - std::min(depth, position - 1)));
   }
-  // Of contexts with these keys, `depth` tokens being equal.
+  // How many tokens two contexts share that agree in `depth` tokens and go on with these keys.
   static std::uint8_t common(std::uint64_t a, std::uint64_t b, std::uint32_t depth);
   static bool is_last(std::uint64_t key, std::uint32_t depth);
 

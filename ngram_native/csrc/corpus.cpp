@@ -10,20 +10,20 @@ namespace ngram {
 
 namespace {
 
-// Trees are grown to at least this size, whatever the budget, and judged in full: estimates that
-// sank below the caller's floor must be able to rise again.
+// Trees are grown to at least this size, whatever the budget, and all their nodes are learned from:
+// an estimate that sank below the caller's min_probability must be able to rise again.
 constexpr std::int32_t kJudgedNodes = 8;
 
-// Of max_bytes, set aside for open sequences: a 32nd, at least this much.
+// A 32nd of max_bytes is set aside for open sequences, and at least this much.
 constexpr std::uint64_t kMinReserve = 64 << 10;
 
-// And for the corpus itself. Not its size, which differs between standard libraries: the same
-// max_bytes must hold the same pages everywhere.
+// Set aside for the Corpus object. A constant, because its real size differs between standard
+// libraries and the same max_bytes must hold the same number of pages everywhere.
 constexpr std::uint64_t kOwnBytes = 112 << 10;
 static_assert(sizeof(Corpus) <= kOwnBytes);
 
-// Of an open sequence, at most: a map node holds its value and a link, each block a word of the
-// allocator's own.
+// The most that an open sequence takes: itself, its guesses, the map's node (value and link), and a
+// word of the allocator for each block.
 constexpr std::uint64_t kSequenceBytes = 2048;
 static_assert(sizeof(Sequence) + 8 * sizeof(void*) + kMaxTreeNodes * sizeof(Guess) <=
               kSequenceBytes);
@@ -34,10 +34,10 @@ std::uint64_t reserve_bytes(std::uint64_t max_bytes) {
 
 std::int32_t nodes_grown(std::int32_t budget) { return std::max(budget, kJudgedNodes); }
 
-// Sequences of a batch whose searches wait for memory together.
+// How many sequences of a batch are searched together, so that their cache misses overlap.
 constexpr std::size_t kTogether = 16;
 
-// Tokens of a sequence whose slots are prefetched together.
+// How many tokens of a sequence have their slots prefetched together.
 constexpr std::size_t kAppendedTogether = 16;
 
 void check_verified(std::span<const std::int32_t> verified,
@@ -337,7 +337,7 @@ std::string Corpus::check() const {
 std::uint64_t Corpus::bookkeeping_bytes() const {
   std::uint64_t bytes = sizeof(Corpus) + sequences_.bucket_count() * sizeof(void*);
   for (const auto& [id, sequence] : sequences_) {
-    // A map node holds its value and a link; each block has a word of the allocator's own.
+    // The map's node holds its value and a link; the allocator adds a word to each block.
     bytes += sizeof(Sequence) + 5 * sizeof(void*) + sequence->guesses.capacity() * sizeof(Guess);
   }
   return bytes;

@@ -36,38 +36,38 @@ struct ExternalSize {
   std::uint64_t num_bytes;
 };
 
-// Every public method may be called from any thread: one mutex, held for the call. A call that
-// throws has changed nothing; what the caller got wrong is a std::invalid_argument.
+// Every public method may be called from any thread: it holds one mutex for the whole call. A call
+// that throws has changed nothing. Mistakes of the caller are thrown as std::invalid_argument.
 class Corpus {
  public:
   explicit Corpus(const Options& options);
 
   void insert(std::span<const Token> tokens, std::optional<std::uint64_t> group);
-  // age, here and below: how many weight versions ago the tokens were sampled.
+  // Begins a sequence. `age`, here and below: how many weight versions ago the tokens were sampled.
   void open(std::int64_t sequence_id, std::uint64_t group, std::span<const Token> tokens,
             std::uint32_t age = 0);
-  // verified[b]: so many first nodes of what was last proposed for entry b were verified, at most
-  // all that were handed out since its tokens last came; without it, all. An entry without tokens
-  // is left as it is.
+  // Appends the tokens [offsets[b], offsets[b + 1]) to sequence b. verified[b] is how many nodes of
+  // its last proposal were verified, counted from the first; all of them without `verified`. A
+  // sequence without new tokens is left as it is.
   void extend(std::span<const std::int64_t> sequence_ids, std::span<const Token> tokens,
               std::span<const std::int64_t> offsets,
               std::optional<std::span<const std::int32_t>> verified = std::nullopt,
               std::uint32_t age = 0);
   Proposal propose(std::span<const std::int64_t> sequence_ids,
                    std::span<const std::int32_t> budgets, double min_probability);
-  // What a sequence of that context would be offered; nothing is inserted or remembered.
+  // The draft for a sequence that ends with `tokens`. Inserts and remembers nothing.
   Proposal query(std::uint64_t group, std::span<const Token> tokens, std::int32_t budget,
                  double min_probability);
   void close(std::int64_t sequence_id);
-  std::size_t max_sequences() const;  // that can be open together
+  std::size_t max_sequences() const;  // how many can be open together
   void set_weight_version(std::int64_t version);
 
-  // Builds and publishes in one call. Documents d = tokens[offsets[d], offsets[d + 1]).
+  // Builds and publishes in one call. Document d is tokens[offsets[d], offsets[d + 1]).
   void add_external(const std::string& name, std::span<const Token> tokens,
                     std::span<const std::int64_t> offsets);
-  // Makes a built corpus visible whole; constant time.
+  // Makes a built corpus visible as a whole, in constant time.
   void publish_external(const std::string& name, ExternalBuilder& builder);
-  // Takes one out of force; constant time. Its memory is the caller's to free.
+  // Takes a corpus out of use, in constant time. The caller frees its memory.
   std::unique_ptr<ExternalIndex> withdraw_external(const std::string& name);
   void remove_external(const std::string& name) { withdraw_external(name); }
   std::vector<std::string> external_names() const;
@@ -78,7 +78,7 @@ class Corpus {
   void save(ByteWriter& writer) const;
   void load(ByteReader& reader);
 
-  std::string check() const;  // empty when consistent, else what is not
+  std::string check() const;  // empty when consistent, else what is wrong
   std::uint64_t num_tokens() const;
   std::uint64_t num_bytes() const;
   std::map<std::string, double> counters() const;
@@ -91,7 +91,7 @@ class Corpus {
     std::uint64_t matched_nodes = 0;
   };
 
-  // All of these run under the mutex.
+  // The caller holds the mutex.
   Sequence& find(std::int64_t sequence_id);
   std::vector<Sequence*> find_all(std::span<const std::int64_t> sequence_ids);
   void append(Sequence& sequence, std::span<const Token> tokens, std::uint32_t policy);

@@ -1,4 +1,4 @@
-// The memory of a corpus's external corpora, counted as it is taken.
+// Limits the memory that the external corpora of one corpus take together.
 #ifndef NGRAM_NATIVE_EXTERNAL_BUDGET_H_
 #define NGRAM_NATIVE_EXTERNAL_BUDGET_H_
 
@@ -19,7 +19,7 @@ class ExternalBudget {
  public:
   explicit ExternalBudget(std::uint64_t max_bytes) : max_bytes_(max_bytes) {}
 
-  // Refuses what does not fit.
+  // Throws std::invalid_argument where the bytes do not fit.
   void take(std::uint64_t bytes) {
     std::uint64_t used = used_.load();
     do {
@@ -42,7 +42,7 @@ class ExternalBudget {
   std::atomic<std::uint64_t> used_ = 0;
 };
 
-// One corpus's part of a budget, given back at the end.
+// The part of a budget that one external corpus takes, given back by the destructor.
 class Charge {
  public:
   Charge() = default;
@@ -67,7 +67,7 @@ class Charge {
     bytes_ = bytes;
   }
 
-  // From now on a part of another budget, whether it fits there or not.
+  // Moves the bytes to another budget, even beyond its limit.
   void move_to(std::shared_ptr<ExternalBudget> budget) {
     budget->take_unbounded(bytes_);
     if (budget_) budget_->give_back(bytes_);

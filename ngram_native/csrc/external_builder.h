@@ -19,18 +19,17 @@
 
 namespace ngram {
 
-// Any thread may call anything. cancel(), take() and the counters never wait, the rest for each
-// other.
-// What is refused is a std::invalid_argument; a refused call, and a build that failed or was
-// cancelled, leave nothing to publish.
+// Any thread may call any method. cancel(), take() and the counters never wait; the other methods
+// wait for one another. A refused call throws std::invalid_argument. After a refused call, or a
+// build that failed or was cancelled, there is nothing to publish.
 class ExternalBuilder {
  public:
   explicit ExternalBuilder(std::shared_ptr<ExternalBudget> budget);
 
-  // Documents d = tokens[offsets[d], offsets[d + 1]).
+  // Adds documents: document d is tokens[offsets[d], offsets[d + 1]).
   void append(std::span<const Token> tokens, std::span<const std::int64_t> offsets);
-  // Once, after the last document; `proceed` is asked now and then whether to go on. False when
-  // cancelled.
+  // Indexes the documents; to be called once, after the last of them. `proceed` is asked ten times
+  // a second whether to go on. Returns false when cancelled.
   bool build(const std::function<bool()>& proceed);
   void cancel() { monitor_.cancel(); }
 
@@ -38,21 +37,21 @@ class ExternalBuilder {
   std::uint64_t num_bytes() const { return monitor_.num_bytes(); }
   double fraction_indexed() const;  // in [0, 1]
 
-  // The built index, once; refused while build() runs, since whoever publishes holds up the corpus.
+  // Hands out the built index, once. Refused while build() runs: to wait would hold up the corpus.
   std::unique_ptr<ExternalIndex> take();
-  void free();  // everything held; there is nothing to publish then
+  void free();  // frees everything; nothing is left to publish
 
  private:
   void push(Token token);
   void release();
   MappedArray<Token> joined();
 
-  static constexpr std::size_t kChunk = 1 << 16;  // tokens; pages that hold none yet cost nothing
+  static constexpr std::size_t kChunk = 1 << 16;  // tokens; pages not written yet cost nothing
 
   std::mutex mutex_;
   BuildMonitor monitor_;
   std::vector<MappedArray<Token>> chunks_;
-  std::size_t text_size_ = 0;  // of the chunks: tokens and separators
+  std::size_t text_size_ = 0;  // tokens and separators in the chunks
   bool closed_ = false;        // build() was called
   std::unique_ptr<ExternalIndex> index_;
   std::atomic<std::uint64_t> num_tokens_ = 0;

@@ -1,4 +1,4 @@
-// Named, frozen scopes beside the live one.
+// The published external corpora, by name.
 #ifndef NGRAM_NATIVE_EXTERNAL_CORPORA_H_
 #define NGRAM_NATIVE_EXTERNAL_CORPORA_H_
 
@@ -12,15 +12,15 @@
 
 namespace ngram {
 
-// The published external corpora. Not synchronised: the owner holds its lock around every call;
-// none takes longer for a larger corpus.
+// Not synchronised: the owner holds its lock around every call. No call takes longer for a larger
+// corpus.
 class ExternalCorpora {
  public:
   void check_free(const std::string& name) const;  // refuses a name that is taken
   void add(const std::string& name, std::unique_ptr<ExternalIndex> corpus);
   std::unique_ptr<ExternalIndex> remove(const std::string& name);  // for the caller to free
 
-  // Counts all of them in another budget, whether they fit there or not.
+  // Moves the bytes of all corpora to another budget, even beyond its limit.
   void charge_to(const std::shared_ptr<ExternalBudget>& budget);
 
   std::vector<std::string> names() const;

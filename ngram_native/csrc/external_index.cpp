@@ -127,7 +127,7 @@ void ExternalIndex::find(ContextView context, std::uint32_t most,
   const auto* insertion =
       std::partition_point(order + inside.begin, order + inside.end,
                            [&](TextPosition p) { return comes_before(p, context, known); });
-  // What was taken lies in [left, right); beside it the matches only get shorter.
+  // [left, right) was taken. Further out on both sides the matches only get shorter.
   auto left = static_cast<TextPosition>(insertion - order), right = left;
   std::uint32_t left_match = left > 0 ? match_length(order[left - 1], context, 0) : 0;
   std::uint32_t right_match = right < order_.size() ? match_length(order[right], context, 0) : 0;

@@ -28,14 +28,14 @@ struct Occurrence {
 // around its insertion point, the longest matches nearest; a table finds the contexts that end
 // in the same two tokens, or one. It answers what a suffix automaton would.
 //
-// Documents lie in one text, each ended by kSeparator, one more before the first. Immutable once
-// made: any number of threads may query it.
+// All documents lie in one text. A kSeparator ends each, and one stands before the first. The index
+// is immutable, so any number of threads may query it.
 class ExternalIndex {
  public:
   static constexpr Token kSeparator = -1;
   static constexpr std::uint64_t kMaxText = 1u << 31;  // separators included
 
-  // Throws BuildCancelled when the monitor says so, std::invalid_argument when its budget is
+  // Throws BuildCancelled when the monitor was cancelled, std::invalid_argument when its budget is
   // exceeded.
   ExternalIndex(MappedArray<Token> text, BuildMonitor& monitor);
 
@@ -49,10 +49,10 @@ class ExternalIndex {
   std::uint64_t num_bytes() const { return charge_.bytes(); }
   void charge_to(std::shared_ptr<ExternalBudget> budget) { charge_.move_to(std::move(budget)); }
 
-  std::string check() const;  // empty when consistent, else what is not
+  std::string check() const;  // empty when consistent, else what is wrong
 
  private:
-  // Of order_. In a table an empty one is an unused slot.
+  // An interval of order_. In a table, an empty one is an unused slot.
   struct Interval {
     TextPosition begin = 0, end = 0;
     std::size_t size() const { return end - begin; }
@@ -65,19 +65,20 @@ class ExternalIndex {
   Table make_table(std::uint32_t length, BuildMonitor& monitor) const;
   template <typename Visit>
   void for_each_interval(std::uint32_t length, Visit visit) const;
-  // Of the positions whose contexts end like this one, in 1 or 2 tokens.
+  // The positions whose contexts agree with this one in the last `length` tokens, 1 or 2.
   Interval find_interval(ContextView context, std::uint32_t length) const;
-  // All inside that share at least `match` tokens with it; those found do.
+  // Widens `found`, whose contexts share at least `match` tokens with this one, to all such
+  // positions within `inside`.
   Interval find_extent(ContextView context, std::uint32_t match, Interval found,
                        Interval inside) const;
 
-  // Tokens that the context of a position shares with another, `known` of which are known.
+  // How many tokens the context of a position shares with this one; `known` of them are known.
   std::uint32_t match_length(TextPosition position, ContextView context, std::uint32_t known) const;
   bool comes_before(TextPosition position, ContextView context, std::uint32_t known) const;
 
-  Charge charge_;  // given back last
+  Charge charge_;  // declared first, so given back last
   MappedArray<Token> text_;
-  MappedArray<TextPosition> order_;    // of the tokens that have a context, sorted by it
+  MappedArray<TextPosition> order_;    // positions that have a context, sorted by it
   MappedArray<std::uint8_t> shared_;   // tokens that the contexts of order_[i - 1], order_[i] share
   std::array<Table, kTables> tables_;  // open addressing
   std::uint64_t num_tokens_ = 0;

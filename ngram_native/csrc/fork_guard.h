@@ -6,9 +6,9 @@
 
 namespace ngram {
 
-// While one lives, fork() waits until no thread is inside the mutex, so that the child gets its
-// memory between two calls and a mutex it can lock. The list of guarded mutexes is the process's:
-// fork handlers cannot be handed anything else, nor be taken back.
+// While a guard lives, fork() waits until no thread holds its mutex. So the child gets the guarded
+// memory between two calls, and a mutex that it can lock. The list of guarded mutexes is global,
+// because fork handlers take no arguments and cannot be removed.
 class ForkGuard {
  public:
   explicit ForkGuard(std::mutex& mutex);

@@ -12,8 +12,8 @@ namespace ngram {
 // Zeroed memory in whole pages; throws std::bad_alloc when there is none.
 void* map_pages(std::size_t bytes);
 
-// Unmapping holds a lock on the whole process's memory for as long as its pages take: every thread
-// that touches a new page waits. So pages are unmapped a few at a time.
+// Unmapping locks the whole process's memory for as long as its pages take, and every thread that
+// touches a new page waits. So pages are unmapped a few at a time.
 void unmap_pages(void* pages, std::size_t bytes) noexcept;
 
 std::size_t round_to_pages(std::size_t bytes);

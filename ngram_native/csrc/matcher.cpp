@@ -10,26 +10,26 @@ namespace {
 
 enum LiveChain : std::uint32_t { kGroupLong, kGroupShort, kLiveLong, kLiveShort };
 
-// Of an occurrence, by its scope.
+// The weight of an occurrence by its source.
 constexpr double kScopeWeight[kNumSources] = {1.0, 0.2, 0.2, 1.0};
 
 constexpr double kAging = 0.15;  // per change of policy
 
-// Occurrences of the wider scopes looked at in any case.
+// The wider scopes give at least this many occurrences.
 constexpr std::uint32_t kMinWider = 6;
 
-// A single token of context says nothing outside the group.
+// Outside the group a single token of context predicts nothing.
 constexpr std::uint32_t kMinExternalMatch = 2;
 
-// Long contexts of the group that leave other rollouts nothing to say.
+// With this many long contexts in the group, other rollouts are not searched.
 constexpr std::size_t kPlenty = 8;
 
 constexpr std::uint32_t kMostGaps = 8;
-// An occurrence across a gap weighs as much as one that shares so many tokens.
+// An occurrence across a gap weighs as much as one that shares this many tokens.
 constexpr std::uint32_t kGapMatch = 2;
 
-// By the length of its match: each further token of context doubles it up to a point, so that long
-// contexts decide and short ones break ties.
+// The weight of an occurrence by the length of its match. Each further token of context doubles it,
+// up to a point: long contexts decide and short ones break ties.
 constexpr std::array<double, kMaxMatch + 1> make_match_weights() {
   std::array<double, kMaxMatch + 1> weights{};
   double weight = 1.0;
@@ -66,8 +66,8 @@ Matcher::Search& Matcher::add_search(const ChainedLog& chained, const Query& que
   return search;
 }
 
-// Goes to the first chain from search.chain on that the context is long enough for; false when none
-// is left.
+// Enters the first chain, from search.chain on, for which the context is long enough. False when
+// none is left.
 bool Matcher::enter_chain(Search& search) const {
   const ChainedLog& chained = *search.chained;
   while (search.context.size() < chained.chains()[search.chain].order) {
@@ -80,7 +80,7 @@ bool Matcher::enter_chain(Search& search) const {
   return true;
 }
 
-// Looks at search.position and moves on; false when the chain's end was met.
+// Looks at search.position and moves to the next one. False at the chain's end.
 bool Matcher::visit(Search& search) const {
   const ChainedLog& chained = *search.chained;
   const std::uint32_t offset = search.position % kPageTokens;

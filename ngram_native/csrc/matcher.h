@@ -16,7 +16,7 @@
 
 namespace ngram {
 
-// What a query looks into.
+// What a query searches.
 struct Scopes {
   const ChainedLog& live;
   const ExternalCorpora& externals;
@@ -28,25 +28,26 @@ struct Query {
   std::uint64_t group;
 };
 
-// Per scope the most recent occurrences of its long chain's order, filled up with shorter ones from
-// its short chain: up to max_candidates of the group, of the wider scopes what is left of that and
-// some in any case. Where the group knows no long context, the last token may be the odd one:
-// occurrences of the context before it are candidates too, as if their own next token were ours.
+// In each scope it takes the most recent occurrences of the context of the long chain's order, then
+// shorter ones from the short chain. The group gives up to max_candidates; the wider scopes give
+// what is left of that number, and a few in any case. Where the group has no long context, the last
+// token may be a substitution: occurrences of the context before it are candidates too, and are
+// read on as if their next token were that token.
 //
-// This is a function of scopes and context alone: nothing is carried from query to query, so a
-// sequence that jumped, lost pages or was opened anew finds the same. Carrying survivors over would
-// spare comparing tokens, but what a walk waits for is the memory of occurrences it has not seen
-// yet; so the walks of several queries wait together.
+// The result depends on scopes and context alone. Nothing is carried from query to query, so a
+// sequence that jumped, lost pages or was opened again finds the same. Carrying occurrences over
+// would save comparing tokens, but a walk spends its time on cache misses for occurrences that it
+// has not seen yet. So the walks of several queries run together and their misses overlap.
 class Matcher {
  public:
   Matcher(std::uint32_t max_candidates, std::uint32_t max_steps)
       : max_candidates_(max_candidates), max_steps_(max_steps) {}
 
-  // Chains of the live log. The group is the narrower scope, so a shorter context already tells
-  // something there.
+  // Chains of the live log. The group is the narrower scope, so shorter contexts are worth
+  // following there.
   static const std::vector<Chain>& live_chains();
 
-  // Candidates of each query, for trees of that depth; valid until the next call.
+  // The candidates of each query, for trees of at most that depth. Valid until the next call.
   std::span<const Candidates> gather(const Scopes& scopes, std::span<const Query> queries,
                                      std::uint32_t depth);
 
@@ -59,8 +60,8 @@ class Matcher {
     std::uint32_t policy;
   };
 
-  // A search of one scope for one query, advanced a link at a time so that many can wait for their
-  // memory together.
+  // A search of one scope for one query. It advances one link at a time, so that the cache misses
+  // of many searches overlap.
   struct Search {
     const ChainedLog* chained = nullptr;
     ContextView context{nullptr, 0};
@@ -80,13 +81,13 @@ class Matcher {
 
   Search& add_search(const ChainedLog& chained, const Query& query, Source source,
                      std::uint32_t chain, std::uint32_t last_chain);
-  void run(std::size_t first);  // the searches from `first` on, together
+  void run(std::size_t first);  // advances the searches from `first` on together, to their end
   bool enter_chain(Search& search) const;
   bool step(Search& search) const;   // false when the search is over
   bool visit(Search& search) const;  // false when the chain is over
-  // Occurrences found that share a context of the long chain's order.
+  // How many of the occurrences found share a context of the long chain's order.
   static std::size_t num_long(const Search& group_search);
-  // Occurrences wanted of each wider scope.
+  // How many occurrences each wider scope should give.
   std::uint32_t wider_most(const Search& group_search) const;
   void add_candidates(const Search& search, std::uint32_t policy, Candidates& out) const;
   void add_external(const ExternalCorpora& externals, ContextView context, std::uint32_t most,
@@ -97,7 +98,7 @@ class Matcher {
   std::vector<Search> searches_;  // the first num_searches_ are in use; the rest are reused
   std::size_t num_searches_ = 0;
   std::vector<Search*> running_;
-  std::vector<std::size_t> first_wider_;  // by query, its searches beside the group's
+  std::vector<std::size_t> first_wider_;  // by query: the first of its searches of wider scopes
   std::vector<Occurrence> occurrences_;
   std::vector<Candidates> candidates_;
 };

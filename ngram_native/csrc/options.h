@@ -10,9 +10,9 @@ namespace ngram {
 struct Options {
   std::uint64_t max_bytes;           // of the rollouts' log, its chain heads and the open sequences
   std::uint64_t max_external_bytes;  // of all external corpora together
-  std::uint32_t max_candidates;      // most occurrences returned per scope
+  std::uint32_t max_candidates;      // at most this many occurrences per scope
   std::uint32_t max_steps;           // links followed per chain and query
-  std::string vocabulary = {};       // whose token ids these are; a file of another is refused
+  std::string vocabulary = {};       // names the tokenizer; files of another one are refused
   std::int64_t vocab_size = std::int64_t{1} << 31;  // tokens are below it
 };
 

@@ -4,28 +4,27 @@
 
 namespace ngram {
 
-// Whether a guess is learned from must not depend on whether it came true.
+// To learn from a guess only when it came true, or only when it did not, would bias the estimates.
+// So a guess counts only where its outcome would be known either way:
 //
-// The tokens are a path of verified nodes that came true and what the target sampled after its last
-// one. So a node below the root or a verified node is decided: its parent did not come true, or the
-// target sampled a token after it. A node below one that was not verified is decided only when that
-// did not come true, and then it is a miss; had it come true, the tokens would end there. (Where a
-// rollout ends the tokens may be fewer: what would have come below the last one is undecided, while
-// misses beside it are seen. That happens once a rollout, and is let be.)
+// - A child of the root or of a verified node. If its parent came true, the target sampled a token
+//   after the parent, and the child is that token or not. If its parent failed, so did the child.
+// - A child of a node that was not verified is known only where that node failed. Had it come true,
+//   the tokens would end with it. So it would only ever count as a miss, and is left out.
 //
-// Paths: only nodes of the first kind are learned from; the others would only ever be misses.
+// A path is learned from every child of the first kind, a step only where the parent came true.
+// Where tokens come that were not drafted for, they decide as many steps as there are tokens.
 //
-// Steps: only nodes whose parent came true are learned from, which leaves those of the second kind
-// out as undecided. Where tokens come that were not drafted for, as many steps are decided as there
-// are tokens, right or wrong.
+// Whether the guess itself was verified does not matter, so an estimate that sank too low for
+// verification can rise again. Nodes may be chosen for verification by these estimates, because
+// they are chosen before the tokens are known.
 //
-// Whether the node itself was verified does not matter: estimates that sank too low for it can rise
-// again. The choice of what is verified may rest on the estimates, as it is made before the tokens
-// are known.
+// One small bias is accepted. Where a rollout ends, its tokens may stop early: guesses below the
+// last one stay unknown, while misses beside it are counted.
 std::size_t Sequence::judge(std::span<const Token> tokens, std::size_t verified,
                             Calibration& calibration) {
-  std::uint64_t accepted = 1;  // by tree number; the root came true
-  std::uint64_t unknown = 0;   // came true or not: the tokens end before it
+  std::uint64_t accepted = 1;  // bit i: tree node i came true, the root included
+  std::uint64_t unknown = 0;   // bit i: the tokens end before tree node i
   for (std::size_t j = 0; j < guesses.size(); ++j) {
     const Guess& guess = guesses[j];
     const std::uint64_t self = std::uint64_t{1} << (j + 1);

@@ -14,27 +14,27 @@
 
 namespace ngram {
 
-// A node that was grown, as far as the tokens that come can judge it.
+// A node of a grown tree, kept until the next tokens say whether it was right.
 struct Guess {
   Token token;
   std::uint8_t parent;  // tree numbering
   std::uint8_t depth;
   StepBasis basis;
-  float product;  // of the steps along its path
+  float product;  // of the estimates of the steps along its path
 };
 
 struct Sequence {
   Cursor cursor;               // where it ends in the live log; carries the group
   Context context;             // ends with the root, the last committed token
   std::vector<Guess> guesses;  // the tree last grown; cleared when the next tokens come
-  // Nodes handed out since tokens last came. They are the first of the guesses, while there are
-  // any: a corpus that forgets drops the guesses, yet the target may be verifying the nodes.
+  // Nodes handed out since tokens last came: the first of the guesses. Resetting or loading
+  // the corpus drops the guesses but not this number: the target may still be verifying the nodes.
   std::size_t drafted = 0;
   std::uint64_t named_by = 0;  // the last call that named this sequence, to catch duplicates
 
-  // Tells the calibration which of the guesses the tokens that came prove right, and forgets them.
-  // The target sampled after the root and after the first `verified` nodes, as far as they came
-  // true. Returns how many guesses came true.
+  // Compares the guesses with `tokens`, which come next in the sequence, teaches the calibration
+  // what they decide, and forgets the guesses. The target sampled after the root and after each of
+  // the first `verified` nodes that came true. Returns how many guesses came true.
   std::size_t judge(std::span<const Token> tokens, std::size_t verified, Calibration& calibration);
 };
 

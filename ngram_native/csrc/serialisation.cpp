@@ -52,7 +52,7 @@ bool flags_are_bools(const std::byte* page) {
          page[offsetof(PageHeader, starts_segment)] <= std::byte{1};
 }
 
-// Most heads of a young log are empty: those that are not come one by one then.
+// Most heads of a young log are empty. Then only the others are saved, each with its index.
 struct PlacedHead {
   std::uint32_t slot;
   std::uint32_t head;
@@ -71,7 +71,7 @@ void put_heads(ByteWriter& writer, std::span<const std::uint32_t> heads) {
   }
 }
 
-// Into heads that are all empty.
+// The heads must all be empty.
 void get_heads(ByteReader& reader, std::span<std::uint32_t> heads) {
   const auto count = reader.get<std::uint64_t>();
   if (count == heads.size()) {
@@ -101,7 +101,7 @@ void put_log(ByteWriter& writer, const ChainedLog& chained) {
   put_heads(writer, {chained.heads(), chained.num_heads()});
 }
 
-// max_bytes: what the log may come to hold, which is no more than what it was made to hold.
+// max_bytes: what the log may grow to, at most what it was created for.
 std::unique_ptr<ChainedLog> get_log(ByteReader& reader, const std::vector<Chain>& chains,
                                     std::uint64_t max_bytes) {
   const auto sizes = reader.get<LogSizes>();
@@ -129,8 +129,8 @@ std::unique_ptr<ChainedLog> get_log(ByteReader& reader, const std::vector<Chain>
   return chained;
 }
 
-// Of an external corpus only the text is saved: building its index again takes no longer than
-// checking a stored one would, and is the same everywhere.
+// Only the text of an external corpus is saved. Building its index again takes no longer than
+// checking a stored one would, and gives the same index everywhere.
 void put_text(ByteWriter& writer, std::span<const Token> text) {
   writer.put(static_cast<std::uint64_t>(text.size()));
   writer.put_bytes(text.data(), text.size_bytes());
@@ -203,7 +203,7 @@ void Corpus::load(ByteReader& reader) {
     throw std::invalid_argument("the file is damaged: what it learned cannot have come about");
   }
   auto live = get_log(reader, Matcher::live_chains(), options_.max_bytes);
-  // Against a budget of their own: those in force are replaced, and loads under way go on.
+  // They have a budget of their own until they replace the published ones; loads under way go on.
   const auto budget = std::make_shared<ExternalBudget>(options_.max_external_bytes);
   ExternalCorpora externals;
   const auto num_externals = reader.get<std::uint64_t>();

@@ -8,7 +8,7 @@ namespace ngram {
 
 namespace {
 
-constexpr PageNumber kLastPage = kNoPosition / kPageTokens;  // not used: it holds kNoPosition
+constexpr PageNumber kLastPage = kNoPosition / kPageTokens;  // unused: kNoPosition would lie in it
 
 static_assert(sizeof(PageHeader) == 32);
 

@@ -1,4 +1,4 @@
-// A log of documents in fixed pages, bounded: the oldest page makes room for the newest.
+// A bounded log of documents in pages of fixed size. The newest page takes the place of the oldest.
 #ifndef NGRAM_NATIVE_TOKEN_LOG_H_
 #define NGRAM_NATIVE_TOKEN_LOG_H_
 
@@ -13,13 +13,13 @@
 namespace ngram {
 
 // A page holds tokens of one document only. Documents may branch: `parent` is the token before the
-// page's first one, wherever that lies, so siblings share their prompt.
+// page's first one and may lie in another document, so siblings share their prompt.
 struct PageHeader {
   std::uint64_t group;   // scope key; meaningless unless has_group
   Position parent;       // kNoPosition: a document begins here
-  PageNumber next;       // page that continues this one, kNoPage so far
+  PageNumber next;       // page that continues this one; kNoPage until there is one
   PageNumber number;     // of the page now in this slot
-  std::uint32_t policy;  // counts weight versions: the one current when the page was begun
+  std::uint32_t policy;  // the policy, counted from 0, when the page was begun
   Position sibling;      // previous segment of this chain of segments (see ChainedLog)
   std::uint8_t used;     // tokens written, 1..kPageTokens
   bool has_group;
@@ -45,8 +45,8 @@ class PageView {
   const std::byte* memory_;
 };
 
-// A ring of slots. Pages are dropped in the order they were begun, which is the order of weight
-// versions, then age: constant time, nothing to unlink, since positions of dropped pages are
+// A ring of slots. Pages are dropped in the order in which they were begun, so the oldest policy's
+// go first. That takes constant time and unlinks nothing, because positions of dropped pages are
 // recognised by their number. Memory grows a slab at a time and never moves.
 class TokenLog {
  public:
@@ -58,8 +58,8 @@ class TokenLog {
 
   static std::size_t page_bytes(std::uint32_t num_links);
 
-  // Takes the memory of so many pages to come, as far as there are slots: beginning them cannot
-  // fail then.
+  // Allocates the memory of the next `pages` pages, as far as there are slots, so that beginning
+  // them cannot fail.
   void reserve(std::uint64_t pages);
   PageNumber begin_page(const PageHeader& header);
   Position push(PageNumber page, Token token);
@@ -68,12 +68,12 @@ class TokenLog {
   bool holds(Position position) const {
     return position != kNoPosition && alive(position / kPageTokens);
   }
-  // Whether there is memory to look at, to see what `holds` would say.
+  // Whether the position's page header may be read, to find out whether the log holds it.
   bool may_hold(Position position) const {
     return position != kNoPosition && slot(position / kPageTokens) < count_;
   }
 
-  // These require a live page, and an offset below `used`; `view` needs memory alone.
+  // These require a live page and an offset below `used`; `view` requires allocated memory alone.
   PageView view(PageNumber page) const { return PageView(at(slot(page))); }
   PageHeader& header(PageNumber page) { return *reinterpret_cast<PageHeader*>(at(slot(page))); }
   const PageHeader& header(PageNumber page) const { return view(page).header(); }
@@ -85,8 +85,8 @@ class TokenLog {
   // Position of the next token of the document; kNoPosition at its end.
   Position after(Position p) const;
 
-  // Copies the tokens from `p` on, at most `most`, and returns how many there are. Writes up to
-  // kReadAhead tokens more than that.
+  // Copies at most `most` tokens from `p` on and returns how many. Writes up to kReadAhead tokens
+  // beyond them.
   static constexpr std::uint32_t kReadAhead = 3;
   std::uint32_t read(Position p, std::uint32_t most, Token* out) const;
 
@@ -102,12 +102,12 @@ class TokenLog {
 
   bool lies_in(PageNumber page, std::uint32_t slot) const { return this->slot(page) == slot; }
 
-  // For saving and loading: the raw bytes of a slot, and a page taken over as it was.
+  // For saving and loading: the raw bytes of a slot, and room for a page that was saved.
   const std::byte* raw_page(std::uint32_t slot) const { return at(slot); }
   std::byte* adopt_page();
   std::uint32_t oldest_slot() const { return oldest_; }
   void adopt_oldest_slot(std::uint32_t slot) { oldest_ = slot % capacity_; }
-  void count_tokens();  // of the pages adopted
+  void count_tokens();  // of all adopted pages
 
  private:
   std::uint32_t slot(PageNumber page) const { return page & slot_mask_; }

@@ -9,8 +9,8 @@ bool TreeBuilder::worse(const Rank& a, const Rank& b) {
   return a.pending > b.pending;
 }
 
-// Takes the undivided followers of a node apart, a token at a time. What the loops read lies behind
-// local pointers: their stores cannot change it, which the compiler does not know of members.
+// Groups the undivided followers of a node by their token and makes each group a child. The loops
+// read through local pointers, because the compiler must assume that their stores change members.
 void TreeBuilder::add_children(const Candidates& candidates, const Calibration& calibration,
                                std::int32_t tree_node) {
   const Candidate* const all = candidates.data();
@@ -30,7 +30,7 @@ void TreeBuilder::add_children(const Candidates& candidates, const Calibration& 
     const Token token = undivided[0].token;
     std::size_t agreeing = 0;
     std::size_t others = 0;
-    // Without branches, for who agrees cannot be foretold.
+    // Without branches: which follower agrees cannot be predicted.
     for (std::size_t i = 0; i < left; ++i) {
       const Follower follower = undivided[i];
       const bool agrees = follower.token == token;
@@ -77,7 +77,7 @@ const std::vector<DraftNode>& TreeBuilder::build(const Candidates& candidates,
   heap_.clear();
   num_followers_ = 0;
   num_undivided_ = candidates.size();
-  // Of each level no more than all, and one written too far.
+  // A level has at most all candidates, and the loops write one element beyond.
   if (undivided_.size() <= num_undivided_) undivided_.resize(num_undivided_ + 1);
   const std::size_t max_followers = (static_cast<std::size_t>(max_nodes) + 1) * num_undivided_ + 1;
   if (followers_.size() < max_followers) followers_.resize(max_followers);
@@ -107,7 +107,7 @@ const std::vector<DraftNode>& TreeBuilder::build(const Candidates& candidates,
     std::size_t going_on = 0;
     for (std::uint32_t i = best.begin; i < best.end; ++i) {
       const std::uint32_t candidate = followers[i].candidate;
-      // A token behind the continuation's end is written, and overwritten: there is room for it.
+      // Past the continuation's end this writes a token that the next candidate overwrites.
       undivided[going_on] = Follower{tokens[candidate * stride + level], candidate};
       going_on += all[candidate].length > level;
     }

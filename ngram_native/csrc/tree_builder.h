@@ -18,17 +18,18 @@ struct DraftNode {
   std::int32_t depth;   // the root has 0
   Source source;        // of its longest match
   StepBasis basis;
-  float product;       // of the steps along its path
-  double probability;  // that the node is accepted, no more than its parent's
+  float product;       // of the estimates of the steps along its path
+  double probability;  // that the node is accepted; at most its parent's
   std::uint64_t mask;  // tree nodes on the path, root and node included
 };
 
-// Best first: the next node is always the most probable one not yet in the tree, so the first n
-// nodes are the tree of n nodes with the largest expected accept length. Ties fall to the child
-// made first; children are made in the order of the candidates. Keeps its memory between calls.
+// Grows best first: the next node is always the most probable one not yet in the tree. So the first
+// n nodes are the tree of n nodes with the largest expected accept length. Among equals the child
+// made first wins, and children are made in the order of the candidates. Memory is kept between
+// calls.
 class TreeBuilder {
  public:
-  // At most max_nodes nodes, no more than the candidates' depth.
+  // Returns at most max_nodes nodes, no deeper than the candidates' depth.
   const std::vector<DraftNode>& build(const Candidates& candidates, std::int32_t max_nodes,
                                       const Calibration& calibration);
 
@@ -39,12 +40,12 @@ class TreeBuilder {
   }
 
  private:
-  // A candidate that agrees with the path so far, and what it says comes next.
+  // A candidate that agrees with the path so far, and its next token.
   struct Follower {
     Token token;
     std::uint32_t candidate;
   };
-  // A child not yet in the tree, and those who propose it.
+  // A child that is not in the tree yet, and the candidates that propose it.
   struct Pending {
     Token token;
     std::int32_t parent;

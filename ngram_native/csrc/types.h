@@ -8,8 +8,8 @@ namespace ngram {
 
 using Token = std::int32_t;
 
-// Where a token is in one log: page number * kPageTokens + offset. A page number is a slot and a
-// count of how often that was filled, so a position of a dropped page is known to be stale.
+// Where a token is in a log: page number * kPageTokens + offset. A page number is a slot and a
+// count of how often the slot was filled, so a position of a dropped page is recognised as stale.
 using Position = std::uint32_t;
 using PageNumber = std::uint32_t;
 
@@ -18,7 +18,7 @@ inline constexpr PageNumber kNoPage = 0xFFFFFFFFu;
 
 inline constexpr std::uint32_t kPageTokens = 32;
 
-// Longest context compared: beyond it a longer match predicts no better.
+// The longest context compared. A longer match predicts no better.
 inline constexpr std::uint32_t kMaxMatch = 32;
 
 // Nodes of one tree, root included: an ancestor mask is one 64-bit word.
