@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rollout.cluster.config import ClusterConfig
 from rollout.cluster.corpora import ClusterCorpora
@@ -18,7 +18,7 @@ from rollout.cluster.router import Router
 from rollout.cluster.weights import ClusterWeights
 from rollout.config import EngineConfig
 from rollout.engine.metrics import EngineStatus, StepMetrics
-from rollout.engine.protocol import Engine, Replicas, methods_on, part_call
+from rollout.engine.protocol import part_call
 from rollout.engine.requests import RequestFactory
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.errors import EngineStateError, WeightUpdateError
@@ -33,27 +33,9 @@ from rollout.types import (
     TokenExtras,
 )
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _forwarded(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """A method of `Engine` that replicas answer: every one of them, or any, as it is marked."""
-    name = method.__name__
-    asks_one = name in methods_on(Replicas.ONE, Engine)
-    assert asks_one or name in methods_on(Replicas.EVERY, Engine), name
-
-    @wraps(method)
-    def call(cluster: RolloutCluster, *args: Any, **kwargs: Any) -> Any:
-        if asks_one:
-            return cluster.replicas.on_one(name, *args, **kwargs)
-        cluster.replicas.on_all(name, *args, **kwargs)
-
-    return cast(Callable[Concatenate[Any, P], T], call)
-
 
 class RolloutCluster:
-    """An `Engine`. Means to its callers what a `RolloutEngine` does. One thread calls it.
+    """An `Engine` of many replicas, whose calls `RolloutEngine` documents. One thread calls it.
 
     Requests are checked here and run on replicas. One whose replica dies goes on elsewhere, with
     the same seed after the tokens known here, so that its rollout is that of an undisturbed run.
@@ -116,11 +98,10 @@ class RolloutCluster:
     # Requests
 
     def check(self, prompt: Prompt, params: SamplingParams) -> int:
-        """Raise what `submit` would. Returns the prompt's length in tokens."""
         return self._requests.make(self.encoder.encode(prompt), params).prompt_len
 
     def compile_grammar(self, params: SamplingParams) -> None:
-        """See `Engine`. Replicas compile it for themselves when they get the request."""
+        """Replicas compile it for themselves when they get the request."""
         self._requests.grammars.compile(params)
 
     def submit(
@@ -133,7 +114,6 @@ class RolloutCluster:
         request_seed: int | None = None,
         partial_ids: Sequence[int] = (),
     ) -> Request:
-        """Queue one sample of one prompt: see `RolloutEngine.submit`."""
         prompt_ids = self.encoder.encode(prompt)
         partial = self.encoder.encode(partial_ids, "partial_ids") if len(partial_ids) else []
         request = self._requests.make(
@@ -153,7 +133,6 @@ class RolloutCluster:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request is unfinished, or its rollout was not handed out."""
         return bool(self._ended or self._in_flight)
 
     def step(self) -> list[Rollout]:
@@ -169,7 +148,6 @@ class RolloutCluster:
         return self.take_ended()
 
     def take_ended(self) -> list[Rollout]:
-        """Rollouts that ended since the last step. Waits for nothing."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -213,17 +191,14 @@ class RolloutCluster:
 
     @property
     def is_paused(self) -> bool:
-        """Whether `pause_generation` was called, and not `continue_generation` since."""
         return self.lifecycle.is_paused
 
     @property
     def released_tags(self) -> frozenset[MemoryTag]:
-        """The memory that all replicas have given back."""
         return self.lifecycle.released_tags
 
     @property
     def unavailable_reason(self) -> str:
-        """Why no step can run now; empty when one can."""
         if self.is_paused:
             return self.lifecycle.unavailable_reason
         return self.weights.unavailable_reason or self.lifecycle.unavailable_reason
@@ -247,8 +222,11 @@ class RolloutCluster:
         self.lifecycle.resume_memory(tags)
         self.weights.sync.try_again()
 
-    flush_cache = _forwarded(Engine.flush_cache)
-    check_integrity = _forwarded(Engine.check_integrity)
+    def flush_cache(self) -> None:
+        self.replicas.on_all("flush_cache")
+
+    def check_integrity(self) -> None:
+        self.replicas.on_all("check_integrity")
 
     def close(self) -> None:
         """End all replicas, and Ray where the cluster started it."""
@@ -278,12 +256,10 @@ class RolloutCluster:
 
     @property
     def weight_version(self) -> int:
-        """The version of the target's weights, which each token carries."""
         return self.weights.weight_version
 
     @property
     def weight_versions(self) -> dict[str, int]:
-        """The versions of all parts: see `RolloutEngine.weight_versions`."""
         return self.weights.weight_versions
 
     begin_weight_update = part_call("weights", ClusterWeights.begin_weight_update)
@@ -299,7 +275,8 @@ class RolloutCluster:
     destroy_weights_update_group = part_call("weights", ClusterWeights.destroy_weights_update_group)
     weights_digest = part_call("weights", ClusterWeights.weights_digest)
 
-    get_weights_by_name = _forwarded(Engine.get_weights_by_name)
+    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[float]:
+        return self.replicas.on_one("get_weights_by_name", name, truncate_size)
 
     # Corpora
 
@@ -313,8 +290,14 @@ class RolloutCluster:
     publish_external_corpus = part_call("corpora", ClusterCorpora.publish_external_corpus)
     external_corpora = part_call("corpora", ClusterCorpora.external_corpora)
     load_corpus = part_call("corpora", ClusterCorpora.load_corpus)
-    save_corpus = _forwarded(Engine.save_corpus)
-    learned = _forwarded(Engine.learned)
+
+    def save_corpus(self, path: str | os.PathLike[str]) -> None:
+        """Any one replica saves its corpus, by ``path`` on its host."""
+        self.replicas.on_one("save_corpus", path)
+
+    def learned(self) -> dict[str, Any]:
+        """What any one replica has learned."""
+        return self.replicas.on_one("learned")
 
     # Replicas
 

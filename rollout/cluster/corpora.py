@@ -88,8 +88,6 @@ class ClusterCorpora:
             raise InvalidInputError("name", name, f"could not be loaded: {corpus.seen.error}")
 
     def remove_external_corpus(self, name: str) -> None:
-        """Remove a corpus: no replica drafts from it any more. Raises InvalidInputError if
-        unknown."""
         self._begin_configured()
         self._take_refusals()
         if name not in self._corpora or not self._corpora[name].has_failed:
@@ -99,7 +97,6 @@ class ClusterCorpora:
         self._change()
 
     def publish_external_corpus(self, name: str) -> None:
-        """Draft from it on every replica; nothing where that is so already."""
         found = {each.name: each for each in self.external_corpora()}
         if name not in found:
             known = ", ".join(found) or "none"

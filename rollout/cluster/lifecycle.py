@@ -47,13 +47,11 @@ class ClusterLifecycle:
             self._reports.sync()
 
     def continue_generation(self) -> None:
-        """End the pause on all replicas."""
         self.is_paused = False
         self._replicas.on_all("continue_generation", newcomers=True)
 
     @property
     def released_tags(self) -> frozenset[MemoryTag]:
-        """The memory that all replicas have given back."""
         return frozenset(self._released)
 
     def release_memory(
@@ -76,7 +74,6 @@ class ClusterLifecycle:
         return freed
 
     def resume_memory(self, tags: Iterable[MemoryTag | str] | None = None) -> None:
-        """Take memory back on all replicas."""
         wanted = list(self._released if tags is None else tags)
         self._replicas.on_all("resume_memory", wanted, newcomers=True)
         for tag in wanted:

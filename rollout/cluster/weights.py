@@ -80,16 +80,13 @@ class ClusterWeights:
 
     @property
     def weight_version(self) -> int:
-        """The version of the target's weights on all replicas."""
         return self.weight_versions["target"]
 
     @property
     def weight_versions(self) -> dict[str, int]:
-        """The versions of all parts, the same on all replicas."""
         return dict(self._versions)
 
     def begin_weight_update(self, /, manifest: Manifest | None = None, **options: Any) -> None:
-        """Open an update on every replica."""
         checked = UpdateOptions.of(options)
         if checked.lora_scaling is not None:
             raise InvalidInputError(
@@ -114,7 +111,6 @@ class ClusterWeights:
             raise
 
     def end_weight_update(self, weight_version: int | None = None) -> None:
-        """Commit on every replica."""
         update = self._under_way()
         if weight_version is not None:
             _check_version(weight_version)
@@ -148,7 +144,6 @@ class ClusterWeights:
         self.sync.release()
 
     def abandon_weight_update(self, reason: str = "abandoned by the caller") -> None:
-        """Give up the open update on every replica, if there is one."""
         if self._update is None:
             return
         self._update = None
@@ -231,7 +226,6 @@ class ClusterWeights:
         self._groups[group_name] = frozenset(done)
 
     def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:
-        """Leave a group with every replica in it."""
         members = self._group(group_name)
         del self._groups[group_name]
         for answer in [each.call("destroy_weights_update_group", group_name) for each in members]:

@@ -131,12 +131,6 @@ class Corpora:
         corpus.publish()
         return corpus.external_corpora()
 
-    @property
-    def corpus_tokens(self) -> int | None:
-        """Tokens that drafts are made from, external corpora included; None without a corpus."""
-        corpus = self._worker.draft_corpus
-        return None if corpus is None else corpus.num_tokens
-
     def wait_for_external_corpora(self, timeout: float | None = None) -> list[ExternalCorpus]:
         """Wait until no external corpus loads; returns all of them, failed ones with the reason.
 

@@ -385,13 +385,13 @@ class RolloutEngine:
     @property
     def weight_version(self) -> int:
         """The version of the target's weights, which each token carries."""
-        return self.weights.weight_version
+        return self.worker.weights.version
 
     @property
     def weight_versions(self) -> dict[str, int]:
         """Weight version by part: ``target``, and each draft, which counts its updates unless they
         were numbered."""
-        return self.weights.weight_versions
+        return self.worker.weights.versions
 
     begin_weight_update = _call("weights", WeightUpdates.begin_weight_update)
     end_weight_update = _call("weights", WeightUpdates.end_weight_update)
@@ -418,7 +418,8 @@ class RolloutEngine:
     @property
     def corpus_tokens(self) -> int | None:
         """Tokens that drafts are made from, external corpora included; None without a corpus."""
-        return self.corpora.corpus_tokens
+        corpus = self.worker.draft_corpus
+        return None if corpus is None else corpus.num_tokens
 
     add_external_corpus = _call("corpora", Corpora.add_external_corpus)
     remove_external_corpus = _call("corpora", Corpora.remove_external_corpus)

@@ -1,22 +1,22 @@
-"""The protocol of an engine: what jobs, servers and trainers ask of it, and who answers.
+"""The protocols of an engine: what jobs, servers and trainers ask of it, and a cluster beside.
 
-`RolloutEngine` is the engine of one process. Two others stand for several of those, and read off
-the protocol's methods which of them make a call: `Rank0Engine` for ranks that run one model
-together, `RolloutCluster` for replicas.
+`RolloutEngine` is the engine of one process, and documents the calls. Two others stand for several
+of those: `RolloutCluster` for replicas, and `Rank0Engine` for ranks that run one model together,
+which reads off the protocol's methods which of them make a call.
 """
 
 from __future__ import annotations
 
-import enum
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
+from inspect import getmembers, isfunction
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
-from rollout.engine.draft_corpus import ExternalCorpus, Publishing
+from rollout.engine.draft_corpus import CorpusDelta, ExternalCorpus, Publishing
 from rollout.engine.metrics import EngineMetrics, EngineStatus, StepMetrics
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.scheduler.step_limits import StepLimits
@@ -29,7 +29,8 @@ from rollout.types import (
     SamplingParams,
     TokenExtras,
 )
-from rollout.weights.manifest import Manifest
+from rollout.weights.bucket import PackedBucket
+from rollout.weights.manifest import Manifest, TensorSpec
 
 M = TypeVar("M", bound=Callable[..., Any])
 P = ParamSpec("P")
@@ -37,38 +38,22 @@ Part = TypeVar("Part")
 T = TypeVar("T")
 
 
-class Ranks(enum.Enum):
-    """The ranks of one model that make a call which is made on rank 0."""
-
-    EVERY = enum.auto()
-    """The call changes what all ranks share, or waits in their collectives."""
-
-    FIRST = enum.auto()
-    """The call reads what is alike on all ranks, and waits for none."""
+def first_rank_only(method: M) -> M:
+    """Mark a protocol's method that rank 0 of a model calls alone: it reads what is alike on all
+    ranks, and waits for none. Every rank makes all other calls: they change what ranks share, or
+    wait in their collectives."""
+    method.__dict__["first_rank_only"] = True
+    return method
 
 
-class Replicas(enum.Enum):
-    """The replicas of a cluster that make a call; the cluster does nothing of its own in it."""
-
-    EVERY = enum.auto()  # nothing is returned
-    ONE = enum.auto()  # whichever; its answer is returned
-
-
-def called_on(*where: Ranks | Replicas) -> Callable[[M], M]:
-    """Mark a method of `Engine` with the ranks and replicas that make the call. A cluster
-    implements a method without a mark for replicas itself."""
-
-    def mark(method: M) -> M:
-        method.__dict__["called_on"] = where
-        return method
-
-    return mark
-
-
-def methods_on(where: Ranks | Replicas, protocol: type) -> frozenset[str]:
-    """The names of the protocol's methods that are marked so."""
-    methods = ((name, getattr(protocol, name)) for name in dir(protocol))
-    return frozenset(name for name, each in methods if where in getattr(each, "called_on", ()))
+def calls_of(protocol: type, *, first_rank_only: bool) -> frozenset[str]:
+    """The names of the protocol's methods that are marked so, or of those that are not."""
+    methods = getmembers(protocol, isfunction)
+    return frozenset(
+        name
+        for name, method in methods
+        if name[0] != "_" and hasattr(method, "first_rank_only") == first_rank_only
+    )
 
 
 def part_call(
@@ -84,10 +69,9 @@ def part_call(
 
 
 class Engine(Protocol):
-    """One process's `RolloutEngine`, or many replicas behind one door.
+    """One process's `RolloutEngine`, which documents the calls, or many replicas behind one door.
 
-    One thread calls it. Every method means what it means in `RolloutEngine`; of several replicas a
-    change reaches all or none.
+    One thread calls it. Of several replicas a change reaches all or none.
     """
 
     # What it generates with
@@ -117,16 +101,12 @@ class Engine(Protocol):
 
     # Requests
 
-    @called_on(Ranks.FIRST)
+    @first_rank_only
     def check(self, prompt: Prompt, params: SamplingParams) -> int: ...
 
-    @called_on(Ranks.FIRST)
-    def compile_grammar(self, params: SamplingParams) -> None:
-        """Compile the grammar that parameters name, if they do, which may take seconds: `submit`
-        then need not. On any thread, beside other calls. Raises InvalidInputError."""
-        ...
+    @first_rank_only
+    def compile_grammar(self, params: SamplingParams) -> None: ...
 
-    @called_on(Ranks.EVERY)
     def submit(
         self,
         prompt: Prompt,
@@ -140,12 +120,12 @@ class Engine(Protocol):
         """The request's tokens, logprobs, versions and extras grow from `step` to `step`."""
         ...
 
-    @called_on(Ranks.FIRST)
+    @first_rank_only
     def set_driver_thread(self) -> None:
         """The calling thread drives the engine from now on: it waits for calls of other threads."""
         ...
 
-    @called_on(Ranks.FIRST)
+    @first_rank_only
     def watch(self, request_id: int) -> None:
         """Somebody looks at what the request has from step to step: called right after `submit`.
 
@@ -156,17 +136,14 @@ class Engine(Protocol):
     @property
     def has_unfinished(self) -> bool: ...
 
-    @called_on(Ranks.EVERY)
     def step(self) -> list[Rollout]:
         """Returns within milliseconds to a few tenths of a second, whether any ended or not."""
         ...
 
-    @called_on(Ranks.FIRST)
+    @first_rank_only
     def take_ended(self) -> list[Rollout]: ...
-    @called_on(Ranks.EVERY)
     def abort(self, request_id: int) -> None: ...
 
-    @called_on(Ranks.EVERY)
     def score_with_extras(
         self,
         prompt_ids: Sequence[int],
@@ -176,9 +153,9 @@ class Engine(Protocol):
 
     # State
 
-    @called_on(Ranks.FIRST)
+    @first_rank_only
     def status(self) -> EngineStatus: ...
-    @called_on(Ranks.FIRST)
+    @first_rank_only
     def metrics(self) -> EngineMetrics: ...
     @property
     def last_step(self) -> StepMetrics: ...
@@ -188,23 +165,17 @@ class Engine(Protocol):
     def can_run(self) -> bool: ...
     @property
     def is_paused(self) -> bool: ...
-    @called_on(Ranks.EVERY)
     def pause_generation(self, mode: PauseMode | str = PauseMode.ABORT) -> None: ...
-    @called_on(Ranks.EVERY)
     def continue_generation(self) -> None: ...
     @property
     def released_tags(self) -> frozenset[MemoryTag]: ...
-    @called_on(Ranks.EVERY)
     def release_memory(
         self, tags: Iterable[MemoryTag | str] = ("kv_cache", "weights"), keep_weights: bool = True
     ) -> dict[str, int]: ...
-    @called_on(Ranks.EVERY)
     def resume_memory(self, tags: Iterable[MemoryTag | str] | None = None) -> None: ...
-    @called_on(Ranks.EVERY, Replicas.EVERY)
     def flush_cache(self) -> None: ...
-    @called_on(Ranks.FIRST, Replicas.EVERY)
+    @first_rank_only
     def check_integrity(self) -> None: ...
-    @called_on(Ranks.EVERY)
     def close(self) -> None: ...
 
     # Weights
@@ -213,23 +184,16 @@ class Engine(Protocol):
     def weight_version(self) -> int: ...
     @property
     def weight_versions(self) -> dict[str, int]: ...
-    @called_on(Ranks.EVERY)
     def begin_weight_update(self, manifest: Manifest | None = None, **options: Any) -> None: ...
-    @called_on(Ranks.EVERY)
     def end_weight_update(self, weight_version: int | None = None) -> None: ...
-    @called_on(Ranks.EVERY)
     def abandon_weight_update(self, reason: str = ...) -> None: ...
-    @called_on(Ranks.EVERY)
     def update_weights_from_tensor(
         self, named_tensors: Any, *, load_format: str | None = None, **options: Any
     ) -> None: ...
-    @called_on(Ranks.EVERY)
     def update_weights_from_disk(self, model_path: str | Path, **options: Any) -> None: ...
-    @called_on(Ranks.EVERY)
     def update_weights_from_ipc(
         self, handles: Mapping[str, Any] | Iterable[Mapping[str, Any]], **options: Any
     ) -> None: ...
-    @called_on(Ranks.EVERY)
     def init_weights_update_group(
         self,
         master_address: str,
@@ -241,9 +205,7 @@ class Engine(Protocol):
         timeout: float = 300.0,
         sender: str = "specrollout",
     ) -> None: ...
-    @called_on(Ranks.EVERY)
     def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None: ...
-    @called_on(Ranks.EVERY)
     def update_weights_from_distributed(
         self,
         names: Sequence[str],
@@ -254,14 +216,11 @@ class Engine(Protocol):
         load_format: str | None = None,
         **options: Any,
     ) -> None: ...
-    @called_on(Ranks.EVERY)
     def weights_digest(self, selector: str = "all") -> str: ...
-    @called_on(Ranks.EVERY, Replicas.ONE)
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[float]: ...
 
     # Corpora
 
-    @called_on(Ranks.EVERY)
     def add_external_corpus(
         self,
         name: str | None = None,
@@ -272,17 +231,40 @@ class Engine(Protocol):
         publish: Publishing | str = Publishing.WHEN_READY,
         wait: bool = False,
     ) -> str: ...
-    @called_on(Ranks.EVERY)
     def remove_external_corpus(self, name: str) -> None: ...
-    @called_on(Ranks.EVERY)
     def publish_external_corpus(self, name: str) -> None: ...
-    @called_on(Ranks.EVERY)
     def external_corpora(self) -> list[ExternalCorpus]: ...
     @property
     def corpus_tokens(self) -> int | None: ...
-    @called_on(Ranks.FIRST, Replicas.ONE)
+    @first_rank_only
     def save_corpus(self, path: str | os.PathLike[str]) -> None: ...
-    @called_on(Ranks.EVERY)
     def load_corpus(self, path: str | os.PathLike[str]) -> None: ...
-    @called_on(Ranks.FIRST, Replicas.ONE)
+    @first_rank_only
     def learned(self) -> dict[str, Any]: ...
+
+
+class ReplicaEngine(Engine, Protocol):
+    """The engine of a replica, of which a cluster asks more."""
+
+    @first_rank_only
+    def weights_manifest(
+        self, selector: str = "all", *, model_path: str | Path | None = None
+    ) -> dict[str, TensorSpec]: ...
+    def read_weights(self, names: Sequence[str]) -> PackedBucket: ...
+    def update_weights_from_bucket(
+        self, bucket: PackedBucket, *, direct: bool = False, **options: Any
+    ) -> None: ...
+    def decline_weights_from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str | torch.dtype],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        reason: str,
+        *,
+        load_format: str | None = None,
+    ) -> None: ...
+    def share_corpus(self, max_bytes: int = ...) -> None: ...
+    def take_corpus_delta(self) -> CorpusDelta: ...
+    def learn_corpus_deltas(self, deltas: Sequence[CorpusDelta]) -> None: ...
+    def take_configured_corpora(self) -> dict[str, str]: ...

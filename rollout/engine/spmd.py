@@ -25,8 +25,7 @@ import torch
 from rollout.config import ModelConfig, ParallelConfig
 from rollout.engine.draft_corpus import CorpusDelta
 from rollout.engine.engine import RolloutEngine
-from rollout.engine.protocol import Engine, Ranks, methods_on
-from rollout.engine.replica_protocol import ReplicaEngine
+from rollout.engine.protocol import Engine, ReplicaEngine, calls_of
 from rollout.errors import InvalidInputError, ParallelError, RolloutError
 from rollout.models.checkpoint import Progress
 from rollout.models.head_parts import check_shares
@@ -166,8 +165,8 @@ class Rank0Engine:
     Calls that change it are broadcast to all ranks.
     """
 
-    _broadcast = methods_on(Ranks.EVERY, ReplicaEngine)
-    _own = methods_on(Ranks.FIRST, ReplicaEngine)
+    _broadcast = calls_of(ReplicaEngine, first_rank_only=False)
+    _own = calls_of(ReplicaEngine, first_rank_only=True)
 
     def __init__(self, engine: RolloutEngine, group: RankGroup) -> None:
         self._engine = engine

@@ -57,17 +57,6 @@ class WeightUpdates:
         self._worker = worker
         self._steps = steps
 
-    @property
-    def weight_version(self) -> int:
-        """The version of the target's weights, which each token carries."""
-        return self._worker.weights.version
-
-    @property
-    def weight_versions(self) -> dict[str, int]:
-        """Weight version by part: ``target``, and each draft, which counts its updates unless they
-        were numbered."""
-        return self._worker.weights.versions
-
     def begin_weight_update(self, /, manifest: Manifest | None = None, **options: Any) -> None:
         """Open an update that several calls bring.
 

@@ -17,8 +17,7 @@ from rollout import RolloutEngine
 from rollout.config import ParallelConfig, ParallelMode
 from rollout.engine import call_guard, spmd
 from rollout.engine.draft_corpus import CorpusDelta
-from rollout.engine.protocol import Ranks, methods_on
-from rollout.engine.replica_protocol import ReplicaEngine
+from rollout.engine.protocol import ReplicaEngine, calls_of
 from rollout.engine.spmd import Rank0Engine, run_spmd
 from rollout.errors import EngineStateError, InvalidInputError, ParallelError
 from rollout.parallel import ModelRanks, RankGroup, SingleRank, launch_variables
@@ -38,20 +37,18 @@ def public(kind: type) -> set[str]:
     return {name for name, _ in inspect.getmembers(kind, inspect.isfunction) if name[0] != "_"}
 
 
-def test_every_method_of_the_protocol_says_which_ranks_make_the_call():
-    marked = [name for ranks in Ranks for name in methods_on(ranks, ReplicaEngine)]
-    assert len(marked) == len(set(marked))
-    assert set(marked) == public(ReplicaEngine) <= public(RolloutEngine)
+BROADCAST = calls_of(ReplicaEngine, first_rank_only=False)
+OWN = calls_of(ReplicaEngine, first_rank_only=True)
 
 
-@pytest.mark.parametrize(
-    "name", sorted(public(RolloutEngine) - set(methods_on(Ranks.FIRST, ReplicaEngine)))
-)
+def test_an_engine_has_every_method_of_the_protocol():
+    assert BROADCAST | OWN == public(ReplicaEngine) <= public(RolloutEngine)
+
+
+@pytest.mark.parametrize("name", sorted(public(RolloutEngine) - OWN))
 def test_a_call_is_told_to_all_ranks_or_refused(name):
     engine = Rank0Engine(without_a_model(), Told())
-    error = (
-        ZeroDivisionError if name in methods_on(Ranks.EVERY, ReplicaEngine) else InvalidInputError
-    )
+    error = ZeroDivisionError if name in BROADCAST else InvalidInputError
     tensors = [{}] if name == "update_weights_from_tensor" else []
     with pytest.raises(error, match=name):
         getattr(engine, name)(*tensors)
