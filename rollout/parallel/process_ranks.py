@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from rollout.errors import ParallelError
-from rollout.parallel.exchange import Exchange, GroupExchange
-from rollout.parallel.host_exchange import open_host_exchange
+from rollout.parallel.exchange import Exchange, GroupExchange, open_host_exchange
 from rollout.parallel.partition import consecutive
 from rollout.parallel.rank_group import CLOSED, NO_MEMORY, Memory
 from rollout.parallel.time_limit import answered

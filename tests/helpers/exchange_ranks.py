@@ -10,7 +10,9 @@ import os
 import random
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,15 +20,16 @@ from torch.distributed import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from rollout.errors import ParallelError
-from rollout.parallel import ProcessRanks, host_exchange
-from rollout.parallel.exchange import GroupExchange
+from rollout.parallel import ProcessRanks
+from rollout.parallel import exchange as exchanges
+from rollout.parallel.exchange import GroupExchange, HostExchange
 from rollout.parallel.partition import consecutive
 from rollout.parallel.rank_group import NO_MEMORY
 from tests.helpers.hang import HANG_SECONDS
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 LATE_SECONDS = 3.0
-SLOT = host_exchange.native.SLOT_BYTES
+SLOT = exchanges.native.SLOT_BYTES
 WIDTHS = [(5, 5, 5), (33, 33, 31), (1, 1, 0), (0, 4, 9)]
 NOBODYS_MEMORY = (64, 1 << 30)  # as where weights were given back meanwhile
 LARGE = [(1, (SLOT // 4 + 3, SLOT // 4 + 3, 7)), (3, (SLOT, 1, SLOT // 3)), (700, (513, 513, 511))]
@@ -70,7 +73,7 @@ def differing(ranks: Ranks) -> list[str]:
     """The exchanges in which shared memory, gloo and what was sent are not alike."""
     group, gloo = ranks.group(), ranks.gloo()
     host = group._exchanges[0]
-    found = [] if isinstance(host, host_exchange.HostExchange) else ["no memory is shared"]
+    found = [] if isinstance(host, HostExchange) else ["no memory is shared"]
     sizes = [(rows, widths) for rows in (0, 1, 2, 17) for widths in WIDTHS] + LARGE
     for dtype in (torch.float32, torch.bfloat16):
         for seed, (rows, widths) in enumerate(sizes):
@@ -114,15 +117,10 @@ def mixed_up(ranks: Ranks) -> int:
     return wrong
 
 
-def by_gloo(ranks: Ranks, monkey: object, name: str, replacement: object) -> list[object]:
+def by_gloo(ranks: Ranks, name: str, replacement: object) -> list[object]:
     """The kind of exchange where an attribute is replaced on rank 1, and what it gathers."""
-    before = getattr(monkey, name)
-    if RANK == 1:
-        setattr(monkey, name, replacement)
-    try:
+    with mock.patch.object(exchanges, name, replacement) if RANK == 1 else nullcontext():
         group = ranks.group()
-    finally:
-        setattr(monkey, name, before)
     return [type(group._exchanges[0]).__name__, group.all_gather_int(RANK)]
 
 
@@ -152,8 +150,8 @@ def main(output: Path) -> None:
     store, _, _ = next(iter(rendezvous("env://")))
     ranks = Ranks(store)
     results: dict[str, object] = {"differing": differing(ranks), "mixed up": mixed_up(ranks)}
-    results["other hosts"] = by_gloo(ranks, host_exchange, "this_host", lambda: "another host")
-    results["not allowed"] = by_gloo(ranks, host_exchange, "native", Unable)
+    results["other hosts"] = by_gloo(ranks, "this_host", lambda: "another host")
+    results["not allowed"] = by_gloo(ranks, "native", Unable)
 
     ranks.group().all_gather_int(RANK)  # the next one's timeout limits its connecting, too
     group = ranks.group(LATE_SECONDS)
