@@ -29,10 +29,10 @@ from harness.rows import Row, row
 from rollout import Rollout, RolloutEngine, SamplingParams
 from rollout.cluster.cluster import RolloutCluster
 from rollout.cluster.config import ClusterConfig, ClusterKind
-from rollout.cluster.open_engine import open_with
 from rollout.config import EngineConfig, engine_config
 from rollout.engine.protocol import Engine
 from rollout.engine.worker_factory import worker_factory
+from rollout.open_engine import open_with
 
 WARM = SamplingParams(max_new_tokens=4)
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Self
 
 from rich.console import Console
 
-from rollout.cluster.open_engine import open_with
 from rollout.engine.protocol import Engine
 from rollout.engine.spmd import OpenEngine, run_spmd
 from rollout.engine.worker_factory import WorkerFactory
@@ -32,6 +31,7 @@ from rollout.offline.prompt_tokens import TokenFile, check_tokens
 from rollout.offline.prompts import PromptFile, PromptRow
 from rollout.offline.run_log import RunLog
 from rollout.offline.summary import JobResult, JobStatus, Summary
+from rollout.open_engine import open_with
 from rollout.types import FinishReason, Request, Rollout, SamplingParams
 
 

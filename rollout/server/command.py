@@ -21,11 +21,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from rollout.cluster.open_engine import open_engine
 from rollout.engine.spmd import OpenEngine, launch_ranks, run_spmd
 from rollout.errors import InvalidInputError, RolloutError
 from rollout.offline.hydra_config import checked_config, register_schema
 from rollout.offline.progress import loading_model
+from rollout.open_engine import open_engine
 from rollout.server.app import make_app
 from rollout.server.bounded_http import BoundedHttp
 from rollout.server.config import LogLevel, ServeConfig, ServerConfig

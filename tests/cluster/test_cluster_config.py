@@ -8,9 +8,9 @@ import pytest
 
 from rollout import RolloutEngine
 from rollout.cluster.config import ClusterConfig, ClusterKind
-from rollout.cluster.open_engine import open_pretrained, open_with
 from rollout.config import ParallelConfig, ParallelMode
 from rollout.errors import InvalidInputError
+from rollout.open_engine import open_pretrained, open_with
 from tests.cluster.workload import ngram
 
 

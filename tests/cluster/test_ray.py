@@ -21,12 +21,12 @@ from safetensors.torch import load_file
 from rollout import ExternalState
 from rollout.cluster.cluster import RolloutCluster
 from rollout.cluster.config import ClusterConfig, ClusterKind
-from rollout.cluster.open_engine import open_with
 from rollout.cluster.ray import heartbeats
 from rollout.cluster.ray.pool import RayPool
 from rollout.cluster.ray.replica import import_failure
 from rollout.config import EngineConfig
 from rollout.errors import CheckpointError, ClusterError
+from rollout.open_engine import open_with
 from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.shared_memory import SharedMemorySender
 from tests.cluster import broken_workers

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from rollout import ExternalState, RolloutEngine
 from rollout.cluster.cluster import RolloutCluster
 from rollout.cluster.config import ClusterConfig, ClusterKind
-from rollout.cluster.open_engine import open_with
 from rollout.config import EngineConfig, ParallelConfig, ParallelMode
 from rollout.errors import CheckpointError, ClusterError, InvalidInputError
+from rollout.open_engine import open_with
 from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.shared_memory import SharedMemorySender
 from tests.cluster import broken_workers

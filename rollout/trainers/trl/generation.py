@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from rollout.cluster.open_engine import open_pretrained
 from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError
+from rollout.open_engine import open_pretrained
 from rollout.trainers.trl.colocated import ColocatedEngine, TrlSampleSeeds
 from rollout.trainers.trl.engine_options import (
     engine_overrides,
