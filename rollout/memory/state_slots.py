@@ -82,7 +82,6 @@ class StateSlots(LayerSlots):
 
     @property
     def reserved_steps(self) -> set[int]:
-        """Numbers of the steps that hold reserved slots."""
         return set(self._reserved)
 
     def usable_len(self, kv_slots: NDArray[np.int32]) -> int:
@@ -91,7 +90,6 @@ class StateSlots(LayerSlots):
 
     @property
     def fits_another(self) -> bool:
-        """Whether one more request can run."""
         if len(self._rows) >= self.slots.num_slots // SLOTS_PER_ROW:
             return False
         return not self._reserved or self._spare >= 0
@@ -125,11 +123,8 @@ class StateSlots(LayerSlots):
         self._rows[row] = _Row(length=len(prefix), slot=slot, pinned=last_kv_slot)
 
     def checkpoint_lengths(self, start: int, end: int, prompt_len: int) -> list[int]:
-        """Lengths in (start, end] at which a run [start, end) should store its state, ascending.
-
-        Every ``interval`` tokens of a prefill, and before the prompt's last token, where the
-        prompt's other samples begin.
-        """
+        """Every ``interval`` tokens of a prefill, and before the prompt's last token, where the
+        prompt's other samples begin."""
         first = start // self._interval + 1
         is_prefill = end - start > 1 or start < prompt_len
         lengths = set(range(first * self._interval, end + 1, self._interval) if is_prefill else ())
@@ -140,11 +135,8 @@ class StateSlots(LayerSlots):
     def reserve(
         self, runs: Sequence[StateRun], counts: Sequence[int], step: int
     ) -> list[ScheduledStates]:
-        """Reserve the slots of one step until `end_step`, with counts[i] draft nodes of run i.
-
-        Callers must not ask for more nodes than `node_room` in all. Checkpoints get what is left,
-        the deepest of each run first.
-        """
+        """Callers must not ask for more nodes than `node_room` in all. Checkpoints get what is
+        left, the deepest of each run first."""
         assert step not in self._reserved, f"states of step {step} are still reserved"
         is_alone = len(runs) == len(self._rows)
         reserved = self._reserved[step] = {}

@@ -93,12 +93,6 @@ class WindowSlots(LayerSlots):
         return int(np.flatnonzero(usable)[-1])
 
     def can_admit(self, prefix: NDArray[np.int32], length: int, ends: Sequence[int]) -> bool:
-        """Whether a request of ``length`` tokens can run beside those that do.
-
-        Args:
-            prefix: KV slots of its cached tokens.
-            ends: allocated_len of each row.
-        """
         seen = prefix[max(0, len(prefix) - self.sizes.window + 1) :]
         taken = int(np.count_nonzero(self._kept_at[seen]))
         wanted = max(1, self._span(length) - len(seen))
@@ -123,7 +117,6 @@ class WindowSlots(LayerSlots):
 
     @property
     def one_slot_rows(self) -> int:
-        """Rows that can be one token longer now."""
         return self.obtainable
 
     @property
@@ -137,7 +130,6 @@ class WindowSlots(LayerSlots):
 
     @property
     def run_room(self) -> int:
-        """The longest run that one more request could have now."""
         return max(0, self.obtainable - len(self._rows) - 1)
 
     def assign(self, kv_slots: NDArray[np.int32]) -> None:
@@ -162,8 +154,7 @@ class WindowSlots(LayerSlots):
         state.first = end
 
     def replace(self, row: int, begin: int, old: NDArray, new: NDArray) -> None:
-        """The row's KV slots ``old`` from position ``begin`` on are about to be freed for ``new``,
-        of the same tokens. Those that lack a window slot take over the row's."""
+        """New KV slots that lack a window slot take over the row's."""
         skipped = max(0, self._rows[row].first - begin)
         old, new = old[skipped:], new[skipped:]
         lacks = self.slot_of[new] == NULL_SLOT
