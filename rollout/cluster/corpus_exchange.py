@@ -29,8 +29,6 @@ class CorpusExchange:
         self._begun_at = time.monotonic()
         self._taking: list[Future[CorpusDelta]] = []
         self._learning: list[Future[None]] = []
-        self.rounds = 0
-        self.exchanged_bytes = 0  # taken; each is sent to all replicas but one
         replicas.on_join(self._begin_to_share)
 
     def poll(self) -> None:
@@ -45,13 +43,11 @@ class CorpusExchange:
             if deltas:
                 shared = self._replicas.share(deltas)
                 self._learning = [*self._replicas.call_all("learn_corpus_deltas", shared).values()]
-                self.exchanged_bytes += sum(delta.num_bytes for delta in deltas)
             return
         self._learning = []
         has_others = self._has_corpus and len(self._replicas.joined) > 1
         if has_others and time.monotonic() - self._begun_at >= self._seconds:
             self._begun_at = time.monotonic()
-            self.rounds += 1
             self._taking = [*self._replicas.call_all("take_corpus_delta").values()]
 
     def finish(self) -> None:

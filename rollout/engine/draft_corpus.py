@@ -112,15 +112,6 @@ class CorpusDelta:
         """Emitted tokens of all spans, without their contexts."""
         return self.tokens_N.size
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all arrays."""
-        return sum(
-            value.nbytes
-            for each in fields(self)
-            if isinstance(value := getattr(self, each.name), np.ndarray)
-        )
-
 
 class ExternalState(enum.StrEnum):
     """The state of an external corpus, from loading to drafting."""

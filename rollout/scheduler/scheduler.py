@@ -68,7 +68,6 @@ class Scheduler:
         self.limits = limits
         self.memory = memory
         self.lengths = lengths
-        self.preemptions = 0
         self.max_draft_tokens = max_draft_tokens
         self._waiting = WaitingQueue()
         self._running: list[Request] = []  # in the order of admission
@@ -241,7 +240,6 @@ class Scheduler:
             self._running.remove(victim)
             runs.pop(victim, None)
             self._retract(victim, cache_kv=True)
-            self.preemptions += 1
             victim.stats.preemptions += 1
             if victim is request:
                 return

@@ -507,7 +507,7 @@ def test_the_simulation_reaches_what_it_is_for():
             window_hits += simulation.memory.counters.hit
             windows_evicted += simulation.memory.windows.evicted
         beside += simulation.begun_beside
-        preemptions += simulation.scheduler.preemptions
+        preemptions += sum(each.stats.preemptions for each in simulation.finished.values())
         evicted += simulation.memory.counters.evicted
         hits += simulation.memory.counters.hit
         full += sum(
