@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,10 @@ from rollout.cluster.cluster import RolloutCluster
 from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from rollout.engine.worker_factory import WorkerFactory
-from tests.cluster.thread_pool import ThreadPool
+from tests.cluster.thread_pool import OnSubmit, ThreadPool
 from tests.cluster.workload import PARAMS, PROMPTS, always_drafts, content, key, ngram
 from tests.frameworks.shared import ray_sessions
 from tests.helpers.forked import ROOT
-from tests.helpers.text_model import save_text_model
 
 MakeCluster = Callable[..., tuple[RolloutCluster, ThreadPool]]
 
@@ -55,33 +56,43 @@ def expected(config: EngineConfig) -> dict[Any, Any]:
     return {key(each): content(each) for each in engine.generate(PROMPTS, PARAMS)}
 
 
-@pytest.fixture(scope="module")
-def text_config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+@pytest.fixture(scope="session")
+def text_config(config: EngineConfig, text_model_path: Path) -> EngineConfig:
     """The configuration of a model that reads text."""
-    return EngineConfig(
-        model=ModelConfig(path=str(save_text_model(tmp_path_factory.mktemp("text")))),
-        memory=MemoryConfig(max_kv_tokens=2048),
-        scheduler=SchedulerConfig(max_running=4, max_step_tokens=64),
-        num_threads=1,
-    )
+    return replace(config, model=ModelConfig(path=str(text_model_path)))
+
+
+@contextmanager
+def cluster_maker(config: EngineConfig, usual: WorkerFactory) -> Iterator[MakeCluster]:
+    """Makes clusters of replicas on threads, each with its pool, and closes them at the end."""
+    with ExitStack() as made:
+
+        def make(
+            replicas: int = 2,
+            factory: WorkerFactory = usual,
+            *,
+            on_submit: OnSubmit | None = None,
+            **options: Any,
+        ) -> tuple[RolloutCluster, ThreadPool]:
+            names = [f"replica-{i}" for i in range(replicas)]
+            pool = ThreadPool(config, factory, names, on_submit)
+            settings = ClusterConfig(kind=ClusterKind.ray, replicas=replicas, **options)
+            cluster = RolloutCluster(config, settings, pool)
+            made.callback(cluster.close)
+            return cluster, pool
+
+        yield make
 
 
 @pytest.fixture
 def make(text_config: EngineConfig) -> Iterator[MakeCluster]:
-    """A cluster of replicas on threads, and its pool."""
-    made: list[RolloutCluster] = []
+    """Clusters that draft in every step, share often and read text."""
+    with cluster_maker(text_config, always_drafts()) as make:
+        yield partial(make, share_seconds=0.005)
 
-    def make(
-        replicas: int = 2, factory: WorkerFactory | None = None, **options: Any
-    ) -> tuple[RolloutCluster, ThreadPool]:
-        names = [f"replica-{i}" for i in range(replicas)]
-        pool = ThreadPool(text_config, factory or always_drafts(), names)
-        settings = ClusterConfig(
-            kind=ClusterKind.ray, replicas=replicas, **({"share_seconds": 0.005} | options)
-        )
-        made.append(RolloutCluster(text_config, settings, pool))
-        return made[-1], pool
 
-    yield make
-    for cluster in made:
-        cluster.close()
+@pytest.fixture
+def make_cluster(config: EngineConfig) -> Iterator[MakeCluster]:
+    """Clusters as configured by default."""
+    with cluster_maker(config, ngram()) as make:
+        yield make

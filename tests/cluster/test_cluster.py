@@ -5,41 +5,23 @@ from __future__ import annotations
 import inspect
 import random
 import threading
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 
 from rollout import FinishReason, RolloutEngine, SamplingParams
 from rollout.cluster.cluster import RolloutCluster
-from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.engine.engine_loop import EngineLoop
 from rollout.engine.protocol import Engine
 from rollout.errors import EngineStateError, InvalidInputError, OutOfMemoryError, ParallelError
-from tests.cluster.thread_pool import ThreadPool, kill
+from tests.cluster.conftest import cluster_maker
+from tests.cluster.thread_pool import kill
 from tests.cluster.workload import PARAMS, PROMPTS, content, drain, key, ngram, rejoined, submit_all
 from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.held_engine import held
 
 LONG = SamplingParams(temperature=0.9, max_new_tokens=400, ignore_eos=True)
 POISON = [9, 9, 9, 9]
-
-MakeCluster = Callable[..., tuple[RolloutCluster, ThreadPool]]
-
-
-@pytest.fixture
-def make_cluster(config) -> Iterator[MakeCluster]:
-    made: list[RolloutCluster] = []
-
-    def make(replicas: int = 2, on_submit=None, **options):
-        pool = ThreadPool(config, ngram(), [f"replica-{i}" for i in range(replicas)], on_submit)
-        settings = ClusterConfig(kind=ClusterKind.ray, replicas=replicas, **options)
-        made.append(RolloutCluster(config, settings, pool))
-        return made[-1], pool
-
-    yield make
-    for cluster in made:
-        cluster.close()
 
 
 @pytest.mark.parametrize("kind", [RolloutEngine, RolloutCluster])
@@ -82,7 +64,7 @@ def test_a_request_goes_on_after_what_was_known_of_it(make_cluster, config):
     whole.submit([5, 6, 7], LONG)
     expected = drain(whole)
     given = []
-    cluster, pool = make_cluster(2, lambda replica, new: given.extend(new))
+    cluster, pool = make_cluster(on_submit=lambda replica, new: given.extend(new))
     with pool.held(after=12):
         request = cluster.submit([5, 6, 7], LONG)
         cluster.watch(request.request_id)
@@ -102,7 +84,7 @@ def test_a_request_that_kills_its_replica_fails_alone(make_cluster, expected):
             alone.append(len(submissions) == 1)
             replica.kill()
 
-    cluster, _ = make_cluster(2, on_submit)
+    cluster, _ = make_cluster(on_submit=on_submit)
     submit_all(cluster)
     cluster.submit(POISON, PARAMS, prompt_index=99)
     rollouts = {}
@@ -134,13 +116,8 @@ def test_what_could_never_run_is_refused_at_once(make_cluster, config):
     with pytest.raises(InvalidInputError, match="request_seed"):
         cluster.submit([3], PARAMS, request_seed=-1)
     small = replace(config, memory=replace(config.memory, max_kv_tokens=64))
-    settings = ClusterConfig(kind=ClusterKind.ray)
-    with_little = RolloutCluster(small, settings, ThreadPool(small, ngram(), ["only"]))
-    try:
-        with pytest.raises(OutOfMemoryError):
-            with_little.check([3] * 64, PARAMS)
-    finally:
-        with_little.close()
+    with cluster_maker(small, ngram()) as make_small, pytest.raises(OutOfMemoryError):
+        make_small(1)[0].check([3] * 64, PARAMS)
     assert not cluster.has_unfinished
 
 

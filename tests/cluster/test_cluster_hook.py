@@ -6,36 +6,28 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollout import RolloutEngine
-from rollout.cluster.cluster import RolloutCluster
-from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.trainers import RolloutHook
-from tests.cluster.thread_pool import ThreadPool
-from tests.cluster.workload import drain, ngram, submit_all
+from tests.cluster.workload import drain, ngram, rejoined, submit_all
 
 
-def test_after_a_step_all_replicas_generate_with_the_new_weights(config):
+def test_after_a_step_all_replicas_generate_with_the_new_weights(config, make_cluster):
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
     engine = RolloutEngine.from_config(config, ngram())
-    pool = ThreadPool(config, ngram(), ["replica-0", "replica-1"])
-    cluster = RolloutCluster(config, ClusterConfig(kind=ClusterKind.ray, replicas=2), pool)
-    try:
-        hooks = [RolloutHook(engine, model), RolloutHook(cluster, model)]
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.1)
-        syncs = [hook.sync() for hook in hooks]
-        assert [sync.version for sync in syncs] == [1, 1]
-        assert cluster.weights_digest() == engine.weights_digest()
-        for each in (engine, cluster):
-            submit_all(each)
-        assert drain(cluster) == drain(engine)
-        pool.living["replica-1"].kill()
-        submit_all(cluster)
-        submit_all(engine)
-        found = drain(cluster)
-        while not cluster.replicas.all_joined:
-            cluster.step()
-        assert found == drain(engine)
-        assert cluster.weights_digest() == engine.weights_digest()
-    finally:
-        cluster.close()
+    cluster, pool = make_cluster(2)
+    hooks = [RolloutHook(engine, model), RolloutHook(cluster, model)]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    syncs = [hook.sync() for hook in hooks]
+    assert [sync.version for sync in syncs] == [1, 1]
+    assert cluster.weights_digest() == engine.weights_digest()
+    for each in (engine, cluster):
+        submit_all(each)
+    assert drain(cluster) == drain(engine)
+    pool.living["replica-1"].kill()
+    submit_all(cluster)
+    submit_all(engine)
+    found = drain(cluster)
+    rejoined(cluster)
+    assert found == drain(engine)
+    assert cluster.weights_digest() == engine.weights_digest()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +16,12 @@ from safetensors.torch import load_file, save_file
 from rollout import RolloutEngine, SamplingParams
 from rollout.cluster import weights
 from rollout.cluster.cluster import RolloutCluster
-from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.weights.bucket import buckets
 from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.manifest import TensorSpec
 from rollout.weights.shared_memory import SharedMemorySender
-from tests.cluster.thread_pool import ThreadPool, ThreadReplica, kill
+from tests.cluster.thread_pool import ThreadReplica, kill
 from tests.cluster.workload import content, drain, key, ngram, rejoined
 from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.tiny_model import save_tiny_llama
@@ -57,18 +56,8 @@ def wanted(config, news) -> list[dict]:
 
 
 @pytest.fixture
-def make(config) -> Iterator[Callable[[int], tuple[RolloutCluster, ThreadPool]]]:
-    made: list[RolloutCluster] = []
-
-    def make(replicas: int = 2) -> tuple[RolloutCluster, ThreadPool]:
-        pool = ThreadPool(config, ngram(), [f"replica-{i}" for i in range(replicas)])
-        settings = ClusterConfig(kind=ClusterKind.ray, replicas=replicas, share_seconds=0.01)
-        made.append(RolloutCluster(config, settings, pool))
-        return made[-1], pool
-
-    yield make
-    for cluster in made:
-        cluster.close()
+def make(make_cluster):
+    return make_cluster
 
 
 def generated(cluster: RolloutCluster) -> dict:

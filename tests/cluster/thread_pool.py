@@ -23,6 +23,8 @@ from tests.helpers.held_engine import held
 
 REPORT_SECONDS = 0.002
 
+OnSubmit = Callable[["ThreadReplica", Sequence[Submission]], None]
+
 
 class ThreadReplica:
     def __init__(self, name: str, pool: ThreadPool) -> None:
@@ -86,7 +88,7 @@ class ThreadPool:
         config: EngineConfig,
         factory: WorkerFactory,
         names: Sequence[str],
-        on_submit: Callable[[ThreadReplica, Sequence[Submission]], None] | None = None,
+        on_submit: OnSubmit | None = None,
     ) -> None:
         self.names = list(names)
         self.on_submit = on_submit

@@ -17,8 +17,8 @@ TEXTS = ["one two three", "", "nine  eight", "seven word20 zero one"]
 
 
 @pytest.fixture(scope="module")
-def encoder(tmp_path_factory):
-    return PromptEncoder.from_pretrained(save_text_model(tmp_path_factory.mktemp("model")), 97)
+def encoder(text_model_path):
+    return PromptEncoder.from_pretrained(text_model_path, 97)
 
 
 def flat(source):

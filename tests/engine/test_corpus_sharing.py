@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import fields, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +22,6 @@ from spec_workers.corpus.options import CorpusOptions
 from spec_workers.corpus.outbox import CorpusOutbox
 from tests.helpers.requests import make_request
 from tests.helpers.thread_ranks import on_ranks
-from tests.helpers.tiny_model import save_tiny_llama
 
 VOCAB = 50_000
 ALL = 1 << 40
@@ -392,25 +392,22 @@ def test_malformed_deltas_are_refused_by_field() -> None:
 # Through engines
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_tiny_llama(tmp_path_factory.mktemp("model")))
-
-
-def make_engine(model: str, spec: str = "ngram", **options) -> RolloutEngine:
+def make_engine(model: Path, spec: str = "ngram", **options) -> RolloutEngine:
     return RolloutEngine.from_pretrained(
         model, spec, spec_options=options, max_running=4, num_threads=1
     )
 
 
-def ngram(model: str) -> RolloutEngine:
+def ngram(model: Path) -> RolloutEngine:
     return make_engine(model, corpus_bytes=1 << 20, budget="fixed", calibration_seconds=0)
 
 
-def test_engines_learn_from_each_other_and_their_tokens_stay_the_same(model: str) -> None:
+def test_engines_learn_from_each_other_and_their_tokens_stay_the_same(
+    tiny_model_path: Path,
+) -> None:
     prompts = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
     params = SamplingParams(temperature=0.7, max_new_tokens=60, n=2, ignore_eos=True)
-    first, second, alone = ngram(model), ngram(model), ngram(model)
+    first, second, alone = (ngram(tiny_model_path) for _ in range(3))
     for engine in (first, second):
         engine.share_corpus()
     expected = first.generate(prompts, params)
@@ -430,8 +427,8 @@ def test_engines_learn_from_each_other_and_their_tokens_stay_the_same(model: str
     assert not any("learned_tokens" in name for name in alone.worker.counters())
 
 
-def test_sharing_is_off_until_it_is_asked_for(model: str) -> None:
-    engine = ngram(model)
+def test_sharing_is_off_until_it_is_asked_for(tiny_model_path: Path) -> None:
+    engine = ngram(tiny_model_path)
     for call in (engine.take_corpus_delta, lambda: engine.learn_corpus_deltas([])):
         with pytest.raises(InvalidInputError, match="share_corpus"):
             call()
@@ -442,7 +439,7 @@ def test_sharing_is_off_until_it_is_asked_for(model: str) -> None:
     with pytest.raises(InvalidInputError, match="already"):
         engine.share_corpus()
     with pytest.raises(InvalidInputError, match="has no corpus"):
-        make_engine(model, "none").share_corpus()
+        make_engine(tiny_model_path, "none").share_corpus()
 
 
 def test_ranks_of_one_engine_are_one_sender():

@@ -22,7 +22,6 @@ from rollout.config import (
     engine_config,
 )
 from rollout.errors import InvalidInputError, RolloutError
-from tests.helpers.text_model import save_text_model
 
 PARAMS = SamplingParams(max_new_tokens=2, seed=3, ignore_eos=True)
 TURNS = 8  # values tried for each argument
@@ -117,9 +116,9 @@ def public_calls(engine: RolloutEngine, folder: Path) -> dict[str, Call]:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
+def engine(text_model_path):
     return RolloutEngine.from_pretrained(
-        save_text_model(tmp_path_factory.mktemp("text-model")),
+        text_model_path,
         spec_options={"corpus_bytes": 1 << 20, "calibration_seconds": 0.0},
         max_running=4,
         num_threads=1,
