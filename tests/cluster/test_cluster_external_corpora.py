@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import threading
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -26,7 +25,8 @@ from tests.cluster.workload import (
     rejoined,
     submit_all,
 )
-from tests.helpers.hang import HANG_SECONDS, wait_until
+from tests.helpers.gated_list import GatedList
+from tests.helpers.hang import wait_until
 
 IN_MEMORY = {ExternalState.READY, ExternalState.PUBLISHED}
 
@@ -40,20 +40,10 @@ class Gate:
 
         def gated(method: str, *args: Any, **kwargs: Any) -> Any:
             if method == "add_external_corpus":
-                kwargs["token_chunks"] = _Gated(kwargs["token_chunks"], self.opened)
+                kwargs["token_chunks"] = GatedList(kwargs["token_chunks"], self.opened)
             return call(method, *args, **kwargs)
 
         replica.call = gated  # type: ignore[method-assign]
-
-
-class _Gated(list[Sequence[int]]):
-    def __init__(self, chunks: Sequence[Sequence[int]], opened: threading.Event) -> None:
-        super().__init__(chunks)
-        self._opened = opened
-
-    def __iter__(self) -> Iterator[Sequence[int]]:
-        assert self._opened.wait(HANG_SECONDS)
-        return super().__iter__()
 
 
 def on_each(cluster: RolloutCluster) -> dict[str, dict[str, ExternalState]]:

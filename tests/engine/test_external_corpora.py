@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import threading
 import time
 from pathlib import Path
 
@@ -14,16 +13,16 @@ import torch
 from rollout import ExternalState, RolloutEngine, SamplingParams
 from rollout.errors import InvalidInputError
 from tests.helpers.compared import outcome
+from tests.helpers.gated_list import GatedList
 from tests.helpers.hang import HANG_SECONDS
-from tests.helpers.text_model import save_text_model
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [5, 6, 7, 12]]
 PARAMS = SamplingParams(temperature=0.9, max_new_tokens=40, seed=3, n=2, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_text_model(tmp_path_factory.mktemp("text-model")))
+@pytest.fixture
+def model(text_model_path: Path) -> str:
+    return str(text_model_path)
 
 
 def make_engine(model: str, spec: str = "ngram", **options) -> RolloutEngine:
@@ -40,32 +39,6 @@ def engine(model: str) -> RolloutEngine:
 
 def states(engine: RolloutEngine) -> dict[str, str]:
     return {each.name: each.state.value for each in engine.external_corpora()}
-
-
-class Gate:
-    """Token ids, all of them handed out only when it is opened."""
-
-    def __init__(self, chunks) -> None:
-        self.chunks = chunks
-        self.opened = threading.Event()
-        self.reached = threading.Event()
-
-    def __iter__(self):
-        yield from self.chunks[:1]
-        self.reached.set()
-        assert self.opened.wait(HANG_SECONDS)
-        yield from self.chunks[1:]
-
-
-class GatedList(list):
-    """A list that iterates through a gate."""
-
-    def __init__(self, chunks) -> None:
-        super().__init__(chunks)
-        self.gate = Gate(chunks)
-
-    def __iter__(self):
-        return iter(self.gate)
 
 
 def test_documents_tokens_and_files_speed_up_the_same_rollouts(model: str, tmp_path: Path) -> None:
@@ -151,19 +124,19 @@ def test_generation_goes_on_while_corpora_load(engine: RolloutEngine) -> None:
     first, second = GatedList([[1, 2]] * 4), GatedList([[3, 4]] * 4)
     engine.add_external_corpus("first", token_chunks=first)
     engine.add_external_corpus("second", token_chunks=second)
-    assert first.gate.reached.wait(HANG_SECONDS)
-    assert second.gate.reached.wait(HANG_SECONDS)  # several at once
+    assert first.reached.wait(HANG_SECONDS)
+    assert second.reached.wait(HANG_SECONDS)  # several at once
     engine.generate(PROMPTS, PARAMS)
     assert states(engine) == {"first": "loading", "second": "loading"}
     assert all(0 <= each.progress < 1 for each in engine.external_corpora())
     assert engine.worker.counters()["corpus/external_loading"] == 2
     with pytest.raises(TimeoutError, match=r"after 0.05 s: first, second"):
         engine.wait_for_external_corpora(timeout=0.05)
-    second.gate.opened.set()
+    second.opened.set()
     while states(engine)["second"] == "loading":
         time.sleep(0.001)
     assert states(engine) == {"first": "loading", "second": "published"}
-    first.gate.opened.set()
+    first.opened.set()
     both = engine.wait_for_external_corpora(timeout=HANG_SECONDS)
     assert [(each.name, each.state.value, each.num_tokens) for each in both] == [
         ("first", "published", 8),
@@ -179,7 +152,7 @@ def test_on_request_it_is_drafted_from_when_it_is_asked_for(model: str) -> None:
     engine.add_external_corpus("answers", token_chunks=gated, publish="on_request")
     with pytest.raises(InvalidInputError, match="name='answers': is loading"):
         engine.publish_external_corpus("answers")
-    gated.gate.opened.set()
+    gated.opened.set()
     engine.wait_for_external_corpora(HANG_SECONDS)
     engine.add_external_corpus("others", token_chunks=[[1]], publish="on_request", wait=True)
     assert outcome(engine.generate(PROMPTS, PARAMS)) == outcome(plain)
@@ -214,11 +187,11 @@ def test_configured_ones_can_be_taken_from_it_before_they_begin(model: str, tmp_
 def test_a_load_is_cancelled_by_removing_it(engine: RolloutEngine) -> None:
     chunks = GatedList([[1, 2]] * 4)
     engine.add_external_corpus("notes", token_chunks=chunks)
-    assert chunks.gate.reached.wait(HANG_SECONDS)
+    assert chunks.reached.wait(HANG_SECONDS)
     engine.remove_external_corpus("notes")
     assert engine.external_corpora() == []
     engine.add_external_corpus("notes", token_chunks=[[7, 8, 9]], wait=True)  # its name is free
-    chunks.gate.opened.set()
+    chunks.opened.set()
     engine.close()  # joins the thread
     (notes,) = engine.external_corpora()
     assert notes.num_tokens == 3
@@ -460,7 +433,7 @@ def test_what_loads_replaces_what_a_file_holds_under_its_name(engine, tmp_path: 
     engine.add_external_corpus("notes", token_chunks=newer)
     engine.load_corpus(tmp_path / "corpus")
     assert states(engine) == {"code": "published", "notes": "loading"}
-    newer.gate.opened.set()
+    newer.opened.set()
     code, notes = engine.wait_for_external_corpora(timeout=HANG_SECONDS)
     assert (code.num_tokens, notes.num_tokens) == (1, 4)
     assert notes.state is ExternalState.PUBLISHED
