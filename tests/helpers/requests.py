@@ -8,7 +8,22 @@ from typing import Any
 import numpy as np
 
 from rollout.engine.stopping import TokenStopCheck
-from rollout.types import Batch, DraftTrees, Request, SamplingParams, Scheduled, ScheduledStates
+from rollout.types import (
+    Batch,
+    DraftTrees,
+    Request,
+    SamplingParams,
+    Scheduled,
+    ScheduledStates,
+    StopCheck,
+)
+
+
+class NoStopCheck:
+    """For requests of the scheduler alone, which does not decide where text ends."""
+
+    def first_stop(self, request, new_token_ids):
+        raise AssertionError("the scheduler asks where text ends")
 
 
 def make_request(
@@ -18,17 +33,21 @@ def make_request(
     seed: int = 0,
     eos: Sequence[int] = (),
     request_id: int = 0,
+    group: int = 0,
+    stop_check: StopCheck | None = None,
     **params: Any,
 ) -> Request:
     sampling = SamplingParams(**params)
+    if stop_check is None:
+        stop_check = TokenStopCheck(params=sampling, eos_token_ids=eos, decode=None)
     return Request(
         request_id=request_id,
         tokens=list(tokens),
         prompt_len=len(tokens) if prompt_len is None else prompt_len,
         params=sampling,
         seed=seed,
-        group=0,
-        stop_check=TokenStopCheck(params=sampling, eos_token_ids=eos, decode=None),
+        group=group,
+        stop_check=stop_check,
     )
 
 

@@ -10,14 +10,10 @@ from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.scheduler import LengthForecast, Scheduler
 from rollout.scheduler.step_limits import StepLimits
 from rollout.scheduler.waiting import MAX_OVERTAKEN
-from rollout.types import EntryResult, FinishReason, Request, SamplingParams, StepResult
+from rollout.types import EntryResult, FinishReason, Request, StepResult
+from tests.helpers.requests import NoStopCheck, make_request
 
 SAMPLES = 8
-
-
-class NoStopCheck:
-    def first_stop(self, request, new_token_ids):
-        raise AssertionError("the scheduler does not decide where text ends")
 
 
 class NothingLearned(LengthForecast):
@@ -38,18 +34,11 @@ class Epoch:
         self.overtaken = {}
         self.steps = 0
         for group, lengths_S in enumerate(lengths_GS.tolist()):
-            for sample, length in enumerate(lengths_S):
-                request = Request(
-                    request_id=len(self.lengths),
-                    tokens=[group] * 6,
-                    prompt_len=6,
-                    params=SamplingParams(max_new_tokens=900),
-                    seed=0,
-                    group=group,
-                    prompt_index=group,
-                    sample_index=sample,
+            for length in lengths_S:
+                request = make_request(
+                    [group] * 6, request_id=len(self.lengths), group=group, max_new_tokens=900,
                     stop_check=NoStopCheck(),
-                )
+                )  # fmt: skip
                 self.lengths[request] = length
                 self.overtaken[request] = 0
                 self.scheduler.add(request)

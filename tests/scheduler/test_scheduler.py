@@ -13,17 +13,12 @@ from rollout.types import (
     EntryResult,
     FinishReason,
     Request,
-    SamplingParams,
     StepResult,
     TokenExtras,
 )
+from tests.helpers.requests import NoStopCheck, make_request
 
 EMITTED = 999
-
-
-class NoStopCheck:
-    def first_stop(self, request, new_token_ids):
-        raise AssertionError("the scheduler does not decide where text ends")
 
 
 class Bench:
@@ -47,17 +42,11 @@ class Bench:
         self.submitted = 0
 
     def request(self, tokens: list[int], max_new_tokens: int = 100) -> Request:
-        request = Request(
-            request_id=self.submitted,
-            tokens=list(tokens),
-            prompt_len=len(tokens),
-            params=SamplingParams(max_new_tokens=max_new_tokens),
-            seed=0,
-            group=hash(tuple(tokens)),
-            stop_check=NoStopCheck(),
-        )
         self.submitted += 1
-        return request
+        return make_request(
+            tokens, request_id=self.submitted, group=hash(tuple(tokens)), stop_check=NoStopCheck(),
+            max_new_tokens=max_new_tokens,
+        )  # fmt: skip
 
     def add(self, tokens: list[int], max_new_tokens: int = 100) -> Request:
         request = self.request(tokens, max_new_tokens)
@@ -364,23 +353,15 @@ def test_a_retracted_request_is_next_whatever_is_cached():
     assert bench.step() == [(request, 9, 1)]
 
 
-def test_a_request_that_fills_every_slot_alone_ends_there():
-    bench = Bench(slots=30, context=200, drafts=5)
+@pytest.mark.parametrize(("slots", "context", "accept"), [(30, 200, 2), (300, 30, 3)])
+def test_a_request_that_fills_every_slot_or_the_context_ends_there(slots, context, accept):
+    bench = Bench(slots=slots, context=context, drafts=5)
     request = bench.add([1] * 20, max_new_tokens=100)
     while bench.scheduler.has_unfinished:
-        bench.step(accept=2)
+        bench.step(accept=accept)
     assert request.finish_reason is FinishReason.LENGTH
     assert len(request.tokens) == 30
     assert bench.memory.usage.used == 0
-
-
-def test_a_request_that_fills_the_context_ends_there():
-    bench = Bench(slots=300, context=30, drafts=5)
-    request = bench.add([1] * 20, max_new_tokens=100)
-    while bench.scheduler.has_unfinished:
-        bench.step(accept=3)
-    assert request.finish_reason is FinishReason.LENGTH
-    assert len(request.tokens) == 30
 
 
 def test_accepted_drafts_advance_the_kv_with_the_tokens():

@@ -20,15 +20,8 @@ from rollout.memory.window_slots import WindowSizes
 from rollout.scheduler import LengthForecast, Scheduler
 from rollout.scheduler.step_limits import StepLimits
 from rollout.scheduler.waiting import MAX_OVERTAKEN
-from rollout.types import (
-    Batch,
-    EntryResult,
-    FinishReason,
-    Request,
-    SamplingParams,
-    Scheduled,
-    StepResult,
-)
+from rollout.types import Batch, EntryResult, FinishReason, Request, Scheduled, StepResult
+from tests.helpers.requests import NoStopCheck, make_request
 
 GARBAGE = 0  # no prefix has this key
 
@@ -37,11 +30,6 @@ GARBAGE = 0  # no prefix has this key
 def prefix_key(before: int, token: int) -> int:
     """Names a prefix by the prefix before its last token: one number per position."""
     return ((before ^ (token + 1)) * 0x9E3779B97F4A7C15 + 0x7F4A7C15) % 2**61 + 1
-
-
-class NoStopCheck:
-    def first_stop(self, request, new_token_ids):
-        raise AssertionError("the scheduler does not decide where text ends")
 
 
 @dataclass
@@ -297,17 +285,11 @@ class Simulation:
         group = int(self.rng.integers(2**63))
         if self.rng.random() < 0.3:  # an earlier epoch
             self.lengths.observe(group, int(self.rng.integers(1, 60)))
-        for sample_index in range(size):
-            request = Request(
-                request_id=len(self.tracked),
-                tokens=list(prompt),
-                prompt_len=len(prompt),
-                params=SamplingParams(max_new_tokens=int(self.rng.integers(1, 100))),
-                seed=int(self.rng.integers(2**61)),
-                group=group,
-                sample_index=sample_index,
-                stop_check=NoStopCheck(),
-            )
+        for _ in range(size):
+            request = make_request(
+                prompt, request_id=len(self.tracked), group=group, stop_check=NoStopCheck(),
+                max_new_tokens=int(self.rng.integers(1, 100)), seed=int(self.rng.integers(2**61)),
+            )  # fmt: skip
             try:
                 self.scheduler.check_fits(request)
             except (InvalidInputError, OutOfMemoryError):
