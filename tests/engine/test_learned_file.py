@@ -152,31 +152,14 @@ def dumped(change):
     return damage
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
+DAMAGE = {
+    "": [
         lambda learned: json.dumps(learned).encode()[:-9],
         lambda learned: b"[]",
         dumped(lambda learned: learned.update(budget=3)),
         lambda learned: b'{"budget": ' + b"[" * 100_000,
     ],
-)
-def test_an_engine_goes_on_cold_where_it_is_damaged(
-    tiny_model_path, saved, tmp_path, caplog, damage
-):
-    _, path = saved
-    copy = damaged(path, tmp_path, damage)
-    engine = make_engine(tiny_model_path, corpus_path=str(copy))
-    (message,) = caplog.messages
-    assert message.startswith(f"{learned_file(copy)} is not used: ")
-    assert engine.scheduler.lengths.is_empty
-    assert not engine.worker.budget.cost.is_known
-    assert engine.worker.corpus.num_tokens > 0
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
+    "budget of ": [
         dumped(lambda learned: learned["budget"].update(cost=[])),
         dumped(lambda learned: learned["budget"]["cost"].update(milliseconds={})),
         dumped(lambda learned: learned["budget"]["request_ms"].update(sampling={"step": None})),
@@ -186,28 +169,28 @@ def test_an_engine_goes_on_cold_where_it_is_damaged(
         dumped(lambda learned: learned["budget"]["request_ms"]["drafting"].update(step=10**400)),
         dumped(lambda learned: learned["budget"]["values"]["accepted"][0].__setitem__(0, 1e300)),
     ],
+    "lengths of ": [dumped(lambda learned: learned["lengths"].update(recent=3))],
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "damage"), [(part, each) for part, all_of_it in DAMAGE.items() for each in all_of_it]
 )
-def test_a_budget_that_is_damaged_leaves_the_lengths(
-    tiny_model_path, saved, tmp_path, caplog, damage
+def test_an_engine_goes_on_without_the_part_that_is_damaged(
+    tiny_model_path, saved, tmp_path, caplog, part, damage
 ):
     first, path = saved
     copy = damaged(path, tmp_path, damage)
     engine = make_engine(tiny_model_path, corpus_path=str(copy))
     (message,) = caplog.messages
-    assert message.startswith(f"budget of {learned_file(copy)} is not used: ")
-    assert engine.scheduler.lengths.learned() == first.scheduler.lengths.learned()
-    assert not engine.worker.budget.cost.is_known
+    verb = "are" if part == "lengths of " else "is"
+    assert message.startswith(f"{part}{learned_file(copy)} {verb} not used: ")
+    if part == "budget of ":
+        assert engine.scheduler.lengths.learned() == first.scheduler.lengths.learned()
+    else:
+        assert engine.scheduler.lengths.is_empty
+    assert engine.worker.budget.cost.is_known == (part == "lengths of ")
     assert engine.worker.corpus.num_tokens > 0
-
-
-def test_lengths_that_are_damaged_leave_the_budget(tiny_model_path, saved, tmp_path, caplog):
-    _, path = saved
-    copy = damaged(path, tmp_path, dumped(lambda learned: learned["lengths"].update(recent=3)))
-    engine = make_engine(tiny_model_path, corpus_path=str(copy))
-    (message,) = caplog.messages
-    assert message.startswith(f"lengths of {learned_file(copy)} are not used: ")
-    assert engine.scheduler.lengths.is_empty
-    assert engine.worker.budget.cost.is_known
 
 
 WRONG = [
