@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.engine.stopping import max_tokens_of
 from rollout.errors import InvalidInputError
 from rollout.types import Request, SamplingParams
 
-_KINDS = ("json_schema", "regex")
 _MAX_COMPILED = 64  # grammars that are remembered: compiling a large one takes a second
 # The time that a grammar takes to be compiled grows with the square of these; requests may wait.
 _MAX_CHARACTERS = 1 << 16
@@ -40,10 +40,8 @@ class Grammars:
     def compile(self, params: SamplingParams) -> None:
         """Compile the grammar of parameters, so that `open` is quick. On any thread. Raises
         InvalidInputError for what is no grammar."""
-        for kind in _KINDS:
-            text = getattr(params, kind)
-            if text is not None:
-                self._matcher(kind, text)
+        if (grammar := _grammar_of(params)) is not None:
+            self._matcher(*grammar)
 
     def open(self, params: SamplingParams, partial: Sequence[int]) -> TokenGrammar | None:
         """The grammar of one request, at its beginning; None where it has none.
@@ -51,21 +49,18 @@ class Grammars:
         Raises InvalidInputError for what is no grammar, and for ``partial``, tokens emitted before,
         that do not obey it.
         """
-        for kind in _KINDS:
-            text = getattr(params, kind)
-            if text is not None:
-                matcher = self._matcher(kind, text).deep_copy()
-                beginning = None
-                if params.grammar_after is not None:
-                    beginning = _EndOfText(params.grammar_after, self._tokenizer)
-                begin = 0 if beginning is None else beginning.find(partial, 0)
-                under = [] if begin is None else list(partial[begin:])
-                if matcher.validate_tokens(under) < len(under):
-                    raise InvalidInputError(
-                        "partial_ids", partial, f"must obey the request's {kind}"
-                    )
-                return TokenGrammar(matcher, self._vocab_size, beginning)
-        return None
+        if (grammar := _grammar_of(params)) is None:
+            return None
+        kind, text = grammar
+        matcher = self._matcher(kind, text).deep_copy()
+        beginning = None
+        if params.grammar_after is not None:
+            beginning = _EndOfText(params.grammar_after, self._tokenizer)
+        begin = 0 if beginning is None else beginning.find(partial, 0)
+        under = [] if begin is None else list(partial[begin:])
+        if matcher.validate_tokens(under) < len(under):
+            raise InvalidInputError("partial_ids", partial, f"must obey the request's {kind}")
+        return TokenGrammar(matcher, self._vocab_size, beginning)
 
     def _matcher(self, kind: str, text: str) -> Any:
         key = (kind, text)
@@ -124,6 +119,13 @@ class Grammars:
         )
 
 
+def _grammar_of(params: SamplingParams) -> tuple[str, str] | None:
+    """The kind of grammar that parameters name, and its text; None where they name none."""
+    if params.json_schema is not None:
+        return "json_schema", params.json_schema
+    return None if params.regex is None else ("regex", params.regex)
+
+
 def _check_compile_time(kind: str, text: str) -> None:
     """Raise InvalidInputError for a grammar whose compilation would take more than seconds."""
     field = f"sampling.{kind}"
@@ -164,16 +166,13 @@ def _multiples(text: str) -> Iterator[Decimal]:
             unread.extend(value)
 
 
-_TOKENS_PER_CHARACTER = 4  # at most, in UTF-8 byte-level vocabularies
-
-
 class _EndOfText:
     """Finds the token that completes a text for the first time."""
 
     def __init__(self, text: str, tokenizer: Any) -> None:
         self._text = text
         self._tokenizer = tokenizer
-        self._window = _TOKENS_PER_CHARACTER * (len(text) + 1)
+        self._window = max_tokens_of([text])
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         self._id = ids[0] if len(ids) == 1 else None  # a special token, in most vocabularies
 

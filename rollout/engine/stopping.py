@@ -27,7 +27,7 @@ class TokenStopCheck:
         self._stop = params.stop
         self._decode = decode
         self._min_new_tokens = params.min_new_tokens
-        self._window = _window(params.stop)
+        self._window = max_tokens_of(params.stop)
 
     def first_stop(
         self, request: Request, new_token_ids: Sequence[int]
@@ -53,14 +53,14 @@ class TokenStopCheck:
 
 def completed_stop(stops: Sequence[str], token_ids: Sequence[int], decode: Decode) -> str | None:
     """The stop string that the last token completes, if it completes one."""
-    window = list(token_ids[-_window(stops) :])
+    window = list(token_ids[-max_tokens_of(stops) :])
     after, before = decode(window), decode(window[:-1])
     return next((stop for stop in stops if after.count(stop) > before.count(stop)), None)
 
 
-def _window(stops: Sequence[str]) -> int:
-    """The number of last tokens that surely hold any stop string, and the token before it."""
-    return _TOKENS_PER_CHARACTER * (max(map(len, stops), default=0) + 1)
+def max_tokens_of(texts: Sequence[str]) -> int:
+    """The number of last tokens that surely hold any of the texts, and the token before it."""
+    return _TOKENS_PER_CHARACTER * (max(map(len, texts), default=0) + 1)
 
 
 def cut_at_stop(text: str, shorter_len: int, stops: Sequence[str]) -> str:
