@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rollout.cluster.replica import Replica
 from rollout.cluster.replica_manager import ReplicaManager
 from rollout.engine.draft_corpus import ExternalCorpus, ExternalState, Publishing
 from rollout.errors import InvalidInputError
+from rollout.parallel.time_limit import on_thread
 
 log = logging.getLogger(__name__)
 
@@ -88,23 +89,13 @@ class ReplicaCorpusSync:
     def _bring(self, replica: Replica) -> Future[None]:
         """A joiner, done when the replica has published what is published; see
         `ReplicaManager.on_join`."""
-        done: Future[None] = Future()
         brought = self._brought.get(replica.name)
         if brought is None or brought.replica is not replica:
             brought = self._brought[replica.name] = _Brought(replica)
         # First of all: what looks at an engine begins to load those it is configured with.
-        args = (brought, replica.call("take_configured_corpora"), self._of_all())
-
-        def run() -> None:
-            try:
-                self._bring_all(*args)
-            except Exception as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
-        threading.Thread(target=run, name=f"corpora of {replica.name}", daemon=True).start()
-        return done
+        taken = replica.call("take_configured_corpora")
+        bring_all = partial(self._bring_all, brought, taken, self._of_all())
+        return on_thread(f"corpora of {replica.name}", bring_all)
 
     # On the thread
 

@@ -8,6 +8,7 @@ split and cut without moving checkpoints, and a checkpoint is freed with its tok
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
@@ -106,9 +107,7 @@ class StateCheckpoints:
             pinned: the KV slot of every pin now held, as often as it was pinned.
             cached: int32, all KV slots of the prefix cache.
         """
-        counts: dict[int, int] = {}
-        for kv_slot in pinned:
-            counts[kv_slot] = counts.get(kv_slot, 0) + 1
+        counts = dict(Counter(pinned))
         if counts != self._pins:
             raise IntegrityError(f"state checkpoints: pins {self._pins}, holders {counts}")
         known = sorted([*self._by_age, *self._pins])

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from rollout.errors import EngineStateError, WeightUpdateError
 from rollout.memory.host_memory import free_bytes, return_freed_memory
 from rollout.models.layers.weight_loader import WeightLoader
+from rollout.runner.graphs.graph_runner import GraphRunner
 from rollout.types import MemoryTag
 from rollout.weights.parts import WeightParts
 from rollout.weights.transaction import WeightTransaction
@@ -43,16 +44,6 @@ class MemoryPool(Protocol):
         ...
 
 
-class Graphs(Protocol):
-    """Captured graphs, which hold memory addresses."""
-
-    is_paused: bool
-
-    def drop(self) -> int:
-        """Drop every graph; returns the bytes freed."""
-        ...
-
-
 class MemorySaver:
     """The memory of every model a worker runs, target and drafts alike, by tag.
 
@@ -64,7 +55,7 @@ class MemorySaver:
         weights: WeightTransaction,
         kv_pools: Sequence[MemoryPool],
         *,
-        graphs: Graphs | None = None,
+        graphs: GraphRunner | None = None,
         device: torch.device | None = None,
     ) -> None:
         """
@@ -84,7 +75,7 @@ class MemorySaver:
         """Add the pool of a draft, which is made after the target's."""
         self._kv_pools.append(pool)
 
-    def add_graphs(self, graphs: Graphs) -> None:
+    def add_graphs(self, graphs: GraphRunner) -> None:
         """Add the graphs of a draft, which are made after the target's."""
         self._graphs.append(graphs)
 

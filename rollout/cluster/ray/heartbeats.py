@@ -6,18 +6,11 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol
+
+from rollout.cluster.ray.replica import RayRank
 
 _CHECKS = 10
 """Checks of each replica in the time it may be silent for."""
-
-
-class MonitoredReplica(Protocol):
-    """A replica that can be asked how long its engine has been busy."""
-
-    def heartbeat(self) -> Future[float]:
-        """Seconds that its engine's step or call under way has taken; 0.0 while nothing is."""
-        ...
 
 
 class Heartbeats:
@@ -32,24 +25,24 @@ class Heartbeats:
         self,
         silence_seconds: float,
         stall_seconds: float,
-        on_hang: Callable[[MonitoredReplica, str], None],
+        on_hang: Callable[[RayRank, str], None],
     ) -> None:
         """``on_hang(replica, reason)`` is called on that thread, once for each."""
         self._silence_seconds = silence_seconds
         self._stall_seconds = stall_seconds
         self._on_hang = on_hang
         self._lock = threading.Lock()
-        self._checks: dict[MonitoredReplica, _HealthCheck] = {}
+        self._checks: dict[RayRank, _HealthCheck] = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
         self._thread.start()
 
-    def watch(self, replica: MonitoredReplica) -> None:
+    def watch(self, replica: RayRank) -> None:
         """Begin to ask this replica for heartbeats."""
         with self._lock:
             self._checks[replica] = _HealthCheck(replica)
 
-    def forget(self, replica: MonitoredReplica) -> None:
+    def forget(self, replica: RayRank) -> None:
         """Stop asking this replica; does nothing if it is not watched."""
         with self._lock:
             self._checks.pop(replica, None)
@@ -78,7 +71,7 @@ class Heartbeats:
 class _HealthCheck:
     """A replica, and the heartbeat it was asked for."""
 
-    def __init__(self, replica: MonitoredReplica) -> None:
+    def __init__(self, replica: RayRank) -> None:
         self._replica = replica
         self._answer: Future[float] | None = None
         self._silent_seconds = 0.0

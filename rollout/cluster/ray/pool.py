@@ -17,7 +17,7 @@ import ray
 
 from rollout.cluster.config import ClusterConfig
 from rollout.cluster.ray.actor_group import ActorGroup
-from rollout.cluster.ray.heartbeats import Heartbeats, MonitoredReplica
+from rollout.cluster.ray.heartbeats import Heartbeats
 from rollout.cluster.ray.instance import ProcessResources, RayInstance, process_resources
 from rollout.cluster.ray.replica import (
     ActorLocation,
@@ -173,9 +173,8 @@ class RayPool:
         for each in ranks:
             self._await(each, each.actor.open_rank.remote(each.rank, port, *self._settings))
 
-    def _end_hung(self, rank: MonitoredReplica, reason: str) -> None:
+    def _end_hung(self, rank: RayRank, reason: str) -> None:
         """Kill a replica of which a process hangs. Called on the heartbeats' thread."""
-        assert isinstance(rank, RayRank)
         self._answers.put((rank, None, ReplicaDiedError(reason)))  # before Ray's: it says more
         rank.replica.kill()
 

@@ -93,7 +93,7 @@ class RayRank:
     location: ActorLocation | None = None  # once it is known
 
     def heartbeat(self) -> Future[float]:
-        """See `Heartbeats`."""
+        """Seconds that its engine's step or call under way has taken; 0.0 while nothing is."""
         return self.actor.heartbeat.remote().future()
 
     def named(self, reason: str) -> str:
