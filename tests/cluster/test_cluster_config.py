@@ -88,11 +88,6 @@ def test_ranks_of_replicas_are_not_the_commands_own():
     assert ClusterConfig().own_ranks(tensor) is tensor
 
 
-def test_more_than_one_replica_needs_ray():
-    with pytest.raises(InvalidInputError, match="cluster=ray"):
-        ClusterConfig(replicas=2)
-
-
 @pytest.mark.parametrize(
     ("options", "device", "there", "nodes", "ranks", "expected"),
     [

@@ -266,11 +266,6 @@ def test_what_is_no_named_tensor_is_refused(idle, tensors):
     assert idle.can_run
 
 
-def test_a_state_dict_is_taken_as_it_is(engine):
-    engine.update_weights_from_tensor(dict(random_weights(engine, 3)))
-    assert engine.weight_version == 1
-
-
 def test_a_fresh_engine_with_the_same_weights_gives_the_same(engine, tiny_model_path):
     weights = random_weights(engine, 5)
     engine.generate(PROMPTS, PARAMS)

@@ -261,11 +261,8 @@ def test_outgrown_graphs_go_together_and_come_back_more_slowly(tiny_model_path, 
     assert capture.resets == 3
 
 
-@pytest.mark.parametrize("fails_at", [0, 1])
-def test_a_capture_that_fails_is_told_and_lived_without(
-    tiny_model_path, eager, caplog, fails_at
-) -> None:
-    capture = ReplayingCapture(fails_at=fails_at)
+def test_a_capture_that_fails_is_told_and_lived_without(tiny_model_path, eager, caplog) -> None:
+    capture = ReplayingCapture(fails_at=1)
     engine = plain_engine(tiny_model_path, capture)
     with caplog.at_level(logging.WARNING):
         assert generated(engine) == eager
@@ -274,25 +271,18 @@ def test_a_capture_that_fails_is_told_and_lived_without(
     (warning,) = [record.getMessage() for record in caplog.records]
     assert "operation not permitted" in warning
     assert "without graphs" in warning
-    assert len(capture.captures) == fails_at
+    assert len(capture.captures) == 1
     assert engine.worker.target.graphs.graph_runner.num_graphs == 0
 
 
-def test_graphs_go_with_the_memory_they_know_the_addresses_of(tiny_model_path, eager) -> None:
-    capture = ReplayingCapture()
-    engine = plain_engine(tiny_model_path, capture)
+def test_nothing_is_captured_while_the_memory_of_graphs_is_away(tiny_model_path, eager) -> None:
+    engine = plain_engine(tiny_model_path, ReplayingCapture())
     graphs = engine.worker.target.graphs
-    for tags in (["kv_cache"], ["weights"], ["kv_cache", "weights"]):
-        assert generated(engine) == eager
-        assert graphs.graph_runner.num_graphs > 0
-        engine.release_memory(tags)
-        assert graphs.graph_runner.num_graphs == 0
-        engine.resume_memory()
     assert generated(engine) == eager
     held = graphs.graph_runner.num_bytes
     assert engine.release_memory(["graphs"]) == {"graphs": held}
     assert generated(engine) == eager
-    assert graphs.graph_runner.num_graphs == 0, "nothing is captured while their memory is away"
+    assert graphs.graph_runner.num_graphs == 0
     engine.resume_memory(["graphs"])
     assert generated(engine) == eager
     assert graphs.graph_runner.num_graphs > 0

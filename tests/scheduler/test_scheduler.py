@@ -218,14 +218,6 @@ def test_where_nothing_is_known_limits_rank_nobody():
     assert admission_order(bench) == [first, second]
 
 
-def test_of_groups_as_long_the_one_with_the_longer_cached_prefix_is_first():
-    bench = Bench(running=1, chunk=32)
-    seen = list(range(20))
-    bench.step(finish=(bench.add(seen),))
-    cold, warm = bench.add([50] * 9), bench.add([*seen, 70])
-    assert admission_order(bench) == [warm, cold]
-
-
 def test_samples_of_the_longest_prompt_wait_for_its_prefill_and_come_next():
     bench = Bench(running=2, chunk=8)
     short = [bench.add([1] * 4) for _ in range(2)]
@@ -237,32 +229,6 @@ def test_samples_of_the_longest_prompt_wait_for_its_prefill_and_come_next():
     assert bench.step() == [(long[0], 16, 4), (short[1], 3, 1)], "another one runs in its place"
     bench.step(finish=(short[1],))
     assert bench.step() == [(long[0], 21, 1), (long[1], 19, 1)]
-
-
-def test_a_retracted_request_is_next_however_short():
-    bench = Bench(running=1, chunk=32)
-    short, long = bench.add([1] * 9), bench.add([2] * 9)
-    bench.step()
-    bench.lengths.observe(short.group, 1)
-    bench.lengths.observe(long.group, 90)
-    bench.scheduler.retract_all()
-    assert bench.step() == [(short, 9, 1)]
-
-
-def test_no_number_of_longer_ones_keeps_a_request_waiting():
-    bench = Bench(running=1, chunk=32)
-    short = bench.add([1] * 5)
-    bench.lengths.observe(short.group, 2)
-    admitted = 0
-    for number in range(3 * MAX_OVERTAKEN):
-        long = bench.add([2, *divmod(number, 100)])
-        bench.lengths.observe(long.group, 90)
-        batch = bench.scheduler.schedule()
-        if short.row >= 0:
-            break
-        admitted += len(batch.entries)
-        bench.work(batch, finish=tuple(entry.request for entry in batch.entries))
-    assert admitted == MAX_OVERTAKEN
 
 
 def test_lengths_are_learned_from_rollouts_that_ended_by_themselves():
@@ -342,13 +308,16 @@ def test_a_decode_already_scheduled_gives_way_to_an_older_prefill():
     assert list(bench.scheduler.waiting) == [young]
 
 
-def test_a_retracted_request_is_next_whatever_is_cached():
+def test_a_retracted_request_is_next_whatever_is_cached_and_however_short():
     bench = Bench(running=1, chunk=32)
     seen = list(range(20))
     bench.step(finish=(bench.add(seen),))
     request = bench.add([50] * 9)
     bench.step()
-    bench.add([*seen, 1])
+    cached = bench.add([*seen, 1])
+    for _ in range(8):
+        bench.lengths.observe(request.group, 2)
+        bench.lengths.observe(cached.group, 90)
     bench.scheduler.retract_all()
     assert bench.step() == [(request, 9, 1)]
 
