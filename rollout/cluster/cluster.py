@@ -296,7 +296,7 @@ class RolloutCluster:
         self.replicas.on_one("save_corpus", path)
 
     def learned(self) -> dict[str, Any]:
-        """What any one replica has learned."""
+        """The learned state of any one replica."""
         return self.replicas.on_one("learned")
 
     # Replicas

@@ -31,8 +31,8 @@ class ClusterCorpora:
     all replicas that have joined are ready.
 
     So while any replica drafts from a corpus, all that run requests have it in memory, and each
-    begins between two of its steps. One that a replica cannot load or publish is removed from all,
-    and listed as failed. A replica that starts has published all those that are before it joins.
+    begins between two of its steps. A corpus that a replica cannot load or publish is removed from
+    all, and listed as failed. A replica that starts publishes what the others have before it joins.
     `Corpora` documents the calls.
     """
 
@@ -120,7 +120,7 @@ class ClusterCorpora:
         return self.known(by_replica)
 
     def known(self, by_replica: Mapping[str, Sequence[ExternalCorpus]]) -> list[ExternalCorpus]:
-        """All corpora by name, as last looked at; ``by_replica`` tells of those from files."""
+        """All corpora by name, as last looked at; ``by_replica`` adds corpora of loaded files."""
         found = {each.name: each for on in by_replica.values() for each in on}
         found = {name: each for name, each in found.items() if name not in self._removed}
         found |= {name: each.seen for name, each in self._corpora.items()}
@@ -139,7 +139,7 @@ class ClusterCorpora:
         self._change()
 
     def poll(self) -> None:
-        """Go on as far as answers have come. Waits for none but those of configured ones."""
+        """Go on as far as answers have come. Waits only to add configured corpora."""
         self._begin_configured()
         self._note_published()
         self._take_refusals()
@@ -169,9 +169,9 @@ class ClusterCorpora:
         )
 
     def _begin_configured(self) -> None:
-        """Add those of ``spec.external_corpora``; the second time there are none left.
+        """Add the corpora of ``spec.external_corpora``; does nothing the second time.
 
-        The first step does it, and every call but `load_corpus`: they replace a file's.
+        The first step does it, and every call but `load_corpus`: they replace a file's corpora.
         """
         if self._has_begun:
             return

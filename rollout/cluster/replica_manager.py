@@ -109,9 +109,9 @@ class ReplicaManager:
     ) -> dict[str, Any]:
         """The result of an engine's method on each replica that has joined and lives, by name.
 
-        Those that come while the dead are waited for are called too. ``newcomers``: so are those
-        not up to date yet, and do not answer. Raises what the first that failed raised, when all
-        have answered, and those that did not fail have done what ``undo`` calls.
+        A replica that joins while a dead one is waited for is called too. ``newcomers``: replicas
+        not up to date yet are called too, and are not in the result. When all have answered, raises
+        the first error; the replicas that did not fail have then done what ``undo`` calls.
         """
         values: dict[str, Any] = {}
         failures: list[Exception] = []

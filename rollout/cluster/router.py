@@ -83,7 +83,7 @@ class Router:
         self._requests: dict[int, tuple[int, str | None]] = {}  # id -> group, where it runs
         self._unassigned: list[int] = []  # while nobody takes requests
         self._alone: dict[int, None] = {}  # waiting to run alone, in order
-        self._reserved: _ReplicaQueue | None = None  # takes nothing but those
+        self._reserved: _ReplicaQueue | None = None  # takes only requests that run alone
 
     @property
     def num_waiting(self) -> int:

@@ -50,15 +50,15 @@ class _Update:
 class ClusterWeights:
     """Weight updates of a cluster. `WeightUpdates` documents the calls.
 
-    Begin on all, load on all, then commit on all. What one refuses is abandoned on all: as they
-    were if no byte has moved anywhere, else torn, all of them. Once one has committed, one that
-    cannot is killed: it comes again and is brought up to date. So is one that dies meanwhile. No
-    replica joins during an update; when all that have it died, it is abandoned. No number is given
-    to two policies, unless the caller does.
+    An update begins on all replicas, loads on all, then commits on all. What one refuses is
+    abandoned on all: they are as they were if no byte has moved anywhere, else all are torn. Once
+    one has committed, a replica that cannot is killed; like one that dies meanwhile, it is started
+    anew and brought up to date. No replica joins during an update, which is abandoned when all that
+    take part in it have died. No number is given to two policies, unless the caller does.
 
     Args:
         abort_all: ends every request of the cluster with the tokens there are.
-        num_ranks: those of each replica.
+        num_ranks: ranks of each replica.
     """
 
     def __init__(

@@ -74,7 +74,7 @@ class Corpora:
 
         Args:
             name: not that of another, unless it failed; default: a random one.
-            documents: texts. Like those of a file they are encoded as they stand, without special
+            documents: texts. As a file's texts, they are encoded as they stand, without special
                 tokens, since drafts continue running text.
             token_chunks: token ids, a sequence per document.
             file_path: JSONL, per line a JSON string or an object with ``text``.
@@ -85,8 +85,9 @@ class Corpora:
                 InvalidInputError if it could not be loaded, its name being free again. Else
                 `external_corpora` says how far it is.
 
-        A document that cannot be used, or a limit exceeded, fails the load whole: nothing of it is
-        drafted from. The documents must not be changed while they load. Raises InvalidInputError.
+        A document that cannot be used, or a limit exceeded, fails the whole load: none of the
+        documents is drafted from. They must not be changed while they load. Raises
+        InvalidInputError.
         """
         corpus = self._external()
         if name is None:
@@ -170,9 +171,9 @@ class Corpora:
     def learn_corpus_deltas(self, deltas: Sequence[CorpusDelta]) -> None:
         """Take in what other engines committed, as if it had been rolled out here.
 
-        The deltas of one sender in the order they were taken, those of several in any; own ones are
-        passed over. The next steps feed the corpus, each a bounded number of tokens. Raises
-        InvalidInputError, and before `share_corpus`.
+        One sender's deltas come in the order in which they were taken, deltas of several senders in
+        any order; the engine's own are passed over. The next steps feed the corpus, each a bounded
+        number of tokens. Raises InvalidInputError, also before `share_corpus`.
         """
         deltas = list(checked_iterable(deltas, "deltas", "CorpusDeltas"))
         for delta in deltas:
@@ -183,10 +184,10 @@ class Corpora:
     def save_corpus(self, path: str | os.PathLike[str]) -> None:
         """Write rollouts, published external corpora, calibration and weight version to a file.
 
-        Whole or not at all; for a trainer's checkpoint. Of tensor-parallel ranks, whose corpora are
-        alike, rank 0 writes it. What else was learned for speed (the cost
-        curve, lengths of rollouts) goes into ``<path>.learned.json``. Raises OSError, and
-        InvalidInputError for what is there and no file: a folder, a device.
+        The file, for a trainer's checkpoint, is written whole or not at all. Tensor-parallel ranks
+        have equal corpora, and rank 0 writes the file. The cost curve and the lengths of rollouts
+        go into ``<path>.learned.json``. Raises OSError, and InvalidInputError where ``path`` is a
+        folder or a device.
         """
         corpus, path = self._corpus(), checked_path(path, "path")
         for each in (Path(path), learned_file(path)):
@@ -247,7 +248,7 @@ class Corpora:
         return {"budget": self._worker.learned()}
 
     def _restore_learned(self, learned: dict[str, Any], file: Path | None) -> None:
-        """Start from what ``file`` held, as far as it is of this machine and model."""
+        """Start from the learned state of ``file``, as far as it fits this machine and model."""
         if "lengths" in learned:
             try:
                 self._lengths.restore(learned["lengths"])

@@ -1,4 +1,4 @@
-"""DraftCorpus: a worker's corpus, as far as the engine deals with it, and what two exchange."""
+"""The protocol of a worker's corpus, external corpora, and the deltas that corpora exchange."""
 
 from __future__ import annotations
 

@@ -73,7 +73,8 @@ class EngineLoop(Generic[E]):
     is done in the order it was asked, between two steps. A step is run while ``engine.can_run`` and
     something is unfinished; else the thread sleeps until something is asked. So requests simply
     wait while the engine is paused, asleep, or its weights torn. Calls take turns with steps: once
-    those since the last step have taken longer than it did, the next call waits for another one.
+    the calls since the last step have taken longer than that step, the next call waits for another
+    step.
 
     A step that raises is a bug or a broken machine, and so is a call that loses a rank: every
     unfinished future gets an EngineStateError caused by what was raised, the engine drops their
@@ -187,7 +188,7 @@ class EngineLoop(Generic[E]):
     @contextmanager
     def holding(self) -> Iterator[list[RequestHandle]]:
         """A context in which the engine gets no new requests: they are submitted at its end, in the
-        order they came. It is given those that have not ended at its beginning."""
+        order they came. It gets the requests that have not ended when it begins."""
         with self._changed:
             self._num_holders += 1
             unfinished = list(self._unfinished)
@@ -288,7 +289,7 @@ class EngineLoop(Generic[E]):
     def _run_commands(self) -> None:
         # Submits and aborts are short, and the sooner done the fuller the batch.
         calls_seconds = 0.0
-        for _ in range(len(self._commands)):  # those that come meanwhile wait for one step
+        for _ in range(len(self._commands)):  # commands that come meanwhile wait for one step
             self._busy_since = time.monotonic()
             is_call = self._commands[0].future is not None
             if is_call and calls_seconds > self._step_seconds:

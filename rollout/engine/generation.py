@@ -52,8 +52,8 @@ class Generation:
         """All samples of all prompts, in prompt order, the samples of one prompt together.
 
         A prompt is text, which is taken as it stands, token ids, or chat messages such as
-        ``[{"role": "user", "content": "..."}]``, which go through the tokenizer's chat template: a
-        chat model wants those.
+        ``[{"role": "user", "content": "..."}]``, which go through the tokenizer's chat template:
+        chat models want messages.
 
         With ``parallel.mode=lockstep`` every rank makes this call, with prompts of its own or none,
         and takes part until those of all have ended.

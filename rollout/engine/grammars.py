@@ -143,7 +143,7 @@ def _check_compile_time(kind: str, text: str) -> None:
 
 
 def _without_point(number: Decimal) -> int:
-    """The number without its decimal point; one that is too large in place of any such."""
+    """The number without its decimal point, or ``_MAX_MULTIPLE + 1`` where it is too large."""
     digits = "".join(map(str, number.as_tuple().digits))
     num_zeros = max(0, number.adjusted() + 1 - len(digits))  # after them, before the point
     if len(digits) + num_zeros > len(str(_MAX_MULTIPLE)):

@@ -63,8 +63,8 @@ class Lifecycle:
         Args:
             tags: ``kv_cache``: running requests go back to wait and compute theirs again, and the
                 prefix cache is dropped; the corpus stays. ``weights``. ``graphs``: of CUDA; none
-                is captured until `resume_memory`. They go with either of the others too, whose
-                addresses they know, and are then captured again by themselves.
+                is captured until `resume_memory`. They are dropped with either of the others too,
+                whose addresses they hold, and are then captured again by themselves.
             keep_weights: on a GPU their values go to host memory, on the CPU to a temporary folder
                 (``TMPDIR``), and come back bitwise. Else they are lost, and after `resume_memory`
                 the engine refuses to run until a full update.

@@ -34,7 +34,7 @@ class MinTokenCount:
     Richardson 2018)."""
 
     longest: int  # bytes of UTF-8 that one token can stand for
-    dropped: bytes = b""  # those that have no token
+    dropped: bytes = b""  # bytes that have no token
 
     @classmethod
     def of(cls, tokenizer: Any) -> Self | None:

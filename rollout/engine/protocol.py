@@ -127,9 +127,9 @@ class Engine(Protocol):
 
     @first_rank_only
     def watch(self, request_id: int) -> None:
-        """Somebody looks at what the request has from step to step: called right after `submit`.
+        """The request's tokens are wanted from step to step; called right after `submit`.
 
-        Where tokens come from afar, those of others may come late, at the latest when it ends.
+        A cluster may report the tokens of other requests late, at the latest when they end.
         """
         ...
 

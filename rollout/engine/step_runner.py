@@ -102,7 +102,7 @@ class StepRunner:
         return bool(self._ended) or self.scheduler.has_unfinished
 
     def take_ended(self) -> list[Rollout]:
-        """Rollouts that ended since the last call, but for those of streams."""
+        """Rollouts that ended since the last call, except rollouts of streams."""
         ended, self._ended = self._ended, []
         return ended
 

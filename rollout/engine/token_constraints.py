@@ -50,7 +50,7 @@ class BadWords:
 
 
 def _spellings(word: str, encode: Encode) -> list[list[int]]:
-    """The word's tokens at the beginning of a text, and inside one where they are as many."""
+    """The word's tokens at the beginning of a text, and inside a text if they are equally many."""
     first, inside = encode(word.lstrip()), encode(" " + word.lstrip())
     found = [first] if first else []
     if inside and inside != first and len(inside) == len(first):

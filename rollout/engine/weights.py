@@ -204,8 +204,8 @@ class WeightUpdates:
         in ``world_size``.
 
         ``sender``: what made rank 0's group. ``specrollout``: a `WeightGroup`. ``torch``: a trainer
-        by torch's own rendezvous at that address, as those written for other engines do; it
-        broadcasts each tensor by itself.
+        written for other engines, by torch's own rendezvous at that address; it broadcasts each
+        tensor by itself.
 
         Waits for all ``world_size`` members. Raises WeightUpdateError, naming ranks, where some are
         missing after ``timeout`` seconds or were told another size. An update through it that says

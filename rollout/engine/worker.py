@@ -84,7 +84,7 @@ class Worker(Protocol):
     def restore_learned(self, learned: Mapping[str, Any]) -> None:
         """Called once before the first step, with what an earlier engine's worker had learned.
 
-        Called again when a saved corpus is loaded. Raises ValueError for what is none of it.
+        Called again when a saved corpus is loaded. Raises ValueError for anything else.
         """
         ...
 

@@ -56,7 +56,7 @@ class MemoryCounters:
     """Token counts over the memory's life."""
 
     looked_up: int = 0  # of admitted requests
-    hit: int = 0  # of those, found in the prefix cache
+    hit: int = 0  # of looked-up tokens, found in the prefix cache
     evicted: int = 0
 
 
@@ -143,7 +143,7 @@ class KVCacheManager:
         Args:
             tokens: int32, all of the request's. The last is never cached: its logits are needed.
             headroom: slots that must stay obtainable.
-            final_len: tokens that the request grows to for certain, where those are more.
+            final_len: tokens that the request will reach for certain, if that is more.
         """
         if not self.layer_slots.fits_another:
             return None

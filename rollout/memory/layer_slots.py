@@ -40,8 +40,8 @@ class KVOwners:
 
 
 class LayerSlots:
-    """Owns such slots, and is told whenever KV slots change hands. This one is for models that have
-    no such layers.
+    """Owns the slots of such layers, and is told whenever KV slots change hands. This class is for
+    models without such layers.
 
     KV slots are int32 and distinct. A request is known by its row; ``ends`` are the positions, by
     row, up to which it has KV slots.

@@ -164,8 +164,8 @@ class WindowSlots(LayerSlots):
         self._hold(new[~lacks])
 
     def close(self, row: int, end: int, kv_slots: NDArray[np.int32]) -> None:
-        """Remove a request whose slots end at ``end``. Nothing is given back: those of its KV slots
-        that are freed next, are forgotten then."""
+        """Remove a request whose slots end at ``end``. Nothing is given back here: KV slots that
+        are freed next give theirs back in `forget`."""
         self._let_go(self._table[row, self._rows.pop(row).first : end])
 
     def forget(self, kv_slots: NDArray[np.int32]) -> None:
@@ -234,7 +234,8 @@ class WindowSlots(LayerSlots):
             self._queued = self._num_kept
 
     def _evict(self, count: int) -> None:
-        """Free ``count`` kept slots, those first that were let go first. There must be as many."""
+        """Free ``count`` kept slots in the order in which they were let go. There must be as
+        many."""
         self.evicted += count
         while count:
             at, slots = self._queue.popleft()

@@ -2,8 +2,8 @@
 
     python -m rollout.parallel.launcher RANKS MODULE ARGUMENT...
 
-Rank 0 is told of signals, and it alone: it ends the others when it has ended what it does, however
-long that takes. A terminal's Ctrl-C reaches this process alone, since ranks have sessions of their
+Signals are passed to rank 0 alone, which ends the others when it has finished, however long that
+takes. A terminal's Ctrl-C reaches this process alone, since ranks have sessions of their
 own. When a rank fails the others are ended, and the exit code is the failed one's. Ranks print
 their own errors.
 """

@@ -89,7 +89,7 @@ class StepArrays(Generic[A]):
             node_offsets_B1 = trees.offsets_B1
             q_offsets_B1 = run_offsets_B1 + node_offsets_B1
             node_lens_B = _sizes(trees)
-            # Query rows: those of runs and nodes before are before them.
+            # The query rows of runs and of nodes: those of earlier entries come first.
             runs = q_offsets_B1[:-1]
             if not is_one_each:
                 runs = np.arange(len(tokens)) + node_offsets_B1[:-1].repeat(run_lens_B)

@@ -47,7 +47,7 @@ class MemoryPool(Protocol):
 class MemorySaver:
     """The memory of every model a worker runs, target and drafts alike, by tag.
 
-    Who calls it sees to it that no request has KV when the KV cache goes.
+    The caller ensures that no request has KV when the KV cache is released.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class MemorySaver:
         lost, but for frozen parts, whose weights nobody would send again. Raises what
         `require_held` and `WeightBackup` raise; then nothing was released.
 
-        Graphs go with whatever goes, as they know addresses of all of it: without their own tag
+        Graphs are dropped with any memory, since they hold its addresses: without their own tag
         they are captured again by themselves, with it not before `resume`.
         """
         self.require_held(tags)

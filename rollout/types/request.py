@@ -45,7 +45,7 @@ class TokenConstraint(Protocol):
     def forbidden(self, request: Request, drafted: list[int]) -> NDArray[np.int64]:
         """The tokens that must not follow the request's own and ``drafted`` ones, ascending.
 
-        A pure function of those, since a step that failed asks again.
+        A pure function of these tokens, since a step that failed asks again.
         """
         ...
 

@@ -48,7 +48,7 @@ class SamplingParams:
     routed_experts: bool = False  # also the experts of each token; needs model.record_routes
     json_schema: str | None = None  # in JSON: the output is JSON that obeys it
     regex: str | None = None  # the whole output matches it
-    grammar_after: str | None = None  # those hold for what follows this text, as after reasoning
+    grammar_after: str | None = None  # the grammar begins after this text, as after reasoning
 
     def __post_init__(self) -> None:
         def require(name: str, ok: bool, remedy: str) -> None:

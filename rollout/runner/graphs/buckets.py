@@ -39,7 +39,7 @@ class Buckets:
     two below: for products to which a row of padding costs what another does.
 
     With ``pads_entries`` entries and nodes are always as many as rows, and the longest run does not
-    matter: for a CPU, where those that there are not cost nothing.
+    matter: for a CPU, where entries and nodes of padding cost nothing.
     """
 
     def __init__(
