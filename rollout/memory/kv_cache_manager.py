@@ -18,13 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollout.errors import IntegrityError
-from rollout.memory.layer_slots import KVOwners, LayerSlots, LinkedSlots, StateRun
+from rollout.memory.layer_slots import KVOwners, LayerSlots, StateRun
 from rollout.memory.prefix_cache import Node, PrefixCache
 from rollout.memory.req_to_token import ReqToToken
 from rollout.memory.routes_pool import RoutesPool
@@ -89,8 +90,8 @@ class KVCacheManager:
             self.windows = WindowSlots(windows, num_slots, self.req_to_token.table)
         kinds = (self.states, self.windows)
         self.layer_slots = next((each for each in kinds if each is not None), LayerSlots())
-        self._linked = LinkedSlots(self.slots, self.layer_slots)
-        self.prefix_cache = PrefixCache(self._linked)
+        self._free = partial(_free_with_layers, self.slots, self.layer_slots)
+        self.prefix_cache = PrefixCache(self._free)
         self.shares_prefixes = prefix_cache
         # Tokens a sequence can grow to, whatever else runs: the context limit or all slots.
         self.max_sequence_len = min(max_context_len, num_slots)
@@ -179,7 +180,7 @@ class KVCacheManager:
             table[row, begin:end] = slots
         elif end < begin:
             assert end >= self._rows[row].shared_len, "a shared prefix cannot be cut"
-            self._linked.free(table[row, end:begin])
+            self._free(table[row, end:begin])
         self._allocated[row] = end
         return end
 
@@ -311,7 +312,7 @@ class KVCacheManager:
         if slots is not None and slots.size:
             accepted = self._accepted.take(slots)
             self._accepted[slots] = False
-            self._linked.free(slots[~accepted])
+            self._free(slots[~accepted])
         self.layer_slots.end_step(step, booked)
 
     def drop_steps(self, but: Collection[int] = ()) -> None:
@@ -345,7 +346,7 @@ class KVCacheManager:
         del self._rows[row]
         cached = self.prefix_cache.path_slots(node) if node else np.empty(0, dtype=np.int32)
         self.layer_slots.close(row, self._allocated[row], cached)
-        self._linked.free(self.req_to_token.table[row, owned_from : self._allocated[row]])
+        self._free(self.req_to_token.table[row, owned_from : self._allocated[row]])
         self.prefix_cache.unlock(state.node)
         self.req_to_token.free_row(row)
 
@@ -411,5 +412,13 @@ class KVCacheManager:
             slots[:] = self.prefix_cache.path_slots(node)
             cached = slots[state.shared_len : held]
             self.layer_slots.replace(row, state.shared_len, copies, cached)
-            self._linked.free(copies)
+            self._free(copies)
         return node
+
+
+def _free_with_layers(
+    slots: SlotAllocator, layer_slots: LayerSlots, freed: NDArray[np.int32]
+) -> None:
+    """Free KV slots and the slots of layers that belong to them."""
+    layer_slots.forget(freed)
+    slots.free(freed)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.memory.slots import SlotAllocator
 from rollout.types import Scheduled, ScheduledStates
 
 UNLIMITED = sys.maxsize
@@ -143,16 +142,3 @@ class LayerSlots:
 
     def check_integrity(self, kv: KVOwners) -> None:
         """Raise IntegrityError unless every slot has its owner."""
-
-
-class LinkedSlots:
-    """Frees KV slots together with what belongs to them."""
-
-    def __init__(self, kv_slots: SlotAllocator, layer_slots: LayerSlots) -> None:
-        self._kv_slots = kv_slots
-        self._layer_slots = layer_slots
-
-    def free(self, slots: NDArray[np.int32]) -> None:
-        """Free KV slots."""
-        self._layer_slots.forget(slots)
-        self._kv_slots.free(slots)

@@ -10,21 +10,12 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
 from rollout.errors import IntegrityError
-
-
-class FreedSlots(Protocol):
-    """The allocator that slots return to."""
-
-    def free(self, slots: np.ndarray) -> None:
-        """Take back ``slots``, int32."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -42,10 +33,11 @@ class Node:
 
 
 class PrefixCache:
-    """Owns the slots of its nodes and frees them to ``slots`` on eviction and reset."""
+    """Owns the slots of its nodes until eviction and reset."""
 
-    def __init__(self, slots: FreedSlots) -> None:
-        self._slots = slots
+    def __init__(self, free: Callable[[np.ndarray], None]) -> None:
+        """``free``: takes slots back, int32."""
+        self._free = free
         self._clock = 0
         self._serial = itertools.count()
         self._detached: dict[Node, None] = {}  # an ordered set
@@ -116,7 +108,7 @@ class PrefixCache:
             if ancestor.locks:
                 continue
             if ancestor.detached:
-                self._slots.free(ancestor.slots)
+                self._free(ancestor.slots)
                 del self._detached[ancestor]
             else:
                 self._evictable += len(ancestor.tokens)
@@ -139,7 +131,7 @@ class PrefixCache:
             assert leaf.parent is not None
             retained = max(0, len(leaf.tokens) - (count - freed))
             freed += len(leaf.tokens) - retained
-            self._slots.free(leaf.slots[retained:])
+            self._free(leaf.slots[retained:])
             if retained:
                 leaf.tokens, leaf.slots = leaf.tokens[:retained], leaf.slots[:retained]
                 self._queue(leaf)
@@ -156,7 +148,7 @@ class PrefixCache:
                 node.detached = True
                 self._detached[node] = None
             else:
-                self._slots.free(node.slots)
+                self._free(node.slots)
         self._plant()
 
     def held_slots(self) -> Iterator[np.ndarray]:

@@ -22,7 +22,7 @@ class Harness:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.allocator = SlotAllocator(num_slots)
-        self.cache = PrefixCache(self.allocator)
+        self.cache = PrefixCache(self.allocator.free)
         self.slot_of: dict[Prefix, int] = {}
         self.last_used: dict[Prefix, int] = {}
         self.clock = 0
@@ -126,7 +126,7 @@ def test_against_dictionary(seed: int):
 
 def test_integrity_finds_a_wrong_lock_count():
     allocator = SlotAllocator(10)
-    cache = PrefixCache(allocator)
+    cache = PrefixCache(allocator.free)
     _, node = cache.insert(int32([1, 2]), allocator.allocate(2))
     cache.lock(node)
     with pytest.raises(IntegrityError, match="1 locks, 0 holders"):
@@ -134,7 +134,7 @@ def test_integrity_finds_a_wrong_lock_count():
 
 
 def test_unlocking_twice_is_refused():
-    cache = PrefixCache(SlotAllocator(10))
+    cache = PrefixCache(SlotAllocator(10).free)
     _, node = cache.match(int32([]))
     cache.lock(node)
     cache.unlock(node)
