@@ -74,10 +74,6 @@ class NgramOptions(CorpusOptions, SpecOptions):
         SpecOptions.__post_init__(self)
         CorpusOptions.__post_init__(self)
 
-    def check_files(self) -> None:
-        super().check_files()
-        self.check_corpus_files()
-
 
 @dataclass(frozen=True, kw_only=True)
 class NeuralOptions(SpecOptions):

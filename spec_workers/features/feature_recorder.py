@@ -15,6 +15,7 @@ import torch
 from rollout.errors import InvalidInputError
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.types import EntryResult, FinishReason, Request, Scheduled
+from rollout.validation import checked_int
 from spec_workers.features.feature_ring import DTYPES, FeatureRing
 from spec_workers.step.observation import Observation
 from spec_workers.target import TargetWorker
@@ -49,8 +50,6 @@ class FeatureRecorder:
     """
 
     def __init__(self, ring: FeatureRing, every: int = 1) -> None:
-        if not isinstance(every, int) or every < 1:
-            raise InvalidInputError("every", every, "must be an integer >= 1")
         self.ring = ring
         self.num_rows = 0  # recorded in total
         self._min_every = self._every = every
@@ -199,12 +198,8 @@ class FeatureRingOptions:
     every: int = 1  # record one request in so many, fewer if the ring turns over too fast
 
     def __post_init__(self) -> None:
-        for name, minimum in (("num_bytes", 0), ("every", 1)):
-            value = getattr(self, name)
-            if type(value) is not int or value < minimum:
-                raise InvalidInputError(
-                    f"{_FIELD}.{name}", value, f"must be an integer >= {minimum}"
-                )
+        checked_int(self.num_bytes, f"{_FIELD}.num_bytes")
+        checked_int(self.every, f"{_FIELD}.every", minimum=1)
         if self.dtype is not None and self.dtype not in DTYPES:
             raise InvalidInputError(
                 f"{_FIELD}.dtype", self.dtype, f"must be null or one of {', '.join(DTYPES)}"

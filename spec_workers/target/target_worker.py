@@ -194,10 +194,6 @@ class TargetWorker:
             f"vocabulary of {spec.vocab_size}, {dtype}, {padding}"
         )
 
-    def room_for(self, request: Request) -> int:
-        """Tokens the request may still emit."""
-        return min(request.max_len, self.max_context_len) - len(request.tokens)
-
     def verify(self, batch: Batch, trees: DraftTrees) -> Forwarded:
         """Logits at each sampling entry's root and draft nodes, in that order; features."""
         self.weights.require_whole()
@@ -239,7 +235,7 @@ class TargetWorker:
                 return EntryResult(
                     num_drafted=drafted, finish_reason=FinishReason.ERROR, error=what
                 )
-        room = self.room_for(request)
+        room = min(request.max_len, self.max_context_len) - len(request.tokens)
         del token_ids[room:]
         emitted, reason = request.stop_check.first_stop(request, token_ids)
         if reason is None and emitted == room:

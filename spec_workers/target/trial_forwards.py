@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 
+from rollout.engine.stopping import TokenStopCheck
 from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.runner.model_runner import ModelRunner
-from rollout.types import FinishReason, Request, SamplingParams
+from rollout.types import Request, SamplingParams
 from spec_workers.draft_tree import only_roots
 from spec_workers.target.scorer import lone_run
 
@@ -21,16 +21,6 @@ CONTEXT = 128
 
 TrialForwards = dict[int, Callable[[], torch.Tensor]]
 """By their rows; each returns the logits of those rows."""
-
-
-@dataclass(slots=True)
-class _NeverStops:
-    stop_token_ids: frozenset[int] = frozenset()
-
-    def first_stop(
-        self, request: Request, new_token_ids: Sequence[int]
-    ) -> tuple[int, FinishReason | None]:
-        return len(new_token_ids), None
 
 
 @contextmanager
@@ -55,15 +45,18 @@ def trial_forwards(
         return
     row, _ = admitted
 
+    params = SamplingParams()
+    never_stops = TokenStopCheck(params=params, eos_token_ids=(), decode=None)
+
     def forward(start: int, rows: int, *, commit: bool = False) -> torch.Tensor:
         request = Request(
             request_id=-1,
             tokens=tokens[: start + rows],
             prompt_len=start + rows,
-            params=SamplingParams(),
+            params=params,
             seed=0,
             group=0,
-            stop_check=_NeverStops(),
+            stop_check=never_stops,
             row=row,
         )
         batch = lone_run(memory, request, start, rows)
