@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -25,6 +23,7 @@ from spec_workers.neural.mixture import (
     depth_bucket,
     mixed,
 )
+from spec_workers.neural.proposal import Proposal
 from spec_workers.neural.shared_noise import (
     CANDIDATES,
     Candidates,
@@ -49,28 +48,6 @@ class Guesses:
     found: Candidates
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
-class Cases:
-    """Guesses of rows along the path of the tokens emitted, and the token that came at each."""
-
-    found: Candidates  # on the host
-    depths_R: NDArray[np.int64]
-    came_R: NDArray[np.int64]
-
-
-class Proposed(Protocol):
-    """A proposal whose guesses can be learned from."""
-
-    @property
-    def batch(self) -> Batch:
-        """The batch it was made for."""
-        ...
-
-    def followed(self, results: list[EntryResult]) -> Cases | None:
-        """The guesses along the path of the tokens emitted; None: there were none."""
-        ...
-
-
 class Guesser:
     """Turns logits into children and their probabilities, on the CPU or a device."""
 
@@ -85,7 +62,7 @@ class Guesser:
         self._host_ids_D = None if token_ids_D is None else download({"ids": token_ids_D})["ids"]
         self._mixture = LearnedMixture()
         self._reliability = Reliability()
-        self._open: deque[Proposed] = deque(maxlen=_STEPS_AT_ONCE)
+        self._open: deque[Proposal] = deque(maxlen=_STEPS_AT_ONCE)
 
     def tables(self) -> dict[str, NDArray]:
         """The learned tables that `children` reads."""
@@ -132,17 +109,17 @@ class Guesser:
             tokens_RW = arrays.of_tensor(self._token_ids_D)[tokens_RW]
         return Guesses(tokens_RW=tokens_RW, probs_RW=probs_RC[rows_R1, best_RW], found=found)
 
-    def remember(self, proposed: Proposed) -> None:
+    def remember(self, proposal: Proposal) -> None:
         """Keep a proposal until its step's tokens are known."""
-        self._open.append(proposed)
+        self._open.append(proposal)
 
     def learn(self, batch: Batch, results: list[EntryResult]) -> None:
         """Learn from a step's emitted tokens, along their path as far as there were guesses."""
-        proposed = next((each for each in self._open if each.batch is batch), None)
-        if proposed is None:
+        proposal = next((each for each in self._open if each.batch is batch), None)
+        if proposal is None:
             return
-        self._open.remove(proposed)
-        cases = proposed.followed(results)
+        self._open.remove(proposal)
+        cases = proposal.followed(results)
         if cases is None:
             return
         contexts_R, components_RCK, estimates_RC = _estimates(

@@ -14,8 +14,16 @@ from numpy.typing import NDArray
 from rollout.ops.ragged import offsets_of
 from rollout.types import Batch, DraftTrees, EntryResult
 from spec_workers.draft_tree import indices_within
-from spec_workers.neural.guesses import Cases
 from spec_workers.neural.shared_noise import Candidates
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Cases:
+    """Guesses of rows along the path of the tokens emitted, and the token that came at each."""
+
+    found: Candidates
+    depths_R: NDArray[np.int64]
+    came_R: NDArray[np.int64]
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

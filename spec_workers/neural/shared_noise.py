@@ -45,9 +45,6 @@ CANDIDATES = 32
 OPTIONAL_INPUTS = ("temperature", "is_greedy", "top_k", "top_p", "min_p")
 """Inputs that may be absent. The kernels that are launched depend on which are present."""
 
-COMPONENTS = len(WIDTHS) + 1
-"""The last one believes in none of the candidates."""
-
 
 @dataclass(kw_only=True, slots=True)
 class Candidates:

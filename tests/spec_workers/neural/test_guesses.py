@@ -138,6 +138,7 @@ def test_a_vocabulary_of_less_than_the_candidates_and_of_less_than_the_children(
     tokens, _, found = children(guesser, arrays, torch.zeros(2, 3), requests, [0, 1], 0)
     assert tokens.shape == (2, 4)
     assert found.index_RC.shape == (2, 4)
+    assert found.probs_RC.sum(axis=1).tolist() == pytest.approx([1.0, 1.0])
 
 
 def test_no_rows(arrays) -> None:

@@ -50,10 +50,3 @@ def test_what_was_long_ago_is_forgotten():
         for _ in range(40):
             reliability.learn(contexts, estimates, random.random((50, 6)) < right)
     assert corrections(reliability, estimates, contexts).mean() == pytest.approx(0.4, abs=0.05)
-
-
-def test_no_rows():
-    reliability = Reliability()
-    contexts, estimates = np.zeros(0, dtype=np.int64), np.zeros((0, 6))
-    assert corrections(reliability, estimates, contexts).shape == (0, 6)
-    reliability.learn(contexts, estimates, np.zeros((0, 6), dtype=bool))

@@ -12,7 +12,6 @@ from rollout.ops.uniforms import reference
 from spec_workers.neural.arrays import Arrays
 from spec_workers.neural.mixture import LearnedMixture, Reliability, contexts, corrected, mixed
 from spec_workers.neural.shared_noise import (
-    COMPONENTS,
     SHARPNESS,
     WIDTHS,
     Candidates,
@@ -171,24 +170,11 @@ def test_the_token_at_the_noise_is_among_the_candidates():
     assert not again.all()
 
 
-def test_a_broken_draft_thinks_of_nothing():
-    logits = torch.full((2, VOCAB), float("nan"))
-    requests = [make_request(), make_request(temperature=0.0)]
-    found = candidates(requests, logits, 3, 4)
-    assert not component_probabilities(Arrays(), found, TABLES).any()
-
-
-def test_a_vocabulary_of_less_than_the_candidates_wanted():
-    found = candidates([make_request()], torch.zeros(1, 3), 3, 32)
-    assert found.index_RC.shape == (1, 4)
-    assert found.probs_RC.sum() == pytest.approx(1.0)
-
-
 def test_a_draft_that_was_right_for_long_is_doubted_soon_when_it_is_not():
     """A component that was not believed for long can be believed again."""
     mixture, count = LearnedMixture(), 1000
     contexts_R = np.zeros(count, dtype=np.int64)
-    components = np.zeros((count, 1, COMPONENTS - 1), dtype=np.float32)
+    components = np.zeros((count, 1, len(WIDTHS)), dtype=np.float32)
     components[:, 0] = 0.3, 0.5, 0.8, 1.0, 1.0
     for _ in range(400):
         mixture.learn(contexts_R, components, np.ones((count, 1), dtype=bool))
@@ -196,9 +182,3 @@ def test_a_draft_that_was_right_for_long_is_doubted_soon_when_it_is_not():
     for _ in range(8):
         mixture.learn(contexts_R, components, np.zeros((count, 1), dtype=bool))
     assert mixed(components, contexts_R, mixture.weights()).max() < 0.05
-
-
-def test_no_rows():
-    found = candidates([], torch.zeros(0, VOCAB), 3, 4)
-    shape = (0, 5, COMPONENTS - 1)
-    assert component_probabilities(Arrays(), found, TABLES).shape == shape
