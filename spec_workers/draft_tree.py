@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.ops.ragged import ranges
+from rollout.ops.ragged import offsets_of, ranges
 from rollout.types import DraftTrees
 
 _NO_NODES: dict[str, NDArray] = {
@@ -43,10 +43,8 @@ def first_nodes(trees: DraftTrees, counts_B: NDArray[np.int64]) -> tuple[DraftTr
     sizes_B = np.diff(trees.offsets_B1)
     index_N = np.arange(trees.num_nodes) - np.repeat(trees.offsets_B1[:-1], sizes_B)
     is_first_N = index_N < np.repeat(counts_B, sizes_B)
-    offsets_B1 = np.zeros_like(trees.offsets_B1)
-    np.cumsum(counts_B, out=offsets_B1[1:])
     first = DraftTrees(
-        offsets_B1=offsets_B1,
+        offsets_B1=offsets_of(counts_B),
         tokens_N=trees.tokens_N[is_first_N],
         parents_N=trees.parents_N[is_first_N],
         depths_N=trees.depths_N[is_first_N],

@@ -197,11 +197,12 @@ class LearnedBudget:
             return None
         plain_ms = float(prices.with_nodes_N1[0]) + self.cost.of_following(prices.width)
         predicted_ms = float(prices.with_nodes_N1[num_nodes]) + drafting_ms
+        token_ms = prices.decode_ms / prices.width
         return StepForecast(
             predicted_ms=predicted_ms,
             plain_ms=plain_ms,
             decode_ms=prices.decode_ms,
-            predicted_gain_ms=expected * prices.share_ms - (predicted_ms - plain_ms),
+            predicted_gain_ms=expected * token_ms - (predicted_ms - plain_ms),
         )
 
     def _judge(self, batch: Batch, proposed: DraftTrees, results: list[EntryResult]) -> None:

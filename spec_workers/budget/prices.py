@@ -40,11 +40,6 @@ class Prices:
     is_hopeless: bool = False  # whether not even tokens that are sure would pay, when last asked
     plain_forecast: StepForecast | None = None  # of a step that proposes nothing, once it was asked
 
-    @property
-    def share_ms(self) -> float:
-        """The share of a plain step that is one request's."""
-        return self.decode_ms / self.width if self.width else 0.0
-
 
 class KnownPrices:
     """Prices of recent batches, which are computed once for steps that are alike."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.ops.ragged import offsets_of
 from rollout.types import DraftTrees
 from spec_workers.draft_tree import first_nodes, indices_within
 
@@ -84,15 +85,14 @@ def merge_trees(
     sizes_B = np.bincount(entries_N, minlength=num_entries)
     rank_N = indices_within(sizes_B)  # in its entry, of the nodes in that order
     is_chosen_N = (rank_N < np.repeat(limits_B, sizes_B)) & (probs_N[order_N] >= floor)
-    chosen, num_chosen_B = order_N[is_chosen_N], np.zeros(num_entries + 1, dtype=np.int64)
-    np.cumsum(np.bincount(entries_N[chosen], minlength=num_entries), out=num_chosen_B[1:])
+    chosen = order_N[is_chosen_N]
     numbers_U = np.zeros(probs_U.size, dtype=np.int64)  # in its tree; the root has 0
     numbers_U[num_entries + order_N] = rank_N + 1
     masks_U = np.left_shift(np.uint64(1), np.minimum(numbers_U, 63).astype(np.uint64))
     for above_U in ancestors:
         masks_U = masks_U | masks_U[above_U]
     trees = DraftTrees(
-        offsets_B1=num_chosen_B,
+        offsets_B1=offsets_of(np.bincount(entries_N[chosen], minlength=num_entries)),
         tokens_N=union.tokens_N[chosen],
         parents_N=numbers_U[union.parents_U[num_entries + chosen]].astype(np.int32),
         depths_N=union.depths_N[chosen],

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ngram_native import Proposal
+from rollout.ops.ragged import offsets_of
 from spec_workers.vllm.chain_budget import JudgedTokens
 
 _NONE = -1  # token of a place behind a chain's end
@@ -49,10 +50,8 @@ def best_chains(proposal: Proposal, limits_B: NDArray[np.int64]) -> Chains:
                 size += 1
         sizes.append(size)
     nodes_N, sizes_B = np.array(nodes, dtype=np.int64), np.array(sizes, dtype=np.int64)
-    offsets_B1 = np.zeros(sizes_B.size + 1, dtype=np.int64)
-    np.cumsum(sizes_B, out=offsets_B1[1:])
     return Chains(
-        offsets_B1=offsets_B1,
+        offsets_B1=offsets_of(sizes_B),
         tokens_N=proposal.tokens_N[nodes_N],
         probs_N=proposal.probabilities_N[nodes_N],
         depths_N=proposal.depths_N[nodes_N].astype(np.int64),

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.ops.ragged import offsets_of
+
 _TAIL = 32
 """Last tokens that are compared where a request stays in its row. Two requests of equal length that
 share so many at the same step would be drafted for alike."""
@@ -134,10 +136,8 @@ class RequestRows:
         token_ids_RL: NDArray[np.int32],
     ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """The new tokens of all rows, which are known from now on: offsets [B + 1], tokens [N]."""
-        size = known_B.size
-        offsets_B1 = np.zeros(size + 1, dtype=np.int64)
-        np.cumsum(lengths_B - known_B, out=offsets_B1[1:])
-        sizes_B = np.diff(offsets_B1)
+        size, sizes_B = known_B.size, lengths_B - known_B
+        offsets_B1 = offsets_of(sizes_B)
         positions_N = np.arange(offsets_B1[-1]) + np.repeat(known_B - offsets_B1[:-1], sizes_B)
         tokens_N = token_ids_RL[np.repeat(np.arange(size), sizes_B), positions_N]
         sums_N1 = np.zeros(tokens_N.size + 1, dtype=np.uint64)
