@@ -90,7 +90,7 @@ class NgramWorker(SpecWorker):
         return spread(trees, drafting, len(batch.entries))
 
     def _limits(self, entries: Sequence[Scheduled]) -> list[int]:
-        """Nodes worth asking for of each: the scheduler has slots for those that it can use."""
+        """The most nodes that each entry can use: the scheduler gave it slots for so many."""
         return [min(self._num_draft_tokens, entry.draft_slots.size) for entry in entries]
 
     def observe(self, step: Observation) -> None:

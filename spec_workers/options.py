@@ -59,7 +59,7 @@ class SpecOptions:
     ) -> DraftBudget:
         """The budget of a worker. ``sources``: names of the values of ``DraftTrees.sources_N``.
 
-        Ranks in lockstep take what their drafts propose: nothing may depend on one's batch.
+        Ranks in lockstep verify all that is proposed: their steps may not depend on a rank's batch.
         """
         if self.budget == BudgetKind.FIXED or self.runs_in_lockstep(config):
             return FixedBudget(self.min_probability)
@@ -92,7 +92,7 @@ class NeuralOptions(SpecOptions):
             sends the draft with the target, by the checkpoint's names, wants it otherwise.
         lockstep: run the same forwards in every step, whatever the batch, so that ranks with
             collectives in them stay together; the budget is fixed then.
-        feature_ring: `FeatureRingOptions`: record what the draft reads, for whoever trains it.
+        feature_ring: `FeatureRingOptions`: record what the draft reads, for draft training.
 
     Raises InvalidInputError, naming the option.
     """

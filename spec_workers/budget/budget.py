@@ -30,7 +30,7 @@ class SelectedDrafts:
 
     trees: DraftTrees
     values_N: NDArray[np.floating]  # of its nodes: probability of acceptance, corrected
-    proposed: DraftTrees | None  # what that was chosen from; None when nobody asked for any
+    proposed: DraftTrees | None  # the drafts they were chosen from; None: no drafts were asked for
     forecast: StepForecast | None
 
 
@@ -50,15 +50,15 @@ class DraftBudget(Protocol):
 
     def token_ms(self, batch: Batch) -> NDArray[np.float64] | None:
         """Milliseconds of plain decoding that one emitted token of each entry saves: [B]. None
-        while that is not known, or not asked."""
+        while costs are not known, and of a budget that learns none."""
         ...
 
     def wants_plain_step(self) -> bool:
-        """Whether a step that could draft decodes plainly, to be compared with. Asked once each."""
+        """Whether a step that could draft decodes plainly, for comparison. Asked once per step."""
         ...
 
     def choose(self, batch: Batch, proposed: DraftTrees | None) -> SelectedDrafts:
-        """Choose the proposed nodes to verify; None when nobody was asked."""
+        """Choose the nodes to verify. ``proposed``: None where no drafts were asked for."""
         ...
 
     def observe(

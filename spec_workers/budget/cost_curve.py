@@ -47,7 +47,7 @@ _SHAPE_DRIFT = 0.002  # a step
 _CLIP = 2.0  # standard deviations of surprise that one step is believed
 
 _MIN_MS = 1e-6  # as it is written
-_MAX_KNOTS = 1024  # that are read: of a row each, where many are captured
+_MAX_KNOTS = 1024  # that are read: where many sizes are captured, each has a knot
 
 _ROWS_RANGE = 3.0  # octaves over which the shape is alike
 _CONTEXT_RANGE = 3.0  # the same, of contexts
@@ -138,10 +138,11 @@ class CostCurve:
         }
 
     def restore(self, learned: Mapping[str, Any]) -> None:
-        """Start from an earlier run's curve, on whatever knots. Raises ValueError for what is none.
+        """Start from an earlier run's curve, whose knots may be others. Raises ValueError for a
+        malformed object.
 
-        Times lie between its rows as they do here, and are those of its nearest context at or
-        below; what was seen counts for the nearest knot.
+        Times are interpolated between its rows and taken from its nearest context at or below;
+        observations count for the nearest knot.
         """
         rows, contexts, times, seen = checked_curve(learned)
         if not seen.any():
@@ -171,10 +172,10 @@ class CostCurve:
         return np.where(rows > self._buckets[-1], rows, self._buckets.take(bucket, mode="clip"))
 
     def _heights(self, max_contexts: int) -> NDArray[np.float64]:
-        """Log milliseconds [max_contexts, H], monotone.
+        """Log milliseconds [max_contexts, H], monotone in rows and contexts.
 
-        In rows the nearest such to the knots, the surer ones moved least; in contexts no longer one
-        is quicker than a shorter one.
+        In rows this is the nearest monotone curve, in which the surest knots move least. A longer
+        context takes at least the time of a shorter one.
         """
         size = self.rows_H.size
         means = self._mean_K.reshape(-1, size)[:max_contexts]
@@ -190,7 +191,7 @@ class CostCurve:
                    len(self.contexts) - 1)  # fmt: skip
 
     def _knot_below(self, num_rows: int, longest_context: int) -> tuple[int, float]:
-        """The knot at or before, and how far beyond it, of the way to the next one."""
+        """The knot at or before, and the fraction of the way from it to the next one."""
         rows_H = self.rows_H
         knot = int(np.searchsorted(rows_H, num_rows, side="right")) - 1
         row = self._context(longest_context) * rows_H.size
@@ -212,7 +213,7 @@ class CostCurve:
 def checked_curve(learned: Mapping[str, Any]) -> tuple[NDArray[np.float64], ...]:
     """Rows [H], contexts [C], milliseconds [C, H] and observations [C, H] of what `learned` gave.
 
-    Raises ValueError for what is no curve.
+    Raises ValueError for a malformed object.
     """
     rows, contexts = _loaded_knots(learned, "rows"), _loaded_knots(learned, "contexts")
     shape = (contexts.size, rows.size)

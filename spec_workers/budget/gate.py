@@ -52,8 +52,7 @@ class Gate:
         self._of(width, temperature).skip()
 
     def change_policy(self) -> None:
-        """Probe again before long: with other weights, often in another epoch, drafts may pay that
-        did not."""
+        """Probe again before long: drafts that did not pay may pay with other weights."""
         for gate in self._kinds.values():
             gate.change_policy()
 
@@ -80,7 +79,7 @@ class _KindGate:
         self._gained = self._squares = self._spent = 0.0
 
     def for_another_kind(self) -> _KindGate:
-        """The gate that a kind begins with which comes after this one."""
+        """The gate with which another kind begins that follows this one."""
         return copy(self) if self.is_open else _KindGate(probing=True)
 
     @property

@@ -41,9 +41,9 @@ class Bought(NamedTuple):
     """The nodes that a budget would have verified."""
 
     choice: Choice
-    trees: DraftTrees  # what it leaves
-    values_N: NDArray[np.float64]  # of their nodes
-    is_bought_N: NDArray[np.bool_]  # of the nodes it was chosen from
+    trees: DraftTrees  # of the bought nodes alone
+    values_N: NDArray[np.float64]  # of those nodes
+    is_bought_N: NDArray[np.bool_]  # of all nodes
 
 
 class LearnedBudget:
@@ -82,7 +82,7 @@ class LearnedBudget:
         if prices.width == 0 or prices.with_nodes_N1.size == 1:
             return None
         trust_B = self._trust.ratios([entry.request.request_id for entry in batch.entries])
-        # What is asked for is estimated before it is corrected.
+        # Drafts are asked for by their estimates, which are corrected later.
         raised_B = np.maximum(1.0, self._values.highest_ratio * trust_B)
         worth_B = prices.token_ms_B * raised_B
         least_B = np.full(worth_B.size, np.inf)
@@ -208,9 +208,9 @@ class LearnedBudget:
     def _judge(self, batch: Batch, proposed: DraftTrees, results: list[EntryResult]) -> None:
         """Learn which drafts came true.
 
-        A child of the root is decided by the token emitted, verified or not: so what was taken for
-        hopeless, and is verified no more, can rise again. Nodes below it are decided where they
-        were verified. Requests that ended are left out: a stop hides what came after it.
+        A child of the root is decided by the emitted token even if it was not verified, so a
+        source that is no longer verified can recover. Deeper nodes are decided where they were
+        verified. Requests that ended are left out: a stop hides what came after it.
         """
         sizes_B = np.diff(proposed.offsets_B1)
         count = len(results)
@@ -242,8 +242,8 @@ class LearnedBudget:
     def _observe_gain(
         self, prices: Prices, selected: SelectedDrafts, results: list[EntryResult], times: StepTimes
     ) -> None:
-        """Tell the gate what drafts gained, by usual times and not by the clock: one slow step
-        would outweigh fifty good ones."""
+        """Tell the gate what drafts gained. Usual times count, not this step's: one slow step would
+        outweigh fifty good ones."""
         if selected.proposed is None:
             if self._gate.is_open and prices.is_hopeless:
                 plain_ms = float(prices.with_nodes_N1[0])
@@ -259,7 +259,7 @@ class LearnedBudget:
         extra_ms = float(prices.with_nodes_N1[selected.trees.num_nodes]) - plain
         usual = self.cost.of_drafting(prices.width)
         if math.isnan(times.draft) and not usual:
-            return  # nobody knows yet what it takes
+            return  # the time that drafting takes is not known yet
         spent = usual if math.isnan(times.draft) else min(times.draft, _BELIEVED * usual)
         drafting = spent - self.cost.of_following(prices.width)
         gained = saved_ms - extra_ms - max(0.0, drafting)

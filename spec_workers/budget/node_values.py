@@ -19,7 +19,7 @@ _BUCKET_OF_DEPTH = np.array([0, 0, 1, 2, 2, 3])  # into DEPTHS
 _INERTIA = 20.0  # expected acceptances that the first guess is worth
 _FIRST_GUESS = 0.85  # accepted, of what was expected: the highest of many estimates run high
 _MEMORY = 400.0  # expected acceptances a cell remembers
-_FURTHEST_OFF = 100.0  # times what was expected: more accepted than that nobody has seen
+_FURTHEST_OFF = 100.0  # times what was expected: more accepted nodes than that are damage
 _DECAY = 0.5  # at a change of policy
 _FADE = 0.995  # each time costs are learned
 _TENTHS = 10  # of probability, by which the report compares expected with accepted
@@ -28,8 +28,8 @@ _TENTHS = 10  # of probability, by which the report compares expected with accep
 class NodeValues:
     """Corrects estimated probabilities of acceptance, per source and depth.
 
-    The ratio of what was accepted to what was expected. Whoever drafts calibrates
-    by finer evidence; this catches what is left, the bias of picking the highest included.
+    The factor is the ratio of accepted to expected nodes. Proposers calibrate their estimates by
+    finer evidence; this corrects what remains, such as the bias of picking the highest.
     """
 
     def __init__(self, sources: Sequence[str]) -> None:
@@ -141,7 +141,7 @@ class RequestTrust:
         return (seen[:, 1] + _REQUEST_INERTIA) / (seen[:, 0] + _REQUEST_INERTIA)
 
     def observe(self, request_id: int, expected: float, accepted: int) -> None:
-        """Learn from nodes that were verified; ``expected`` without this correction."""
+        """Learn from verified nodes. ``expected``: by estimates without this correction."""
         before = self._seen.get(request_id, (0.0, 0.0))
         expected, total = before[0] + expected, before[1] + accepted
         decay = 0.5 if expected > _REQUEST_MEMORY else 1.0

@@ -17,9 +17,10 @@ from spec_workers.budget.token_worth import last_alone, token_ms
 _PRICE_EVERY = 16
 _PRICE_EVERY_PLAIN = 128
 _PRICE_EVERY_TAIL = 4
-"""Steps of an unchanged batch that are priced alike; the second where nothing can be bought, the
-third where nobody waits: each accepted token may change which request is the last. A wide batch
-takes longer to price, and its requests matter less one by one: a fourth of its width."""
+"""Steps of an unchanged batch that are priced alike. The second number counts where nothing can be
+bought. Where no request waits, each accepted token may change which request ends last: there it is
+a fourth of the batch's width, at least the third number, since a wide batch takes longer to price
+and each of its requests matters less."""
 
 _BATCHES = 4
 """Batches whose prices are remembered at once: with overlap, parts of a batch alternate."""
@@ -37,8 +38,8 @@ class Prices:
     with_nodes_N1: NDArray[np.float64]  # this step with 0, 1, ... draft nodes, without drafting
     token_ms_B: NDArray[np.float64]  # of plain decoding that one emitted token of each saves
     cheapest_ms: float = 0.0  # that a draft node adds to the step at least
-    is_hopeless: bool = False  # whether not even tokens that are sure would pay, when last asked
-    plain_forecast: StepForecast | None = None  # of a step that proposes nothing, once it was asked
+    is_hopeless: bool = False  # at the last `floors`, not even certain tokens would have paid
+    plain_forecast: StepForecast | None = None  # of a step without drafts; None: not asked for yet
 
 
 class KnownPrices:
@@ -74,8 +75,9 @@ class KnownPrices:
 def _key(batch: Batch) -> tuple[object, ...]:
     """The facts of a batch that decide its prices.
 
-    Of plain decode steps it is short, as they leave little time: a batch in which one request takes
-    another's place has another first or last one, since they stand in the order of admission.
+    The key of a plain decode step is short, since such a step leaves little time. The ids of the
+    first and last request suffice: requests are in the order of admission, so when one takes
+    another's place the first or last one changes.
     """
     entries = batch.entries
     decodes = batch.num_run_tokens == len(entries) > 0

@@ -37,12 +37,12 @@ class DraftSchedule:
         self._learned_at = 0  # the step that costs were last learned from
 
     def takes_plain_turn(self) -> bool:
-        """Whether a step that may draft decodes plainly instead. To be asked once for each."""
+        """Whether a step that may draft decodes plainly instead. Asked once per step."""
         self._turns += 1
         return self._turns % _PLAIN_EVERY == 0 or self._turns in _FIRST_PLAIN
 
     def pays(self, gain_ms: float, plain_ms: float) -> bool:
-        """Whether a step may draft that gains so much of the time of a plain one."""
+        """Whether to draft in a step that gains ``gain_ms`` over a plain one of ``plain_ms``."""
         return self.has_drafts or gain_ms >= _TO_BEGIN * plain_ms
 
     def end_step(self, gate_is_open: bool = True) -> int:

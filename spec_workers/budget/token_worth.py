@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from rollout.types import Remaining
 
 _COUNTED = 0.6
-"""The share of a rollout's accepted tokens that is counted when one is valued: see `last_alone`."""
+"""The share of a rollout's accepted tokens that counts in the worth of one: see `last_alone`."""
 
 _AROUND = np.array(
     [-3.0, -2.0, -1.0, -0.5, 0.0, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, 4.0]

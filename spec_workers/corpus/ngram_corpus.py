@@ -221,7 +221,7 @@ class NgramCorpus:
     def _by_option(self, reason: str) -> str:
         """The reason with the user's options in place of the corpus's parameters.
 
-        What quotes a document instead is left alone, whatever that says.
+        A reason that quotes a document is returned as it is.
         """
         if not _OF_A_LIMIT.match(reason):
             return reason

@@ -45,8 +45,8 @@ class FeatureRecorder:
     versions. A request too long for the ring is written in several sequences. So are the longest
     ones when all unwritten rows take as much memory as the ring.
 
-    Fewer requests are recorded while more would be written than the ring holds between two visits
-    of a reader, so a ring that nobody reads soon costs nothing.
+    Fewer requests are recorded where the ring could not hold all of them until a reader's next
+    visit, so recording into a ring without readers soon costs nothing.
     """
 
     def __init__(self, ring: FeatureRing, every: int = 1) -> None:

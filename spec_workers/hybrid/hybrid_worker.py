@@ -29,8 +29,8 @@ from spec_workers.target import TargetWorker
 
 _LONG = 4
 _SURE = 0.6
-"""A path of the corpus that is accepted so far with this probability is not worth a draft's time:
-the draft would find little that the path lacks, and each of its levels is a forward."""
+"""The draft is not asked where the corpus has a path of `_LONG` tokens that is accepted with this
+probability: it would add little, and each of its levels is a forward."""
 
 
 def hybrid_sources(neural: tuple[str, ...]) -> tuple[str, ...]:
@@ -41,9 +41,9 @@ def hybrid_sources(neural: tuple[str, ...]) -> tuple[str, ...]:
 class HybridWorker(NgramWorker):
     """Proposes the most probable nodes of the corpus's trees and of a neural draft's.
 
-    What both propose has a source of its own, so that the budget learns what it is worth that they
-    agree. The draft is asked about the requests for which the corpus has no long, likely path, and
-    is left out altogether while it does not pay beside the corpus.
+    A node that both propose has a source of its own, so that the budget learns what agreement is
+    worth. The draft is asked about requests for which the corpus has no long, likely path, and
+    about none while it does not pay beside the corpus.
     """
 
     supports_overlap = False

@@ -27,17 +27,18 @@ _HORIZON = 48.0  # steps that weigh in the rate of the corpus alone
 
 _FIRST_STEPS = 48
 _EVERY = 3
-"""Judged are the first steps after it opened, then one in so many, because to judge costs about 1 %
-of a step at batch 1. No divisor of the steps from one plain turn of the budget to the next."""
+"""The first steps after the gate opened are judged, then one in `_EVERY`, since judging takes about
+1 % of a step at batch 1. It does not divide the number of steps between two plain turns of the
+budget."""
 
 
 class NeuralGate:
     """Opens and closes by tokens per millisecond, with the draft and without.
 
-    Both are told of the same steps, those with the draft: what is emitted does not depend on
-    drafts, so it says how far the corpus's own tree would have come, cut by the budget as it would
-    have been. Two stretches of a text compared with each other would need many more steps. With a
-    budget that does not learn what steps cost it is always open.
+    Both are judged by the same steps, those with the draft. Emitted tokens do not depend on drafts,
+    so they tell how far the corpus's own tree would have come, as the budget would have cut it.
+    To compare two stretches of a text would take many more steps. With a budget that does not learn
+    what steps cost the gate is always open.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class NeuralGate:
         """
         self._budget = budget
         self._group: RankGroup = group or SingleRank()
-        # The budget's own are of nodes that are left when those both propose are taken out.
+        # The budget's own lack the nodes that both propose: those are a source of their own.
         self._values = NodeValues(sources)
         self._gate = Gate()
         self._drafting = LinearCost()  # by requests asked about

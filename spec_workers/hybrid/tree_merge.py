@@ -16,7 +16,7 @@ from rollout.types import DraftTrees
 from spec_workers.draft_tree import first_nodes, indices_within
 
 _DOUBT = 0.02
-"""The least there is of it: so sure forecasters have a say of at most the inverse."""
+"""The least doubt of a tree, however sure it is. It bounds its say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class MergedTrees:
     """The merged trees, and what became of the n-gram ones' nodes."""
 
     trees: DraftTrees
-    index_G: NDArray[np.int64]  # of each n-gram node among its entry's nodes; -1: it was left out
+    index_G: NDArray[np.int64]  # each n-gram node's index among its entry's nodes; -1: left out
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ def merge_trees(
 
 
 def _likely(trees: DraftTrees, limits_B: NDArray[np.int64], floor: float) -> DraftTrees:
-    """The nodes of one kind of trees that a merge with none leaves."""
+    """The nodes that remain where the n-gram trees are empty."""
     sizes_B = np.diff(trees.offsets_B1)
     entries_N = np.repeat(np.arange(sizes_B.size), sizes_B)
     likely_B = np.bincount(entries_N[trees.probs_N >= floor], minlength=sizes_B.size)
@@ -167,8 +167,8 @@ def _united(ngram: DraftTrees, neural: DraftTrees, num_sources: tuple[int, int])
 def _mixed(union: _Union) -> NDArray[np.float64]:
     """The probability of each node of the union given its parent; of a root, 0.
 
-    What a tree says of a node's children counts by the mass it lists there, and the more the surer
-    it is of one: divided by its doubt about the likeliest.
+    A tree's say about the children of a node is the probability mass that it lists there, divided
+    by its doubt about the likeliest of them.
     """
     size = union.parents_U.size
     parents = np.concatenate((union.parents_U, union.parents_U + size))

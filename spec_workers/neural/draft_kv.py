@@ -166,7 +166,7 @@ class DraftKv:
         self._last_Q[grown_B] = self._reached_Q[grown_B] - 1
 
     def forget(self) -> None:
-        """Weights changed: nothing that was computed is read again."""
+        """Forget all keys and values, which were computed with other weights."""
         self._read_writes_S[:] = 0
         self._versions_Q[:] = -1
         self.lens_Q[:] = 0

@@ -54,8 +54,8 @@ class DraftLevels:
         """The arrays that fixed shapes read beside ``rows``, for trees of these rows of
         ``req_to_token``, which were followed, and padding.
 
-        Padding has rows that see nothing, and keys in the null slot. A tree that nothing was read
-        for has no nodes, so whatever it attends to is nobody's.
+        Padding has rows that see nothing, and keys in the null slot. A tree whose request the draft
+        has not read has no nodes, so what its rows attend to does not matter.
         """
         if self._on_host:
             return {}

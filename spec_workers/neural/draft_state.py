@@ -39,7 +39,7 @@ class DraftState:
         return self._hidden_KQE[runner, rows_B]
 
     def begin(self, requests: Sequence[Request]) -> None:
-        """Rows that are these requests' from now on; what others left there is forgotten."""
+        """Give the rows to these requests, and forget what other requests left there."""
         rows_B, ids_B = _rows_and_ids(requests)
         self._last_QK[rows_B[self._requests_Q[rows_B] != ids_B]] = -1
         self._requests_Q[rows_B] = ids_B
@@ -57,7 +57,7 @@ class DraftState:
         self._hidden_KQE[runner].index_copy_(0, device_rows_B, hidden_BE)
 
     def forget(self) -> None:
-        """Weights changed: trees grow from nothing that was computed before."""
+        """Forget all hidden states, which were computed with other weights."""
         self._requests_Q[:] = -1
 
     def forget_request(self, request: Request) -> None:

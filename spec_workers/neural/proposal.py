@@ -71,7 +71,7 @@ class Proposal:
 
         rows_C = columns_C // self._children  # whose children they are
         nodes_C = np.maximum(rows_C - 1, 0)
-        # Without a level there are no nodes, and nobody's children but the roots'.
+        # Without a level there are no nodes, and all candidates are children of roots.
         above_C = self.candidates_GN[trees_C, nodes_C] if rows_C.any() else nodes_C
         index_GC = is_one_GC.cumsum().reshape(is_one_GC.shape) - 1
         parents_C = np.where(rows_C == 0, -1, index_GC[trees_C, above_C])

@@ -99,7 +99,7 @@ class TreeGrowth:
         is_chosen_GI = (probs_GI >= 0) & (rank_GI < self._sizes_G1 - 1)
         is_chosen_GI &= (level_rank_GI < width) & (self._depths_G1 > level)
 
-        # In the order of the candidates; what is not chosen goes where nobody looks.
+        # In the order of the candidates; what is not chosen goes to a last column that is cut off.
         column_GI = self._arrays.masked(is_chosen_GI, is_chosen_GI.cumsum(axis=1) - 1, width)
         index_W = self._arrays.arange(width)
         chosen_GW = self._arrays.full((len(probs_GI), width + 1), first)

@@ -27,7 +27,7 @@ _CPUS = Path("/sys/devices/system/cpu")
 
 
 def may_choose_threads() -> bool:
-    """Whether there is a choice, and nobody made it: torch has the number it begins with."""
+    """Whether several numbers are possible, and torch has the one that it begins with."""
     if {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
         return False
     return 1 < torch.get_num_threads() in _default_numbers()

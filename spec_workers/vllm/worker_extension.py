@@ -41,8 +41,8 @@ class CorpusWorkerExtension:
             proposer.remove_external_corpus(name)
 
     def save_corpus(self, path: str) -> None:
-        """Write the corpus to a file, whole or not at all. Of ranks that draft alike all write the
-        same."""
+        """Write the corpus to a file, whole or not at all. Ranks that draft alike write the same
+        content."""
         if (proposer := _proposer_of(self.model_runner)) is not None:
             proposer.save_corpus(path)
 
