@@ -15,96 +15,31 @@ from rollout.types import (
     EntryResult,
     FinishReason,
     Remaining,
-    Scheduled,
     StepTimes,
     Tail,
 )
 from spec_workers.budget import LearnedBudget, SelectedDrafts
 from spec_workers.budget.cost_curve import CostCurve
-from spec_workers.budget.gate import Gate
 from spec_workers.budget.node_values import NodeValues
 from spec_workers.budget.step_cost import StepCost
 from spec_workers.draft_tree import only_roots
-from tests.helpers.requests import make_request, make_trees
+from tests.helpers.budgets import (
+    SOURCES,
+    batch_of,
+    chains,
+    entry_of,
+    make_budget,
+    ramp,
+    results_of,
+)
+from tests.helpers.gates import ShutGate
+from tests.helpers.requests import make_trees
 
-SOURCES = ("group", "live")
 FREE = StepTimes()  # nothing to be learned of sampling and drafting
-
-
-class Machine(CostCurve):
-    """A cost curve with given times."""
-
-    def __init__(self, times) -> None:
-        super().__init__(1, 4096, 512)
-        self.times = times
-        self.seen = self.steps = 0
-
-    @property
-    def is_known(self) -> bool:
-        return True
-
-    def observe(self, num_rows, longest_context, milliseconds, steps=1) -> None:
-        self.seen += 1
-        self.steps += steps
-
-    def milliseconds(self, rows, longest_context):
-        return np.asarray(self.times(np.asarray(rows, dtype=np.float64)))
-
-
-class ShutGate(Gate):
-    is_open = False
-
-    def skip(self, width, temperature=1.0) -> None:
-        pass
-
-
-def ramp(rows):
-    return np.maximum(14.0, 8.0 + 0.8 * rows)
 
 
 def proportional(rows):
     return 10.0 * rows
-
-
-def make_budget(times=ramp):
-    return LearnedBudget(StepCost("here", Machine(times)), NodeValues(SOURCES), 0.02)
-
-
-def entry_of(request_id, *, samples=True, slots=16, run_len=1):
-    length = run_len + (not samples)
-    request = make_request([5] * length, request_id=request_id)
-    return Scheduled(
-        request=request,
-        start=0,
-        run_len=run_len,
-        draft_slots=np.arange(slots if samples else 0, dtype=np.int32),
-    )
-
-
-def batch_of(width, **options):
-    entries = [entry_of(request_id, **options) for request_id in range(width)]
-    return Batch(step=0, entries=entries)
-
-
-def chains(batch, prob, length=16):
-    """A chain for each entry, each node as probable given its parent."""
-    size = min(length, *(entry.draft_slots.size for entry in batch.entries))
-    trees = make_trees([(list(range(size)), list(range(size))) for _ in batch.entries])
-    trees.probs_N[:] = np.tile(prob ** np.arange(1, size + 1), len(batch.entries))
-    return trees
-
-
-def results_of(trees: DraftTrees, accepted=0, reason=None):
-    sizes = np.diff(trees.offsets_B1).tolist()
-    return [
-        EntryResult(
-            token_ids=[0] * (1 + min(accepted, size)),
-            path=list(range(1, 1 + min(accepted, size))),
-            num_drafted=size,
-            finish_reason=reason,
-        )
-        for size in sizes
-    ]
 
 
 def step(budget, batch, prob, *, accepted=0, times=FREE) -> SelectedDrafts:
@@ -112,6 +47,10 @@ def step(budget, batch, prob, *, accepted=0, times=FREE) -> SelectedDrafts:
     selected = budget.choose(batch, None if floors_B is None else chains(batch, prob))
     budget.observe(batch, selected, results_of(selected.trees, accepted), times)
     return selected
+
+
+def all_verified(budget, batch, trees: DraftTrees) -> SelectedDrafts:
+    return replace(budget.choose(batch, trees), trees=trees, values_N=trees.probs_N)
 
 
 def test_nothing_is_verified_where_nodes_cost_more_than_they_bring():
@@ -233,28 +172,22 @@ def test_a_batch_of_nobody():
     assert selected.forecast is None
 
 
-def test_without_draft_slots_nothing_is_asked_for():
-    budget, batch = make_budget(), batch_of(3, slots=0)
+def test_without_draft_slots_nothing_is_asked_for_and_the_forecast_is_that_of_the_step():
+    budget, batch = make_budget(), batch_of(5, slots=0)
     assert budget.floors(batch) is None
+    assert budget.token_ms(batch) == pytest.approx(np.full(5, float(ramp(5)) / 5))
     for _ in range(100):
         selected = step(budget, batch, 0.9)
         assert selected.proposed is None
-        assert selected.forecast is not None
+        assert selected.forecast.plain_ms == selected.forecast.predicted_ms == float(ramp(5))
     assert budget.is_open
-
-
-def test_where_nothing_may_be_drafted_the_forecast_is_that_of_the_step():
-    budget, batch = make_budget(), batch_of(5, slots=0)
-    selected = budget.choose(batch, None)
-    assert budget.token_ms(batch) == pytest.approx(np.full(5, float(ramp(5)) / 5))
-    assert selected.forecast.plain_ms == selected.forecast.predicted_ms == float(ramp(5))
 
 
 def test_entries_that_ended_are_not_judged():
     budget, batch = make_budget(), batch_of(2)
     trees = chains(batch, 0.5, 3)
     trees.sources_N[3:] = 1
-    selected = replace_trees(budget.choose(batch, trees), trees)
+    selected = all_verified(budget, batch, trees)
     results = results_of(trees, accepted=2)
     results[1].finish_reason = FinishReason.STOP
     budget.observe(batch, selected, results, FREE)
@@ -264,16 +197,12 @@ def test_entries_that_ended_are_not_judged():
     assert values["expected"][1] == values["accepted"][1] == [0.0] * 4
 
 
-def replace_trees(selected: SelectedDrafts, trees: DraftTrees) -> SelectedDrafts:
-    return replace(selected, trees=trees, values_N=trees.probs_N)
-
-
 def test_requests_are_trusted_each_for_itself():
     """The one that goes its own way is drafted less for, until it ends."""
     budget, batch = make_budget(), batch_of(2)
     for _ in range(40):
         trees = chains(batch, 0.7, 6)
-        selected = replace_trees(budget.choose(batch, trees), trees)
+        selected = all_verified(budget, batch, trees)
         results = results_of(trees, accepted=3)
         results[1] = EntryResult(token_ids=[9], path=[], num_drafted=6)
         budget.observe(batch, selected, results, FREE)
@@ -291,7 +220,7 @@ def test_branches_not_taken_are_judged():
     budget, batch = make_budget(), batch_of(1)
     trees = make_trees([([1, 2, 3], [0, 0, 2])])
     trees.probs_N[:] = [0.4, 0.3, 0.2]
-    selected = replace_trees(budget.choose(batch, trees), trees)
+    selected = all_verified(budget, batch, trees)
     result = EntryResult(token_ids=[2, 3, 9], path=[2, 3], num_drafted=3)
     budget.observe(batch, selected, [result], FREE)
     values = budget.learned()["values"]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollout.types import Batch, Scheduled
+from rollout.types import Batch
 from spec_workers.budget.prices import KnownPrices
-from tests.helpers.requests import make_request
-
-SLOTS = np.arange(3, dtype=np.int32)
+from tests.helpers.budgets import entry_of
 
 
 class CountingCost:
@@ -22,12 +20,8 @@ class CountingCost:
         return rows.astype(float)
 
 
-def batch_of(ids, step=0, slots=SLOTS) -> Batch:
-    requests = [make_request([1] * 5, request_id=number) for number in ids]
-    entries = [
-        Scheduled(request=request, start=4, run_len=1, draft_slots=slots) for request in requests
-    ]
-    return Batch(step=step, entries=entries)
+def batch_of(ids, slots=3) -> Batch:
+    return Batch(step=0, entries=[entry_of(number, slots=slots) for number in ids])
 
 
 def test_halves_that_take_turns_keep_their_prices() -> None:
@@ -35,8 +29,8 @@ def test_halves_that_take_turns_keep_their_prices() -> None:
     first = known.of(batch_of([0, 1]), cost, 0, 0.5)
     other = known.of(batch_of([2, 3, 4]), cost, 0, 0.5)
     for step in range(1, 16):
-        assert known.of(batch_of([0, 1], step), cost, step, 0.5) is first
-        assert known.of(batch_of([2, 3, 4], step), cost, step, 0.5) is other
+        assert known.of(batch_of([0, 1]), cost, step, 0.5) is first
+        assert known.of(batch_of([2, 3, 4]), cost, step, 0.5) is other
     assert cost.asked == 2
     assert (first.width, other.width) == (2, 3)
     assert known.of(batch_of([0, 1]), cost, 16, 0.5) is not first  # contexts grew meanwhile
@@ -45,7 +39,7 @@ def test_halves_that_take_turns_keep_their_prices() -> None:
 
 def test_what_prices_depend_on_is_priced_anew() -> None:
     known, cost = KnownPrices(), CountingCost()
-    batches = [batch_of([0, 1]), batch_of([0, 2]), batch_of([0, 1], slots=SLOTS[:1])]
+    batches = [batch_of([0, 1]), batch_of([0, 2]), batch_of([0, 1], slots=1)]
     for count, batch in enumerate(batches, start=1):
         known.of(batch, cost, 0, 0.5)
         assert known.of(batch, cost, 0, 0.5) is known.of(batch, cost, 1, 0.5)

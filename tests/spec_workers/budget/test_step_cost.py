@@ -148,6 +148,17 @@ def test_nothing_to_restore_forgets_nothing():
     )
 
 
+BROKEN_PARTS = [
+    {},
+    {"step": 1.0},
+    {"step": 1.0, "each": 1.0, "more": 1.0},
+    {"step": 1.0, "each": float("nan")},
+    {"step": 1.0, "each": "many"},
+    {"step": 1.0, "each": None},
+    {"step": 1.0, "each": [1.0]},
+]
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -156,7 +167,10 @@ def test_nothing_to_restore_forgets_nothing():
         {"cost": {}},
         {"request_ms": 3},
         {"request_ms": {}},
-        {"request_ms": {"sampling": {}, "drafting": {}, "following": {}}},
+        *(
+            {"request_ms": dict.fromkeys(("sampling", "drafting", "following"), part)}
+            for part in BROKEN_PARTS
+        ),
         {"elsewhere": [1]},
         {"elsewhere": None},
         {"device": "there", "elsewhere": {"here": 5}},

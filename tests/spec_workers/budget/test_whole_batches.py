@@ -16,28 +16,15 @@ from rollout.types import (
     StepTimes,
     Tail,
 )
-from spec_workers.budget import LearnedBudget
-from spec_workers.budget.cost_curve import CostCurve
-from spec_workers.budget.node_values import NodeValues
-from spec_workers.budget.step_cost import StepCost
+from tests.helpers.budgets import make_budget
 from tests.helpers.requests import make_request, make_trees
 
 SLOTS = 2
 DRAFTING = 0.2  # milliseconds of a step that proposes
 
 
-class Machine(CostCurve):
-    """A forward costs 12 milliseconds and 1.15 for each row."""
-
-    def __init__(self) -> None:
-        super().__init__(1, 4096, 512)
-
-    is_known = True
-
-    def observe(self, num_rows, longest_context, milliseconds, steps=1) -> None: ...
-
-    def milliseconds(self, rows, longest_context=0):
-        return 12.0 + 1.15 * np.asarray(rows, dtype=np.float64)
+def forward_ms(rows):
+    return 12.0 + 1.15 * rows
 
 
 def speedup(*, width, limit, mean, found, right, knows_tail, batches):
@@ -48,13 +35,13 @@ def speedup(*, width, limit, mean, found, right, knows_tail, batches):
         found: share of the requests that have a chain of two draft tokens, in each step.
         right: probability of each to be right, where those before it were.
     """
-    rng, machine = np.random.default_rng(1), Machine()
-    budget = LearnedBudget(StepCost("here", machine), NodeValues(("any",)), 0.02)
+    rng = np.random.default_rng(1)
+    budget = make_budget(forward_ms, ("any",))
     plain_ms = ours_ms = 0.0
     for number in range(batches):
         lengths = np.minimum(rng.geometric(1 / mean, width), limit)
         alive = (lengths[:, None] > np.arange(lengths.max())).sum(axis=0)
-        plain_ms += float(machine.milliseconds(alive).sum())
+        plain_ms += float(forward_ms(alive).sum())
         requests = [make_request([1], request_id=number * width + i) for i in range(width)]
         done = dict.fromkeys(range(width), 0)
         while done:
@@ -90,7 +77,7 @@ def speedup(*, width, limit, mean, found, right, knows_tail, batches):
             done = {i: count for i, count in done.items() if count < lengths[i]}
             drafting = 0.0 if proposed is None else DRAFTING
             rows = len(entries) + verified.trees.num_nodes
-            ours_ms += float(machine.milliseconds(rows)) + drafting
+            ours_ms += forward_ms(rows) + drafting
             budget.observe(batch, verified, results, StepTimes(draft=drafting))
     return plain_ms / ours_ms
 

@@ -9,8 +9,8 @@ from rollout.types import Batch, EntryResult, StepForecast, StepTimes
 from spec_workers.budget import FixedBudget, SelectedDrafts
 from spec_workers.draft_tree import first_nodes
 from spec_workers.step.learning import count_step
+from tests.helpers.budgets import chains, entry_of, make_budget, results_of
 from tests.helpers.requests import make_trees
-from tests.spec_workers.budget.test_learned_budget import chains, entry_of, make_budget, results_of
 
 TIMES = StepTimes(draft=1.5, forward=20.0, sample=3.0)
 FORECAST = StepForecast(predicted_ms=22.0, plain_ms=18.0, decode_ms=15.0, predicted_gain_ms=9.0)
