@@ -1,8 +1,11 @@
-"""The invariants of draft trees."""
+"""The invariants of draft trees, and their paths."""
 
 from __future__ import annotations
 
 from rollout.types import DraftTrees
+
+Path = tuple[int, ...]
+"""The tokens from the root down to a node."""
 
 
 def check_trees(trees: DraftTrees) -> None:
@@ -22,3 +25,11 @@ def check_trees(trees: DraftTrees) -> None:
             depths.append(depths[parent] + 1)
             assert int(trees.masks_N[node]) == masks[j]
             assert int(trees.depths_N[node]) == depths[j]
+
+
+def paths_of(trees: DraftTrees, b: int) -> list[Path]:
+    """The path of each node of an entry's tree."""
+    found: list[Path] = [()]
+    for node in range(int(trees.offsets_B1[b]), int(trees.offsets_B1[b + 1])):
+        found.append((*found[trees.parents_N[node]], int(trees.tokens_N[node])))
+    return found[1:]

@@ -14,7 +14,7 @@ from spec_workers.hybrid import HybridWorker, hybrid_sources
 from spec_workers.target import TargetWorker
 from tests.helpers.compared import numbers
 from tests.helpers.oracle_drafter import VOCAB, OracleDrafter
-from tests.helpers.tree_checks import check_trees
+from tests.helpers.tree_checks import check_trees, paths_of
 
 PROMPTS = [[5, 9, 11, 3, 70], [1, 2, 3], [40, 41]]
 PARAMS = SamplingParams(max_new_tokens=24, seed=4, n=2, ignore_eos=True)
@@ -50,18 +50,11 @@ class WatchedWorker(HybridWorker):
     def _num_verified(self, step):
         found = super()._num_verified(step)
         for b in range(len(step.batch.entries)):
-            copied, verified = paths(self.copied, b), set(paths(step.trees, b))
+            copied, verified = paths_of(self.copied, b), set(paths_of(step.trees, b))
             held = [path in verified for path in copied]
             assert found[b] == (held.index(False) if False in held else len(held))
             self.noted += int(found[b])
         return found
-
-
-def paths(trees, b):
-    found = [()]
-    for node in range(int(trees.offsets_B1[b]), int(trees.offsets_B1[b + 1])):
-        found.append((*found[trees.parents_N[node]], int(trees.tokens_N[node])))
-    return found[1:]
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,11 @@ from rollout.types import DraftTrees
 from spec_workers.draft_tree import only_roots
 from spec_workers.hybrid.tree_merge import merge_trees
 from tests.helpers.requests import make_trees
-from tests.helpers.tree_checks import check_trees
+from tests.helpers.tree_checks import Path, check_trees, paths_of
 
 DOUBT = 0.02
 SOURCES = (2, 1)
 
-Path = tuple[int, ...]
 Tree = dict[Path, tuple[float, int]]  # of each node its probability given its parent, its source
 
 
@@ -51,13 +50,6 @@ def flat(entries: list[Tree]) -> DraftTrees:
     found.probs_N = np.array(probs, dtype=np.float32)
     found.sources_N = np.array(sources, dtype=np.uint8)
     return found
-
-
-def paths(trees: DraftTrees, b: int) -> list[Path]:
-    found: list[Path] = [()]
-    for node in range(int(trees.offsets_B1[b]), int(trees.offsets_B1[b + 1])):
-        found.append((*found[trees.parents_N[node]], int(trees.tokens_N[node])))
-    return found[1:]
 
 
 def merged_plainly(ngram: Tree, neural: Tree) -> dict[Path, tuple[float, int]]:
@@ -98,7 +90,7 @@ def test_against_a_plain_merge(pairs, data):
     for b, (first, second) in enumerate(pairs):
         own = slice(int(found.offsets_B1[b]), int(found.offsets_B1[b + 1]))
         expected = merged_plainly(first, second)
-        own_paths, probs = paths(found, b), found.probs_N[own]
+        own_paths, probs = paths_of(found, b), found.probs_N[own]
         assert len(set(own_paths)) == len(own_paths) <= limits[b]
         assert (np.diff(probs) <= 0).all()
         assert (probs >= np.float32(floor)).all()
@@ -113,16 +105,15 @@ def test_against_a_plain_merge(pairs, data):
             children = [p for path, p in zip(own_paths, probs, strict=True) if path[:-1] == parent]
             assert sum(children) <= whole * (1 + 1e-5)
         places = merged.index_G[ngram.offsets_B1[b] : ngram.offsets_B1[b + 1]]
-        assert [own_paths.index(path) if path in own_paths else -1 for path in paths(ngram, b)] == (
-            places.tolist()
-        )
+        kept = [own_paths.index(path) if path in own_paths else -1 for path in paths_of(ngram, b)]
+        assert kept == places.tolist()
 
 
 def merge_one(ngram: Tree, neural: Tree, limit: int = 63) -> dict[Path, float]:
     found = merge_trees(
         flat([ngram]), flat([neural]), limits_B=np.array([limit]), floor=0.0, num_sources=SOURCES
     ).trees
-    return dict(zip(paths(found, 0), found.probs_N.tolist(), strict=True))
+    return dict(zip(paths_of(found, 0), found.probs_N.tolist(), strict=True))
 
 
 def test_a_confident_ngram_overrules_an_undecided_draft():

@@ -13,9 +13,8 @@ from spec_workers.neural.arrays import Arrays, DeviceArrays
 from spec_workers.neural.proposal import Proposal
 from spec_workers.neural.tree_growth import TreeGrowth
 from tests.helpers.requests import decode_batch
-from tests.helpers.tree_checks import check_trees
+from tests.helpers.tree_checks import Path, check_trees, paths_of
 
-Path = tuple[int, ...]
 Children = Callable[[int, Path], tuple[np.ndarray, np.ndarray]]
 
 ARRAYS = {"host": Arrays(), "device": DeviceArrays(torch.device("cpu"))}
@@ -124,12 +123,8 @@ def check_searched(trees, children, sizes, depths, **rules) -> None:
     assert set(trees.sources_N.tolist()) <= {3}
     for g, (size, depth) in enumerate(zip(sizes, depths, strict=True)):
         nodes = slice(int(trees.offsets_B1[g]), int(trees.offsets_B1[g + 1]))
-        tokens, parents = trees.tokens_N[nodes].tolist(), trees.parents_N[nodes].tolist()
-        paths: list[Path] = [()]
-        for token, parent in zip(tokens, parents, strict=True):
-            paths.append((*paths[parent], token))
         wanted = searched(children, g, size, depth, **rules)
-        assert dict(zip(paths[1:], trees.probs_N[nodes].tolist(), strict=True)) == wanted
+        assert dict(zip(paths_of(trees, g), trees.probs_N[nodes].tolist(), strict=True)) == wanted
         assert np.all(np.diff(trees.probs_N[nodes]) <= 0)
 
 

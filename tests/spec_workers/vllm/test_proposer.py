@@ -15,6 +15,7 @@ import pytest
 from rollout.errors import InvalidInputError
 from spec_workers.vllm import CorpusWorkerExtension, NgramProposer
 from spec_workers.vllm.chain_budget import ChainStep, JudgedTokens, LearnedChains
+from spec_workers.vllm.chains import NOTHING_JUDGED
 from tests.helpers.vllm_rows import VOCABULARY, RowRequest, VllmRows, vllm_config
 
 FIXED = {"budget": "fixed", "min_probability": 0.0, "corpus_bytes": 1 << 20}
@@ -177,12 +178,9 @@ def drafted_per_row(token_ms: float, accepted: bool, steps: int = 400) -> float:
     budget = LearnedChains(4, 8, 256, [], 0.0)
     offsets_B1, depths_N = np.arange(9) * 4, np.tile(np.arange(1, 5), 8)
     probs_N = np.tile(np.array([0.9, 0.8, 0.7, 0.6]), 8)
-    nothing = JudgedTokens(
-        probs_N=np.zeros(0), depths_N=np.zeros(0, np.int64), accepted_N=np.zeros(0, bool)
-    )
     drafted = []
     for _ in range(steps):
-        counts_B, judged = np.zeros(8, np.int64), nothing
+        counts_B, judged = np.zeros(8, np.int64), NOTHING_JUDGED
         if budget.floor(8, 100) is not None:
             counts_B = budget.choose(probs_N, depths_N, offsets_B1)
             kept_N = depths_N <= np.repeat(counts_B, 4)
@@ -213,12 +211,9 @@ def test_chains_have_the_length_that_pays() -> None:
 
 def test_a_budget_ignores_steps_of_unknown_time() -> None:
     budget = LearnedChains(4, 8, 256, [1, 2, 4, 8], 0.02)
-    judged = JudgedTokens(
-        probs_N=np.zeros(0), depths_N=np.zeros(0, np.int64), accepted_N=np.zeros(0, bool)
-    )
     step = ChainStep(
         width=2, num_drafted=0, longest=9, num_accepted=0, milliseconds=math.nan, drafting_ms=0.1,
-        judged=judged,
+        judged=NOTHING_JUDGED,
     )  # fmt: skip
     budget.observe(step)
     assert not budget.curve.is_known
