@@ -265,14 +265,14 @@ class FeatureReader:
         name."""
         return cls(MappedSegment(name, _HEADER_BYTES, "ring", writable=True))
 
-    def take(self, max_sequences: int | None = None) -> list[FeatureSequence]:
-        """Copies of the sequences that came since the last call, at most ``max_sequences``."""
+    def take(self) -> list[FeatureSequence]:
+        """Copies of the sequences that came since the last call."""
         taken: list[FeatureSequence] = []
-        while max_sequences is None or len(taken) < max_sequences:
+        while True:
             self._cursor = max(self._cursor, int(self._header["oldest"][0]))
             if self._cursor >= int(self._header["head"][0]):
                 self._header["taken"][0] += 1
-                break
+                return taken
             record = self._copy_record()
             if record is None:
                 continue
@@ -282,7 +282,6 @@ class FeatureReader:
                 self.num_missed += sequence.number - self._next_number
                 self._next_number = sequence.number + 1
                 taken.append(sequence)
-        return taken
 
     def _copy_record(self) -> np.ndarray | None:
         """A copy of the record at the cursor. If it was overwritten, None, and the cursor moves
