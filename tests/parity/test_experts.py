@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from rollout import Rollout, RolloutEngine, SamplingParams
 from rollout.config import engine_config
@@ -17,6 +16,7 @@ from tests.helpers.replaying import ReplayingCapture, plain_factory
 from tests.helpers.tiny_hybrid import save_tiny_hybrid, tiny_hybrid
 from tests.helpers.tiny_model import save_tiny_llama
 from tests.helpers.tiny_moe import save_tiny_moe, tiny_moe
+from tests.helpers.transformers_answers import chosen_experts
 
 PARAMS = SamplingParams(
     temperature=0.9, max_new_tokens=16, n=2, seed=5, top_logprobs=1, routed_experts=True
@@ -37,22 +37,9 @@ def prompts() -> list[list[int]]:
     return [*own, shared, [*shared, 7], [*shared[:30], *own[1]]]
 
 
-CASES = [("qwen3_moe", "float32"), ("qwen3_next", "float32")]
-
-
-@pytest.fixture(scope="module", params=CASES, ids="-".join)
-def case(request):
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
     return request.param
-
-
-@pytest.fixture(scope="module")
-def family(case):
-    return case[0]
-
-
-@pytest.fixture(scope="module")
-def dtype(case):
-    return case[1]
 
 
 @pytest.fixture(scope="module")
@@ -61,57 +48,41 @@ def folder(family, tmp_path_factory):
     return save(tmp_path_factory.mktemp(family))
 
 
-def engine_of(folder, dtype, spec="none", **options) -> RolloutEngine:
+def engine_of(folder, **options) -> RolloutEngine:
     return RolloutEngine.from_pretrained(
-        folder, spec=spec, dtype=dtype, record_routes=True, num_threads=1, **options
+        folder, "none", dtype="float32", record_routes=True, num_threads=1, **options
     )
 
 
 @pytest.fixture(scope="module")
-def plain(folder, dtype):
-    engine = engine_of(folder, dtype, max_running=1, prefix_cache=False)
+def plain(folder):
+    engine = engine_of(folder, max_running=1, prefix_cache=False)
     return engine.generate(prompts(), PARAMS)
 
 
-def compare(engine, plain):
+def test_captured_forwards_cannot_be_seen(folder, plain):
+    capture = ReplayingCapture()
+    options = {"dtype": "float32", "max_running": 4, "record_routes": True, "num_threads": 1}
+    engine = RolloutEngine.from_config(engine_config(folder, options), plain_factory(capture))
     rollouts = engine.generate(prompts(), PARAMS)
     assert numbers(rollouts) == numbers(plain)
     for rollout, expected in zip(rollouts, plain, strict=True):
         assert np.array_equal(rollout.routed_experts, expected.routed_experts)
     engine.check_integrity()
     assert engine.worker.memory.usage.used == 0
-    return rollouts
-
-
-def test_captured_forwards_cannot_be_seen(family, folder, dtype, plain):
-    if family != "qwen3_moe":
-        pytest.skip("forwards of recurrent layers are not captured")
-    capture = ReplayingCapture()
-    options = {"dtype": dtype, "max_running": 4, "record_routes": True, "num_threads": 1}
-    engine = RolloutEngine.from_config(engine_config(folder, options), plain_factory(capture))
-    compare(engine, plain)
     assert capture.replays > 10
 
 
-def test_what_is_recorded_is_what_transformers_chooses(family, folder, plain, dtype):
-    if dtype != "float32":
-        pytest.skip("in float32 there are no ties")
+def test_what_is_recorded_is_what_transformers_chooses(family, plain):
     theirs = FAMILIES[family][1]()
-    chosen: list[torch.Tensor] = []
-    for module in theirs.modules():
-        if hasattr(module, "top_k"):
-            module.register_forward_hook(lambda module, args, out: chosen.append(out[2]))
     for rollout in plain[:6]:
-        chosen.clear()
-        with torch.inference_mode():
-            theirs(torch.tensor([rollout.prompt_ids + rollout.token_ids[:-1]]))
-        expected = torch.stack(chosen, dim=1).numpy()
+        expected = chosen_experts(theirs, rollout.prompt_ids + rollout.token_ids[:-1])
         assert rollout.routed_experts.dtype == np.uint8
         assert np.array_equal(rollout.routed_experts, expected)
 
 
-def test_forwards_are_told_what_is_padding(folder, dtype, monkeypatch):
-    engine = engine_of(folder, dtype)
+def test_forwards_are_told_what_is_padding(folder, monkeypatch):
+    engine = engine_of(folder)
     model, told = engine.worker.target.model, []
     assert engine.worker.target.minimum_rows > 1, "the test must pad"
     forward = model.forward
@@ -123,13 +94,13 @@ def test_forwards_are_told_what_is_padding(folder, dtype, monkeypatch):
 
 
 def test_only_who_asks_is_given_routes(folder):
-    engine = engine_of(folder, "float32")
+    engine = engine_of(folder)
     (rollout,) = engine.generate([[5, 6]], SamplingParams(max_new_tokens=3))
     assert rollout.routed_experts is None
 
 
 def test_an_aborted_request_has_what_was_computed(family, folder):
-    engine = engine_of(folder, "float32", chunk_len=4)
+    engine = engine_of(folder, chunk_len=4)
     params = SamplingParams(max_new_tokens=50, ignore_eos=True, routed_experts=True)
     unstarted, started = (engine.submit(list(range(3, 13)), params) for _ in range(2))
     engine.abort(unstarted.request_id)
@@ -142,7 +113,7 @@ def test_an_aborted_request_has_what_was_computed(family, folder):
 
 
 def test_what_was_computed_is_known_of_a_request_that_waits_again(folder):
-    engine = engine_of(folder, "float32", max_kv_tokens=40)
+    engine = engine_of(folder, max_kv_tokens=40)
     params = replace(PARAMS, max_new_tokens=30, ignore_eos=True, n=1)
     requests = [engine.submit([first, 4, 5, 6], params, prompt_index=first) for first in (8, 9)]
     while not requests[1].stats.preemptions:
@@ -155,7 +126,7 @@ def test_what_was_computed_is_known_of_a_request_that_waits_again(folder):
 
 
 def test_what_is_computed_anew_in_part_hides_nothing(folder):
-    engine = engine_of(folder, "float32", chunk_len=4)
+    engine = engine_of(folder, chunk_len=4)
     params = replace(PARAMS, max_new_tokens=50, ignore_eos=True, n=1)
     request = engine.submit(list(range(3, 13)), params)
     while len(request.token_ids) < 3:
@@ -186,7 +157,7 @@ def test_routes_that_nobody_records_are_refused(folder, tmp_path):
 
 
 def test_routes_come_and_go_with_the_kv_cache(folder):
-    engine = engine_of(folder, "float32")
+    engine = engine_of(folder)
     params = PARAMS
     before, _ = engine.generate([[5, 6, 7]], params)
     freed = engine.release_memory(["kv_cache"])

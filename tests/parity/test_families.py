@@ -12,20 +12,9 @@ from rollout import RolloutEngine, SamplingParams
 from tests.helpers.compared import numbers
 from tests.helpers.parity_models import FIXED, prompts
 from tests.helpers.tiny_families import PARITY, save_tiny_family, tiny_family
+from tests.helpers.transformers_answers import assert_logprobs, chosen_experts
 
 PARAMS = SamplingParams(temperature=0.8, max_new_tokens=20, n=2, seed=5)
-
-
-@torch.inference_mode()
-def assert_logprobs(rollouts, theirs) -> None:
-    for rollout in rollouts:
-        tokens = [*rollout.prompt_ids, *rollout.token_ids]
-        logits = theirs(torch.tensor([tokens])).logits[0, len(rollout.prompt_ids) - 1 : -1]
-        logprobs = (logits / PARAMS.temperature).log_softmax(-1)
-        expected = logprobs.gather(1, torch.tensor([rollout.token_ids]).T)[:, 0]
-        torch.testing.assert_close(
-            torch.tensor(rollout.logprobs), expected, rtol=1e-4, atol=1e-4, check_dtype=False
-        )
 
 
 @pytest.mark.parametrize(("name", "dtype"), PARITY)
@@ -38,7 +27,7 @@ def test_nothing_can_be_seen(name, dtype, tmp_path):
     plain = engine_of("none", max_running=1, prefix_cache=False, window_slots=0)
     rollouts = plain.generate(prompts(), PARAMS)
     if dtype == "float32":
-        assert_logprobs(rollouts, tiny_family(name))
+        assert_logprobs(rollouts, tiny_family(name), PARAMS.temperature)
     wanted = numbers(rollouts)
     assert (
         plain.score(rollouts[0].prompt_ids, rollouts[0].token_ids, PARAMS) == rollouts[0].logprobs
@@ -54,7 +43,6 @@ def test_nothing_can_be_seen(name, dtype, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "gpt-oss plain", "qwen3 moe window"])
-@torch.inference_mode()
 def test_routers_choose_what_transformers_choose(name, tmp_path):
     """Through chunks, decoding and draft trees."""
     engine = RolloutEngine.from_pretrained(
@@ -62,14 +50,8 @@ def test_routers_choose_what_transformers_choose(name, tmp_path):
         chunk_len=7, num_threads=1, spec_options=FIXED,
     )  # fmt: skip
     rollouts = engine.generate(prompts(), replace(PARAMS, routed_experts=True))
-    chosen: list[torch.Tensor] = []
     theirs = tiny_family(name)
-    for module in theirs.modules():
-        if hasattr(module, "top_k"):
-            module.register_forward_hook(lambda module, args, out: chosen.append(out[2]))
     for rollout in rollouts:
-        chosen.clear()
-        theirs(torch.tensor([rollout.prompt_ids + rollout.token_ids]))
-        expected = torch.stack(chosen, dim=1)[:-1].sort(-1).values
+        chosen = chosen_experts(theirs, rollout.prompt_ids + rollout.token_ids)
         ours = torch.from_numpy(rollout.routed_experts).long().sort(-1).values
-        assert torch.equal(ours, expected)
+        assert torch.equal(ours, chosen[:-1].sort(-1).values)

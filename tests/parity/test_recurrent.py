@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.errors import OutOfMemoryError
@@ -11,6 +10,7 @@ from rollout.trainers import weight_source
 from tests.helpers.compared import numbers
 from tests.helpers.parity_models import FIXED, PARAMS, prompts
 from tests.helpers.tiny_hybrid import save_tiny_chain, tiny_hybrid
+from tests.helpers.transformers_answers import assert_logprobs
 
 FAMILIES = {"qwen3_5": False, "qwen3_next": True}  # whether with experts
 
@@ -40,18 +40,9 @@ def make_engine(folder, **options) -> RolloutEngine:
 
 
 def test_logprobs_are_those_of_transformers(family, target):
-    theirs = tiny_hybrid(family, experts=FAMILIES[family])
     engine = RolloutEngine.from_pretrained(target, "none", max_running=3, chunk_len=7)
-    params = SamplingParams(max_new_tokens=20, seed=3)
-    for rollout in engine.generate(prompts(), params):
-        prompt = prompts()[rollout.prompt_index]
-        tokens = [*prompt, *rollout.token_ids]
-        with torch.inference_mode():
-            logits = theirs(torch.tensor([tokens])).logits[0, len(prompt) - 1 : -1]
-        expected = logits.log_softmax(-1).gather(1, torch.tensor([rollout.token_ids]).T)[:, 0]
-        torch.testing.assert_close(
-            torch.tensor(rollout.logprobs), expected, rtol=1e-4, atol=1e-4, check_dtype=False
-        )
+    rollouts = engine.generate(prompts(), SamplingParams(max_new_tokens=20, seed=3))
+    assert_logprobs(rollouts, tiny_hybrid(family, experts=FAMILIES[family]))
 
 
 def test_a_trainers_update_is_a_load(family, target, tmp_path):
