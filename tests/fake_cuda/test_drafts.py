@@ -12,7 +12,6 @@ from spec_workers.neural.arrays import DeviceArrays
 from spec_workers.neural.guesses import Guesser
 from spec_workers.neural.tree_proposer import TreeProposer, TreesToGrow
 from tests.helpers.fake_cuda import FakeGpu, Kind
-from tests.helpers.levels import NoNetworks
 from tests.helpers.requests import decode_batch, make_request
 
 TOPK, STEPS, VOCAB, HIDDEN = 4, 4, 32_003, 64
@@ -23,8 +22,19 @@ ASKED = {
 }
 
 
-class NoLevels(NoNetworks):
-    """Levels of undefined values on the device."""
+class NoLevels:
+    """`DraftLevels` without networks: undefined values on the device."""
+
+    def inputs(self, rows_G, padding) -> dict:
+        return {}
+
+    def changes(self, rows_G) -> dict:
+        return {}
+
+    def apply(self, tensors, rows_G) -> None: ...
+
+    def longest(self, rows_G) -> int:
+        return 1
 
     def roots(self, inputs) -> torch.Tensor:
         return torch.empty(len(inputs["rows"]), 1, HIDDEN, device="cuda")

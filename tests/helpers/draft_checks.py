@@ -1,4 +1,4 @@
-"""Checks that every neural draft must pass, whatever its networks."""
+"""Prompts for neural drafts, plain decoding of them, and a run that is disturbed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import numpy as np
 from rollout import RolloutEngine, SamplingParams
 from rollout.errors import OutOfMemoryError
 from tests.helpers.compared import numbers
-from tests.helpers.gates import FlickeringGate, ShutGate
 
 VOCAB = 61
 
@@ -87,43 +86,3 @@ def check_disturbed(
     assert not missing
     assert failed
     assert engine.metrics().preemptions > 0
-
-
-def check_gates(
-    engine: RolloutEngine,
-    prompts: Sequence[list[int]],
-    params: SamplingParams,
-    wanted: Sequence[tuple[Any, ...]],
-    seed: int,
-) -> None:
-    """No gate can be seen, though steps that are not read leave holes."""
-    budget: Any = engine.worker.budget  # type: ignore[attr-defined]
-    budget._gate = FlickeringGate(seed, within=seed == 2)
-    assert numbers(engine.generate(prompts, params)) == wanted
-    assert engine.worker.counters()["draft/trees"] > 0
-    budget._gate = ShutGate()
-    extended = engine.worker.counters()["draft/extended"]
-    assert engine.worker.max_draft_tokens == 0
-    rollouts = engine.generate(prompts, params)
-    assert numbers(rollouts) == wanted
-    # Of the prompts, cached but for their last tokens, and of nothing that was decoded.
-    read = engine.worker.counters()["draft/extended"] - extended
-    assert 0 < read <= len(rollouts)
-
-
-def check_no_distribution(
-    engine: RolloutEngine, under_way: list[int], prompt: list[int], params: SamplingParams
-) -> None:
-    """Logits that are none end a request alone: where nothing was sampled nothing is behind the
-    root, for the draft neither."""
-    head = engine.worker.target.model.weight_loaders()["lm_head.weight"]  # type: ignore[attr-defined]
-    values = head.read()
-    engine.submit(under_way, params)
-    for _ in range(3):
-        engine.step()
-    head.write(values * float("nan"))
-    (ended,) = engine.generate([prompt], params)
-    assert ended.finish_reason == "error"
-    head.write(values)
-    assert engine.generate([prompt], params)[0].finish_reason != "error"
-    engine.check_integrity()

@@ -89,6 +89,7 @@ def test_no_gate_can_be_seen(tiny_model_path, new_weights, plain, fed_each_step,
 
 def test_a_gate_that_never_opens(tiny_model_path, new_weights, plain, fed_each_step):
     engine = make_engine(tiny_model_path, calibration_seconds=0)
+    assert engine.worker.max_draft_tokens == 16
     engine.worker.budget._gate = ShutGate()
     assert engine.worker.max_draft_tokens == 0
     assert list(epochs(engine, new_weights)) == plain
@@ -96,14 +97,6 @@ def test_a_gate_that_never_opens(tiny_model_path, new_weights, plain, fed_each_s
     assert counters["corpus/proposals"] == 0
     assert counters["corpus/live_tokens"] == fed_each_step["corpus/live_tokens"]
     assert engine.metrics().drafted == 0
-
-
-def test_drafts_come_with_the_gate(tiny_model_path):
-    engine = make_engine(tiny_model_path, calibration_seconds=0)
-    assert engine.worker.max_draft_tokens == 16
-    engine.worker.budget._gate = ShutGate()
-    assert engine.worker.max_draft_tokens == 0
-    assert make_engine(tiny_model_path, budget="fixed").worker.max_draft_tokens == 16
 
 
 @pytest.mark.parametrize(("shut", "samples"), [(False, 3), (True, 1)])
