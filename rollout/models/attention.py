@@ -11,12 +11,12 @@ from rollout.models.causal_lm import LayerAttention
 from rollout.models.head_parts import HeadParts
 from rollout.models.layers.linear import Linear, linear_weight_loaders
 from rollout.models.layers.shard import shards_of, split_product
+from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.spec import ModelSpec
 from rollout.ops.gates import sigmoid_gate_
 from rollout.ops.paged_attention import AttentionVariant
 from rollout.ops.rms_norm import rms_norm
-from rollout.parallel import RankGroup
 from rollout.parallel.partition import even_parts, scaled
 
 
@@ -31,41 +31,33 @@ class Attention:
     def __init__(
         self,
         spec: ModelSpec,
+        weights: WeightFactory,
         *,
         layer: int = 0,
-        dtype: torch.dtype,
-        device: torch.device,
-        packing: bool,
-        group: RankGroup,
         inputs: int | None = None,
     ) -> None:
         """
         Args:
             spec: of this rank's part of the model.
             layer: index in the model.
-            group: the ranks that share the heads.
             inputs: I; default: the hidden size.
         """
 
-        def linear(inputs: int, outputs: int, bias: bool) -> Linear:
-            return Linear(inputs, outputs, bias=bias, dtype=dtype, device=device, packing=packing)
-
-        def norm() -> torch.Tensor | None:
-            return torch.empty(spec.head_dim, dtype=dtype, device=device) if spec.qk_norm else None
-
         self.spec = spec
-        self._group = group
+        self._group = group = weights.ranks.tensor
         self.variant = AttentionVariant(
             window=spec.window_of(layer), soft_cap=spec.attention_soft_cap
         )
         gates = spec.num_heads if spec.gated_attention else 0
         self.heads = (spec.num_heads, gates, spec.num_kv_heads, spec.num_kv_heads)
         outputs = sum(self.heads) * spec.head_dim
-        self.qkv = linear(inputs or spec.hidden_size, outputs, spec.qkv_bias)
-        self.q_norm_D, self.k_norm_D = norm(), norm()
+        self.qkv = weights.linear(inputs or spec.hidden_size, outputs, bias=spec.qkv_bias)
+        self.q_norm_D = weights.tensor(spec.head_dim) if spec.qk_norm else None
+        self.k_norm_D = weights.tensor(spec.head_dim) if spec.qk_norm else None
         self._attended = scaled(HeadParts.of(spec.entire, group.size).queries, spec.head_dim)
         self._outputs = even_parts(spec.hidden_size, group.size)
-        self.o = linear(self._attended[-1].stop, len(self._outputs[group.rank]), spec.o_bias)
+        own = len(self._outputs[group.rank])
+        self.o = weights.linear(self._attended[-1].stop, own, bias=spec.o_bias)
 
     def __call__(
         self,

@@ -16,10 +16,10 @@ from rollout.models.causal_lm import LayerAttention, RouteRecorder
 from rollout.models.latent_attention import LatentAttention
 from rollout.models.layers.experts import Experts
 from rollout.models.layers.linear import Linear
+from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.mlp import FeedForward, feed_forward
 from rollout.models.spec import ModelSpec
-from rollout.parallel import ONE_RANK, ModelRanks
 
 
 class Mixer(Protocol):
@@ -46,14 +46,11 @@ class Layer:
     def __init__(
         self,
         spec: ModelSpec,
+        weights: WeightFactory,
         mixer: Mixer,
         mixer_name: str,
         *,
         layer: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        packing: bool,
-        ranks: ModelRanks,
     ) -> None:
         """
         Args:
@@ -63,11 +60,8 @@ class Layer:
         self.spec = spec
         self._mixer = mixer
         self._mixer_name = mixer_name
-        self.mlp_norm_E = torch.empty(spec.hidden_size, dtype=dtype, device=device)
-        self.mlp: FeedForward = feed_forward(
-            spec, layer, dtype=dtype, device=device, packing=packing, ranks=ranks,
-            experts_class=self.experts_class,
-        )  # fmt: skip
+        self.mlp_norm_E = weights.tensor(spec.hidden_size)
+        self.mlp: FeedForward = feed_forward(spec, weights, layer, self.experts_class)
 
     def feed_forward(
         self, hidden_TE: torch.Tensor, routes: RouteRecorder | None = None
@@ -104,29 +98,17 @@ class DecoderLayer(Layer):
     def __init__(
         self,
         spec: ModelSpec,
+        weights: WeightFactory,
         *,
         layer: int = 0,
-        dtype: torch.dtype,
-        device: torch.device,
-        packing: bool,
-        ranks: ModelRanks = ONE_RANK,
         attention_inputs: int | None = None,
     ) -> None:
         """``layer``: index in the model. ``attention_inputs``: I; default: the hidden size."""
         kind = self.attention_class if spec.latent is None else LatentAttention
         self._attention: Attention | LatentAttention = kind(
-            spec,
-            layer=layer,
-            dtype=dtype,
-            device=device,
-            packing=packing,
-            group=ranks.tensor,
-            inputs=attention_inputs,
+            spec, weights, layer=layer, inputs=attention_inputs
         )
-        super().__init__(
-            spec, self._attention, "self_attn",
-            layer=layer, dtype=dtype, device=device, packing=packing, ranks=ranks,
-        )  # fmt: skip
+        super().__init__(spec, weights, self._attention, "self_attn", layer=layer)
 
     def attend(
         self,

@@ -16,6 +16,7 @@ import torch
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.causal_lm import CausalLM, LayerAttention
 from rollout.models.layers.linear import Linear
+from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.spec import ModelSpec, read_json
 
@@ -143,6 +144,13 @@ def is_separate_chain(folder: Path) -> bool:
     """Whether a draft's folder holds an MTP chain. Raises CheckpointError without a config.json."""
     config = read_json(folder / "config.json", "a draft's folder")
     return config.get("architectures") == [CHAIN_ARCHITECTURE]
+
+
+def draft_weights(target: CausalLM, packing: bool) -> WeightFactory:
+    """Makes a draft's own weights: in the target's dtype, and on its device."""
+    return WeightFactory(
+        dtype=target.dtype, device=target.device, packing=packing, ranks=target.ranks.of_drafts
+    )
 
 
 def selected(rows_TE: torch.Tensor, rows_R: torch.Tensor | None) -> torch.Tensor:

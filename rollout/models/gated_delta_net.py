@@ -12,10 +12,10 @@ import torch
 from rollout.models.causal_lm import LayerStates
 from rollout.models.layers.linear import Linear, linear_weight_loaders
 from rollout.models.layers.shard import shard_of, shards_of, split_product
+from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.spec import ModelSpec
 from rollout.ops.gates import delta_gates, gated_rms_norm
-from rollout.parallel import RankGroup
 from rollout.parallel.partition import even_parts, scaled
 
 
@@ -26,44 +26,26 @@ class GatedDeltaNet:
     rates and their biases are float32 in any model dtype.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        packing: bool,
-        group: RankGroup,
-    ) -> None:
-        """
-        Args:
-            spec: of this rank's part of the model.
-            group: the ranks that share the heads.
-        """
+    def __init__(self, spec: ModelSpec, weights: WeightFactory) -> None:
+        """``spec``: of this rank's part of the model."""
         assert spec.linear_attention is not None
         assert spec.entire.linear_attention is not None
         self.spec = spec.linear_attention
         self._entire = spec.entire.linear_attention
-        self._group = group
+        self._group = group = weights.ranks.tensor
         self.eps = spec.rms_norm_eps
         value_heads, value_dim = self.spec.num_value_heads, self.spec.value_dim
         values = value_heads * value_dim
         self._widths = (self.spec.channels, values, value_heads, value_heads)
 
-        def linear(inputs: int, outputs: int) -> Linear:
-            return Linear(inputs, outputs, dtype=dtype, device=device, packing=packing)
-
-        def table(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        self.inputs = linear(spec.hidden_size, sum(self._widths))
-        self.conv_CW = table(self.spec.channels, self.spec.conv_width)
-        self.log_rates_G = table(value_heads, dtype=torch.float32)
-        self.rate_bias_G = table(value_heads, dtype=torch.float32)
-        self.norm_V = table(value_dim)
+        self.inputs = weights.linear(spec.hidden_size, sum(self._widths))
+        self.conv_CW = weights.tensor(self.spec.channels, self.spec.conv_width)
+        self.log_rates_G = weights.tensor(value_heads, dtype=torch.float32)
+        self.rate_bias_G = weights.tensor(value_heads, dtype=torch.float32)
+        self.norm_V = weights.tensor(value_dim)
         self._values = self._parts(value_dim, by_key_head=False)
         self._outputs = even_parts(spec.hidden_size, group.size)
-        self.output = linear(self._values[-1].stop, len(self._outputs[group.rank]))
+        self.output = weights.linear(self._values[-1].stop, len(self._outputs[group.rank]))
 
     def __call__(self, index: int, hidden_TE: torch.Tensor, states: LayerStates) -> torch.Tensor:
         """The mixer's output [T, E], to add to the residual. ``index``: among recurrent layers."""

@@ -13,32 +13,20 @@ from typing import Any
 import torch
 
 from rollout.models.causal_lm import LayerAttention, LayerStates, RouteRecorder
+from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.llama import Llama, LlamaLayer
 from rollout.models.spec import ModelSpec
 from rollout.ops.rms_norm import rms_norm
 from rollout.ops.soft_cap import soft_cap_
-from rollout.parallel import ONE_RANK, ModelRanks
 
 
 class GemmaLayer(LlamaLayer):
     """A decoder layer with norms before and after its halves: a `ModelLayer`."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        *,
-        index: int = 0,
-        layer: int = 0,
-        dtype: torch.dtype,
-        device: torch.device,
-        packing: bool,
-        ranks: ModelRanks = ONE_RANK,
-    ) -> None:
-        super().__init__(
-            spec, index=index, layer=layer, dtype=dtype, device=device, packing=packing, ranks=ranks
-        )
-        self.mixed_norm_E = torch.empty(spec.hidden_size, dtype=dtype, device=device)
-        self.fed_norm_E = torch.empty(spec.hidden_size, dtype=dtype, device=device)
+    def __init__(self, spec: ModelSpec, weights: WeightFactory, **options: Any) -> None:
+        super().__init__(spec, weights, **options)
+        self.mixed_norm_E = weights.tensor(spec.hidden_size)
+        self.fed_norm_E = weights.tensor(spec.hidden_size)
 
     def mix(
         self,
@@ -71,10 +59,10 @@ class Gemma(Llama):
 
     layer_class = GemmaLayer
 
-    def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, **options: Any) -> None:
-        super().__init__(spec, dtype=dtype, **options)
+    def __init__(self, spec: ModelSpec, weights: WeightFactory) -> None:
+        super().__init__(spec, weights)
         # Rounded, as in training.
-        self._embedding_scale = torch.tensor(spec.embedding_scale).to(dtype).item()
+        self._embedding_scale = torch.tensor(spec.embedding_scale).to(self.dtype).item()
 
     def embed(self, input_ids_T: torch.Tensor) -> torch.Tensor:
         return super().embed(input_ids_T) * self._embedding_scale

@@ -19,31 +19,18 @@ from rollout.models.head_parts import HeadParts
 from rollout.models.layers.experts import Experts
 from rollout.models.layers.grouped_linear import GroupedLinear
 from rollout.models.layers.shard import shard_of
+from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.llama import Llama, LlamaLayer
 from rollout.models.spec import ModelSpec
-from rollout.parallel import RankGroup
 
 
 class SinkAttention(Attention):
     """Attention with a sink per head, stored in float32."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        *,
-        layer: int = 0,
-        dtype: torch.dtype,
-        device: torch.device,
-        packing: bool,
-        group: RankGroup,
-        inputs: int | None = None,
-    ) -> None:
-        super().__init__(
-            spec, layer=layer, dtype=dtype, device=device, packing=packing, group=group,
-            inputs=inputs,
-        )  # fmt: skip
-        self.sinks_H = torch.empty(spec.num_heads, dtype=torch.float32, device=device)
+    def __init__(self, spec: ModelSpec, weights: WeightFactory, **options: Any) -> None:
+        super().__init__(spec, weights, **options)
+        self.sinks_H = weights.tensor(spec.num_heads, dtype=torch.float32)
         self.variant = replace(self.variant, sinks_H=self.sinks_H)
 
     def plain_weights(self) -> list[torch.Tensor]:
@@ -59,8 +46,10 @@ class GptOssExperts(Experts):
     """A sparse MLP with biases. Checkpoints store all experts of a product in one tensor, inputs
     before outputs, whose gate and up features alternate."""
 
-    def __init__(self, spec: ExpertsSpec, index: int, **options: Any) -> None:
-        super().__init__(spec, index, bias=True, **options)
+    def __init__(
+        self, spec: ExpertsSpec, index: int, weights: WeightFactory, **options: Any
+    ) -> None:
+        super().__init__(spec, index, weights, bias=True, **options)
 
     def weight_loaders(self, at: str) -> dict[str, WeightLoader]:
         features = len(self._features[self._group.rank])

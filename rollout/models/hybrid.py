@@ -15,36 +15,21 @@ import torch
 from rollout.models.causal_lm import LayerAttention, LayerStates
 from rollout.models.decoder_layer import Layer
 from rollout.models.gated_delta_net import GatedDeltaNet
+from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader, with_alias
 from rollout.models.llama import Llama, LlamaLayer, ModelLayer
 from rollout.models.spec import ModelSpec
-from rollout.parallel import ModelRanks
 
 
 class DeltaLayer(Layer):
     """A recurrent layer with a norm before its mixer: a `ModelLayer`."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        *,
-        index: int,
-        layer: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        packing: bool,
-        ranks: ModelRanks,
-    ) -> None:
+    def __init__(self, spec: ModelSpec, weights: WeightFactory, *, index: int, layer: int) -> None:
         """``index``: among the recurrent layers. ``layer``: among all layers."""
-        self._delta_net = GatedDeltaNet(
-            spec, dtype=dtype, device=device, packing=packing, group=ranks.tensor
-        )
-        super().__init__(
-            spec, self._delta_net, "linear_attn",
-            layer=layer, dtype=dtype, device=device, packing=packing, ranks=ranks,
-        )  # fmt: skip
+        self._delta_net = GatedDeltaNet(spec, weights)
+        super().__init__(spec, weights, self._delta_net, "linear_attn", layer=layer)
         self.index = index
-        self.input_norm_E = torch.empty(spec.hidden_size, dtype=dtype, device=device)
+        self.input_norm_E = weights.tensor(spec.hidden_size)
 
     @property
     def norms_before(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,24 +53,15 @@ class DeltaLayer(Layer):
 class Hybrid(Llama):
     """A `CausalLM`. Weights are uninitialised until written through ``weight_loaders``."""
 
-    def _make_layers(self, packing: bool) -> Sequence[ModelLayer]:
+    def _make_layers(self, weights: WeightFactory) -> Sequence[ModelLayer]:
         linear = self.spec.linear_attention
         recurrent, attending = () if linear is None else linear.layers, self.spec.attention_layers
         layers: list[ModelLayer] = []
         for layer in range(self.spec.num_layers):
             is_recurrent = layer in recurrent
             kind = DeltaLayer if is_recurrent else LlamaLayer
-            layers.append(
-                kind(
-                    self.spec,
-                    index=(recurrent if is_recurrent else attending).index(layer),
-                    layer=layer,
-                    dtype=self.dtype,
-                    device=self.device,
-                    packing=packing,
-                    ranks=self.ranks,
-                )
-            )
+            index = (recurrent if is_recurrent else attending).index(layer)
+            layers.append(kind(self.spec, weights, index=index, layer=layer))
         return layers
 
     def weight_loaders(self) -> dict[str, WeightLoader]:

@@ -21,10 +21,10 @@ from rollout.models.head_parts import HeadParts
 from rollout.models.layers.head_linear import HeadLinear
 from rollout.models.layers.linear import Linear, linear_weight_loaders
 from rollout.models.layers.shard import shards_of, split_product
+from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.spec import ModelSpec
 from rollout.ops.rms_norm import rms_norm
-from rollout.parallel import RankGroup
 from rollout.parallel.partition import even_parts, scaled
 
 _NORM_EPSILON = 1e-6  # of the two norms of latents, whatever the model's
@@ -40,51 +40,39 @@ class LatentAttention:
     def __init__(
         self,
         spec: ModelSpec,
+        weights: WeightFactory,
         *,
         layer: int = 0,
-        dtype: torch.dtype,
-        device: torch.device,
-        packing: bool,
-        group: RankGroup,
         inputs: int | None = None,
     ) -> None:
         """
         Args:
             spec: of this rank's part of the model.
             layer: index in the model; all layers are alike.
-            group: the ranks that share the heads.
             inputs: features of a row; default: the hidden size.
         """
         assert spec.latent is not None
         self.spec, self.latent = spec, spec.latent
-        self._group = group
+        self._group = group = weights.ranks.tensor
         latent, heads = self.latent, spec.num_heads
         inputs = inputs or spec.hidden_size
-
-        def linear(inputs: int, outputs: int, bias: bool) -> Linear:
-            return Linear(inputs, outputs, bias=bias, dtype=dtype, device=device, packing=packing)
-
-        def of_heads(inputs: int, outputs: int) -> HeadLinear:
-            return HeadLinear(heads, inputs, outputs, dtype=dtype, device=device)
-
-        def norm(size: int) -> torch.Tensor:
-            return torch.empty(size, dtype=dtype, device=device)
 
         self._query_dim = latent.plain_dim + spec.rotary_dim
         self.q_a: Linear | None = None
         self.q_norm_A: torch.Tensor | None = None
         if latent.query_rank is not None:
-            self.q_a = linear(inputs, latent.query_rank, spec.qkv_bias)
-            self.q_norm_A = norm(latent.query_rank)
-        self.q = linear(latent.query_rank or inputs, heads * self._query_dim, False)
-        self.kv_a = linear(inputs, spec.head_dim, spec.qkv_bias)
-        self.kv_norm_L = norm(latent.rank)
-        self.absorb_k = of_heads(latent.plain_dim, latent.rank)
-        self.expand_v = of_heads(latent.rank, latent.value_dim)
+            self.q_a = weights.linear(inputs, latent.query_rank, bias=spec.qkv_bias)
+            self.q_norm_A = weights.tensor(latent.query_rank)
+        self.q = weights.linear(latent.query_rank or inputs, heads * self._query_dim)
+        self.kv_a = weights.linear(inputs, spec.head_dim, bias=spec.qkv_bias)
+        self.kv_norm_L = weights.tensor(latent.rank)
+        self.absorb_k = HeadLinear(heads, latent.plain_dim, latent.rank, weights)
+        self.expand_v = HeadLinear(heads, latent.rank, latent.value_dim, weights)
         self._heads = HeadParts.of(spec.entire, group.size).queries
         self._attended = scaled(self._heads, latent.value_dim)
         self._outputs = even_parts(spec.hidden_size, group.size)
-        self.o = linear(self._attended[-1].stop, len(self._outputs[group.rank]), spec.o_bias)
+        own = len(self._outputs[group.rank])
+        self.o = weights.linear(self._attended[-1].stop, own, bias=spec.o_bias)
 
     def __call__(
         self,

@@ -20,12 +20,12 @@ from rollout.models.decoder_layer import DecoderLayer
 from rollout.models.head_parts import spec_of_rank
 from rollout.models.layers.linear import Linear
 from rollout.models.layers.rope import cos_sin_table
+from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.own_weights import OwnWeights
 from rollout.models.spec import ModelSpec
 from rollout.models.vocab_parallel import VocabParallel
 from rollout.ops.rms_norm import add_rms_norm, rms_norm
-from rollout.parallel import ONE_RANK, ModelRanks
 
 
 class ModelLayer(Protocol):
@@ -68,22 +68,12 @@ class LlamaLayer(DecoderLayer):
     """A decoder layer with a norm before its attention: a `ModelLayer`."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        *,
-        index: int = 0,
-        layer: int = 0,
-        dtype: torch.dtype,
-        device: torch.device,
-        packing: bool,
-        ranks: ModelRanks = ONE_RANK,
+        self, spec: ModelSpec, weights: WeightFactory, *, index: int = 0, layer: int = 0
     ) -> None:
         """``index``: among the attention layers. ``layer``: among all layers."""
-        super().__init__(
-            spec, layer=layer, dtype=dtype, device=device, packing=packing, ranks=ranks
-        )
+        super().__init__(spec, weights, layer=layer)
         self.index = index
-        self.input_norm_E = torch.empty(spec.hidden_size, dtype=dtype, device=device)
+        self.input_norm_E = weights.tensor(spec.hidden_size)
 
     @property
     def norms_before(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -108,41 +98,21 @@ class Llama(OwnWeights):
 
     layer_class: ClassVar[type[LlamaLayer]] = LlamaLayer
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        packing: bool = True,
-        ranks: ModelRanks = ONE_RANK,
-    ) -> None:
+    def __init__(self, spec: ModelSpec, weights: WeightFactory) -> None:
         """``spec``: of the whole model; the attribute ``spec`` is of this rank's part."""
-        self.spec = spec = spec_of_rank(spec, ranks)
-        self.ranks = ranks
-        self.dtype = dtype
-        self.device = device
-        self.vocabulary = VocabParallel(
-            spec, dtype=dtype, device=device, packing=packing, group=ranks.tensor
-        )
-        self.layers = self._make_layers(packing)
-        self.final_norm_E = torch.empty(spec.hidden_size, dtype=dtype, device=device)
+        self.spec = spec = spec_of_rank(spec, weights.ranks)
+        self.ranks = weights.ranks
+        self.dtype = weights.dtype
+        self.device = weights.device
+        self.vocabulary = VocabParallel(spec, weights)
+        self.layers = self._make_layers(weights)
+        self.final_norm_E = weights.tensor(spec.hidden_size)
         self._cos_sin_PD = self._rotary_tables()
 
-    def _make_layers(self, packing: bool) -> Sequence[ModelLayer]:
+    def _make_layers(self, weights: WeightFactory) -> Sequence[ModelLayer]:
         """The layers in order."""
-        return [
-            self.layer_class(
-                self.spec,
-                index=layer,
-                layer=layer,
-                dtype=self.dtype,
-                device=self.device,
-                packing=packing,
-                ranks=self.ranks,
-            )
-            for layer in range(self.spec.num_layers)
-        ]
+        layers = range(self.spec.num_layers)
+        return [self.layer_class(self.spec, weights, index=each, layer=each) for each in layers]
 
     def _rotary_tables(self) -> list[torch.Tensor]:
         """The rotary table of each layer; layers with the same rope share it."""

@@ -6,7 +6,6 @@ import platform
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
 
 import torch
 
@@ -20,6 +19,7 @@ from rollout.models.gpt_oss import GptOss
 from rollout.models.granite import Granite, SharedGranite
 from rollout.models.hybrid import Hybrid
 from rollout.models.hybrid_config import HYBRIDS
+from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.llama import Llama
 from rollout.models.olmo import Olmo
 from rollout.models.phi import Phi
@@ -27,22 +27,7 @@ from rollout.models.pulled_folder import pulls_held_off
 from rollout.models.spec import ModelSpec
 from rollout.parallel import ONE_RANK, ModelRanks
 
-
-class ModelClass(Protocol):
-    """The constructor of a model family."""
-
-    def __call__(
-        self,
-        spec: ModelSpec,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        packing: bool,
-        ranks: ModelRanks,
-    ) -> CausalLM: ...
-
-
-MODEL_CLASSES: Mapping[str, ModelClass] = MappingProxyType(
+MODEL_CLASSES: Mapping[str, type[Llama]] = MappingProxyType(
     {
         "LlamaForCausalLM": Llama,
         "MistralForCausalLM": Llama,
@@ -97,13 +82,10 @@ def load_model(
         spec = ModelSpec.read(folder, max_context_len)
         checkpoint = Checkpoint(folder) if load_format is LoadFormat.safetensors else None
         stored = spec.dtype or (torch.bfloat16 if checkpoint is None else checkpoint.dtype)
-        model = MODEL_CLASSES[spec.architecture](
-            spec,
-            dtype=resolve_dtype(dtype, stored, device),
-            device=device,
-            packing=packing,
-            ranks=ranks,
+        weights = WeightFactory(
+            dtype=resolve_dtype(dtype, stored, device), device=device, packing=packing, ranks=ranks
         )
+        model = MODEL_CLASSES[spec.architecture](spec, weights)
         if checkpoint is None:
             _fill_with_zeros(model)
         else:

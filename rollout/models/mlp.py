@@ -14,9 +14,9 @@ from rollout.models.causal_lm import RouteRecorder
 from rollout.models.layers.experts import Experts
 from rollout.models.layers.linear import Linear, linear_weight_loaders
 from rollout.models.layers.shard import shards_of, split_product
+from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.spec import ModelSpec
-from rollout.parallel import ModelRanks
 from rollout.parallel.partition import even_parts, gather_rows
 
 
@@ -44,12 +44,8 @@ class FeedForward(Protocol):
 
 def feed_forward(
     spec: ModelSpec,
+    weights: WeightFactory,
     layer: int,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    packing: bool,
-    ranks: ModelRanks,
     experts_class: type[Experts] = Experts,
 ) -> FeedForward:
     """The MLP of a layer: experts if ``spec.experts`` contains the layer.
@@ -58,16 +54,13 @@ def feed_forward(
     """
     experts = spec.experts
     if experts is None or layer not in experts.layers:
-        return Mlp(spec, dtype=dtype, device=device, packing=packing, ranks=ranks)
+        return Mlp(spec, weights)
     return experts_class(
         experts,
         experts.layers.index(layer),
+        weights,
         hidden_size=spec.hidden_size,
         activation=spec.activation,
-        dtype=dtype,
-        device=device,
-        packing=packing,
-        ranks=ranks,
     )
 
 
@@ -79,24 +72,10 @@ class Mlp:
     ranks.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        packing: bool,
-        ranks: ModelRanks,
-    ) -> None:
+    def __init__(self, spec: ModelSpec, weights: WeightFactory) -> None:
         """Raises InvalidInputError for more ranks than features."""
-
-        def linear(inputs: int, outputs: int) -> Linear:
-            return Linear(
-                inputs, outputs, bias=spec.mlp_bias, dtype=dtype, device=device, packing=packing
-            )
-
-        hidden, ffn = spec.hidden_size, spec.ffn_size
-        self._group, self._rows = ranks.all, ranks.rows
+        hidden, ffn, bias = spec.hidden_size, spec.ffn_size, spec.mlp_bias
+        self._group, self._rows = weights.ranks.all, weights.ranks.rows
         rank, size = self._group.rank, self._group.size
         self._activation = spec.activation
         self._features = even_parts(ffn, size)
@@ -105,8 +84,8 @@ class Mlp:
             raise InvalidInputError(
                 "parallel.size", size, f"is too many for an MLP of {hidden} and {ffn}"
             )
-        self.gate_up = linear(hidden, 2 * len(self._features[rank]))
-        self.down = linear(ffn, len(self._outputs[rank]))
+        self.gate_up = weights.linear(hidden, 2 * len(self._features[rank]), bias=bias)
+        self.down = weights.linear(ffn, len(self._outputs[rank]), bias=bias)
 
     def __call__(
         self, hidden_TE: torch.Tensor, routes: RouteRecorder | None = None

@@ -8,6 +8,7 @@ positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -15,10 +16,10 @@ from rollout.errors import InvalidInputError
 from rollout.models.attention import Attention
 from rollout.models.causal_lm import LayerAttention, LayerStates, RouteRecorder
 from rollout.models.head_parts import HeadParts
+from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.llama import Llama, LlamaLayer
 from rollout.models.spec import ModelSpec
 from rollout.ops.rms_norm import rms_norm
-from rollout.parallel import RankGroup
 from rollout.parallel.partition import scaled
 
 
@@ -28,23 +29,10 @@ class OlmoAttention(Attention):
     Ranks that share the heads exchange them for it, so the bits are those of one rank.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        *,
-        layer: int = 0,
-        dtype: torch.dtype,
-        device: torch.device,
-        packing: bool,
-        group: RankGroup,
-        inputs: int | None = None,
-    ) -> None:
+    def __init__(self, spec: ModelSpec, weights: WeightFactory, **options: Any) -> None:
         """Raises InvalidInputError if ranks would share a kv head."""
-        super().__init__(
-            spec, layer=layer, dtype=dtype, device=device, packing=packing, group=group,
-            inputs=inputs,
-        )  # fmt: skip
-        whole = spec.entire
+        super().__init__(spec, weights, **options)
+        whole, group = spec.entire, self._group
         if whole.num_kv_heads % group.size:
             raise InvalidInputError(
                 "parallel.size", group.size, f"must divide the {whole.num_kv_heads} kv heads"
@@ -52,8 +40,8 @@ class OlmoAttention(Attention):
         heads = HeadParts.of(whole, group.size)
         self._query_features = scaled(heads.queries, spec.head_dim)
         self._key_features = scaled(heads.keys, spec.head_dim)
-        self.q_norm_D = torch.empty(whole.num_heads * spec.head_dim, dtype=dtype, device=device)
-        self.k_norm_D = torch.empty(whole.num_kv_heads * spec.head_dim, dtype=dtype, device=device)
+        self.q_norm_D = weights.tensor(whole.num_heads * spec.head_dim)
+        self.k_norm_D = weights.tensor(whole.num_kv_heads * spec.head_dim)
 
     def normed(self, q_THD: torch.Tensor, k_TKD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.q_norm_D is not None

@@ -8,11 +8,10 @@ from __future__ import annotations
 import torch
 
 from rollout.errors import InvalidInputError
-from rollout.models.layers.linear import Linear
 from rollout.models.layers.shard import shard_of
+from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader, with_alias
 from rollout.models.spec import ModelSpec
-from rollout.parallel import RankGroup
 from rollout.parallel.partition import even_parts
 
 
@@ -22,17 +21,9 @@ class VocabParallel:
     Every rank gets whole embeddings and whole rows of logits, bitwise the same.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        packing: bool,
-        group: RankGroup,
-    ) -> None:
+    def __init__(self, spec: ModelSpec, weights: WeightFactory) -> None:
         """Raises InvalidInputError for more ranks than tokens."""
-        self._group = group
+        self._group = group = weights.ranks.tensor
         self._parts = even_parts(spec.vocab_size, group.size)
         if not self._parts[-1]:
             raise InvalidInputError(
@@ -40,16 +31,10 @@ class VocabParallel:
             )
         self._part = self._parts[group.rank]
         width = len(self._part)
-        self.embedding_WE = torch.empty(width, spec.hidden_size, dtype=dtype, device=device)
+        self.embedding_WE = weights.tensor(width, spec.hidden_size)
         self._is_tied = spec.tied_embeddings
-        self.head = Linear(
-            spec.hidden_size,
-            width,
-            dtype=dtype,
-            device=device,
-            packing=packing,
-            table_OI=self.embedding_WE if spec.tied_embeddings else None,
-        )
+        table_OI = self.embedding_WE if spec.tied_embeddings else None
+        self.head = weights.linear(spec.hidden_size, width, table_OI=table_OI)
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         """Embeddings [T, E], a new tensor."""

@@ -12,6 +12,7 @@ from rollout.models.layers.experts import Experts
 from rollout.models.layers.linear import Linear
 from rollout.models.layers.row_invariance import make_row_invariant
 from rollout.models.layers.storage import allocate_storage, free_storage
+from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import mismatches
 from rollout.ops.matmul.tiles import tiles
 from rollout.parallel import ONE_RANK, ModelRanks
@@ -59,8 +60,9 @@ def block(
             shared_ffn_size=SHARED if "mlp.shared_expert_gate.weight" in weights else 0,
             normalizes=normalizes,
         ),
-        2, hidden_size=HIDDEN, dtype=dtype, device=CPU, packing=packing, stacked=stacked,
-        ranks=ranks,
+        2,
+        WeightFactory(dtype=dtype, device=CPU, packing=packing, ranks=ranks, stacked=stacked),
+        hidden_size=HIDDEN,
     )  # fmt: skip
     write(experts, weights)
     return experts

@@ -14,6 +14,7 @@ from rollout.errors import CheckpointError, InvalidInputError
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.checkpoint import Checkpoint
 from rollout.models.layers.grouped_linear import GroupedLinear
+from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.loader import load_model, read_into
 from rollout.models.mxfp4 import dequantised
 from rollout.ops.grouped_matmul import RowGroups
@@ -134,9 +135,8 @@ def test_biases_of_experts(stacked):
     """As one tensor, which a GPU has, and expert by expert."""
     torch.manual_seed(0)
     experts = torch.tensor([[2, 0], [0, 3], [3, 2], [2, 3]])
-    product = GroupedLinear(
-        4, 6, 5, bias=True, dtype=torch.float32, device=CPU, packing=False, stacked=stacked
-    )
+    factory = WeightFactory(dtype=torch.float32, device=CPU, packing=False, stacked=stacked)
+    product = GroupedLinear(4, 6, 5, factory, bias=True)
     weights, biases, x = torch.randn(4, 5, 6), torch.randn(4, 5), torch.randn(4, 6)
     for expert in range(4):
         product.weight_rows(expert, 0, 5).write(weights[expert])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -73,8 +74,10 @@ def test_steps_of_a_bucket_launch_the_same(tmp_path, monkeypatch, options) -> No
     all."""
     make = GroupedLinear.__init__
 
-    def stacked(self, *args, **kwargs) -> None:  # as on a GPU: no expert has a product of its own
-        make(self, *args, **kwargs | {"stacked": True})
+    def stacked(self, *sizes_and_weights, bias) -> None:
+        """As on a GPU: no expert has a product of its own."""
+        *sizes, weights = sizes_and_weights
+        make(self, *sizes, replace(weights, stacked=True), bias=bias)
 
     monkeypatch.setattr(GroupedLinear, "__init__", stacked)
     path = save_tiny_hybrid(tmp_path / "model", **options)

@@ -13,6 +13,7 @@ import torch
 from rollout import RolloutEngine, SamplingParams
 from rollout.engine.engine_loop import EngineLoop
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
+from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.loader import MODEL_CLASSES, load_model
 from rollout.models.spec import ModelSpec
 from tests.helpers.compared import outcome
@@ -118,12 +119,8 @@ def test_every_tensor_of_a_model_is_freed_and_comes_back(tmp_path, architecture,
     config = json.loads((path / "config.json").read_text())
     config |= {"architectures": [architecture], "tie_word_embeddings": tied}
     (path / "config.json").write_text(json.dumps(config))
-    model = MODEL_CLASSES[architecture](
-        ModelSpec.read(path, None),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        packing=packing,
-    )
+    weights = WeightFactory(dtype=torch.float32, device=torch.device("cpu"), packing=packing)
+    model = MODEL_CLASSES[architecture](ModelSpec.read(path, None), weights)
     generator = torch.Generator().manual_seed(1)
     for loader in model.weight_loaders().values():
         if loader.required:

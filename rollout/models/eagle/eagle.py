@@ -12,6 +12,7 @@ from rollout.models.decoder_layer import DecoderLayer
 from rollout.models.draft_model import DraftSpec, embedded, selected
 from rollout.models.layers.linear import Linear, linear_weight_loaders
 from rollout.models.layers.rope import cos_sin_table
+from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.own_weights import OwnWeights
 from rollout.ops.rms_norm import add_rms_norm
@@ -31,30 +32,19 @@ class Eagle(OwnWeights):
         self,
         spec: DraftSpec,
         target: CausalLM,
+        weights: WeightFactory,
         *,
         own_embedding: bool = False,
         fc_bias: bool = True,
-        packing: bool = True,
     ) -> None:
         self.spec = spec
-        self.dtype = target.dtype
-        self.device = target.device
+        self.dtype = weights.dtype
+        self.device = weights.device
         self._target = target
         hidden, decoder = spec.hidden_size, spec.decoder
-        self.fc = Linear(
-            2 * hidden, hidden, bias=fc_bias, dtype=self.dtype, device=self.device, packing=packing
-        )
-        self.layer = DecoderLayer(
-            decoder,
-            dtype=self.dtype,
-            device=self.device,
-            packing=packing,
-            ranks=target.ranks.of_drafts,
-        )
-        self.embedding_VE: torch.Tensor | None = None
-        if own_embedding:
-            shape = (decoder.vocab_size, hidden)
-            self.embedding_VE = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.fc = weights.linear(2 * hidden, hidden, bias=fc_bias)
+        self.layer = DecoderLayer(decoder, weights)
+        self.embedding_VE = weights.tensor(decoder.vocab_size, hidden) if own_embedding else None
         self.cos_sin_PD = cos_sin_table(
             decoder.rope, decoder.rotary_dim, decoder.max_context_len, self.device
         )

@@ -16,10 +16,11 @@ from rollout.models.decoder_layer import DecoderLayer
 from rollout.models.draft_model import DraftSpec, embedded, selected
 from rollout.models.layers.linear import Linear, linear_weight_loaders
 from rollout.models.layers.rope import cos_sin_table
+from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.own_weights import OwnWeights
+from rollout.models.spec import ModelSpec
 from rollout.ops.rms_norm import add_rms_norm, rms_norm
-from rollout.parallel import ModelRanks
 
 
 def target_token_ids(
@@ -77,26 +78,10 @@ class Eagle3Options:
 class Eagle3Layer(DecoderLayer):
     """A decoder layer whose attention reads normed embedding and hidden state, 2E columns."""
 
-    def __init__(
-        self,
-        spec: DraftSpec,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        packing: bool,
-        ranks: ModelRanks,
-    ) -> None:
-        hidden = spec.hidden_size
-        super().__init__(
-            spec.decoder,
-            dtype=dtype,
-            device=device,
-            packing=packing,
-            ranks=ranks,
-            attention_inputs=2 * hidden,
-        )
-        self.embedding_norm_E = torch.empty(hidden, dtype=dtype, device=device)
-        self.hidden_norm_E = torch.empty(hidden, dtype=dtype, device=device)
+    def __init__(self, spec: ModelSpec, weights: WeightFactory) -> None:
+        super().__init__(spec, weights, attention_inputs=2 * spec.hidden_size)
+        self.embedding_norm_E = weights.tensor(spec.hidden_size)
+        self.hidden_norm_E = weights.tensor(spec.hidden_size)
 
     def _norms(self) -> dict[str, torch.Tensor]:
         own = {"input_layernorm": self.embedding_norm_E, "hidden_norm": self.hidden_norm_E}
@@ -114,17 +99,17 @@ class Eagle3(OwnWeights):
         self,
         spec: DraftSpec,
         target: CausalLM,
+        weights: WeightFactory,
         *,
         options: Eagle3Options,
         stored_ids_D: torch.Tensor | None = None,
-        packing: bool = True,
     ) -> None:
         """``stored_ids_D``: int64, the target's token of each draft token in the checkpoint's
         order; None: the draft has the target's vocabulary."""
         self.spec = spec
         self.options = options
-        self.dtype = target.dtype
-        self.device = target.device
+        self.dtype = weights.dtype
+        self.device = weights.device
         self.stored_ids_D = stored_ids_D
         self.token_ids_D: torch.Tensor | None = None
         self._order_D: torch.Tensor | None = None  # stored row i is the checkpoint's row order[i]
@@ -135,29 +120,17 @@ class Eagle3(OwnWeights):
                 self._order_D = ascending.indices
         self._target = target
 
-        def linear(inputs: int, outputs: int, bias: bool = False) -> Linear:
-            return Linear(
-                inputs, outputs, bias=bias, dtype=self.dtype, device=self.device, packing=packing
-            )
-
-        def table(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=self.dtype, device=self.device)
-
         hidden, decoder = spec.hidden_size, spec.decoder
         each = range(spec.features.count if options.norm_each_feature else 0)
-        self.feature_norms = [table(spec.target_hidden_size) for _ in each]
-        self.feature_norm_F = table(spec.feature_size) if options.norm_before_fc else None
-        self.fc = linear(spec.feature_size, hidden, options.fc_bias)
-        self.layer = Eagle3Layer(
-            spec,
-            dtype=self.dtype,
-            device=self.device,
-            packing=packing,
-            ranks=target.ranks.of_drafts,
-        )
-        self.final_norm_E = table(hidden)
-        self.head = linear(hidden, spec.draft_vocab_size) if options.own_head else None
-        self.embedding_VE = table(decoder.vocab_size, hidden) if options.own_embedding else None
+        self.feature_norms = [weights.tensor(spec.target_hidden_size) for _ in each]
+        self.feature_norm_F = weights.tensor(spec.feature_size) if options.norm_before_fc else None
+        self.fc = weights.linear(spec.feature_size, hidden, bias=options.fc_bias)
+        self.layer = Eagle3Layer(decoder, weights)
+        self.final_norm_E = weights.tensor(hidden)
+        self.head = weights.linear(hidden, spec.draft_vocab_size) if options.own_head else None
+        self.embedding_VE: torch.Tensor | None = None
+        if options.own_embedding:
+            self.embedding_VE = weights.tensor(decoder.vocab_size, hidden)
         self.cos_sin_PD = cos_sin_table(
             decoder.rope, decoder.rotary_dim, decoder.max_context_len, self.device
         )

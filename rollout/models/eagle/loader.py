@@ -17,7 +17,7 @@ from rollout.errors import CheckpointError, UnsupportedModelError
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import Checkpoint
-from rollout.models.draft_model import DraftFamily, DraftSpec, is_separate_chain
+from rollout.models.draft_model import DraftFamily, DraftSpec, draft_weights, is_separate_chain
 from rollout.models.eagle.eagle import Eagle
 from rollout.models.eagle.eagle3 import Eagle3, Eagle3Options, target_token_ids
 from rollout.models.eagle.layout import VOCABULARY_TABLES, EagleLayout, eagle_layout
@@ -161,17 +161,13 @@ def _built(opened: _Folder, target: CausalLM, packing: bool) -> Eagle | Eagle3:
         checkpoint.read(_stored_name(layout, _EMBEDDING)), target
     )
     _require_width(spec, layout, target.spec, own_embedding)
+    weights = draft_weights(target, packing)
     if spec.family is DraftFamily.EAGLE:
-        return Eagle(
-            spec,
-            target,
-            own_embedding=own_embedding,
-            fc_bias=layout.has("fc.bias"),
-            packing=packing,
-        )
+        fc_bias = layout.has("fc.bias")
+        return Eagle(spec, target, weights, own_embedding=own_embedding, fc_bias=fc_bias)
     options = _options(layout, own_embedding)
     stored_ids_D = _token_ids(checkpoint, spec, target.spec.vocab_size)
-    return Eagle3(spec, target, options=options, stored_ids_D=stored_ids_D, packing=packing)
+    return Eagle3(spec, target, weights, options=options, stored_ids_D=stored_ids_D)
 
 
 def _options(layout: EagleLayout, own_embedding: bool) -> Eagle3Options:

@@ -19,13 +19,13 @@ from rollout.models.experts_config import ExpertsSpec
 from rollout.models.layers.grouped_linear import GroupedLinear
 from rollout.models.layers.linear import Linear, linear_weight_loaders
 from rollout.models.layers.shard import shard_of, shards_of
+from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.ops.combine_experts import combine_experts
 from rollout.ops.glu import silu_mul
 from rollout.ops.grouped_matmul import RowGroups
 from rollout.ops.matmul.tiles import Tile
 from rollout.ops.routing import route
-from rollout.parallel import ONE_RANK, ModelRanks
 from rollout.parallel.partition import even_parts, gather_rows
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -57,52 +57,46 @@ class Experts:
         self,
         spec: ExpertsSpec,
         index: int,
+        weights: WeightFactory,
         *,
         hidden_size: int,
         bias: bool = False,
         activation: Activation = silu_mul,
-        dtype: torch.dtype,
-        device: torch.device,
-        packing: bool = True,
-        stacked: bool | None = None,
-        ranks: ModelRanks = ONE_RANK,
     ) -> None:
         """
         Args:
             index: among the sparse layers.
             bias: whether the router's and the experts' products have biases.
             activation: of an expert's gate and up columns.
-            stacked: as for `GroupedLinear`.
 
         Raises InvalidInputError for more ranks than features.
         """
 
-        def linear(inputs: int, outputs: int, dtype: torch.dtype = dtype) -> Linear:
-            return Linear(inputs, outputs, bias=bias, dtype=dtype, device=device, packing=packing)
+        def linear(inputs: int, outputs: int) -> Linear:
+            return weights.linear(inputs, outputs, bias=bias)
 
         def grouped(inputs: int, outputs: int) -> GroupedLinear:
-            return GroupedLinear(
-                spec.num_experts, inputs, outputs,
-                bias=bias, dtype=dtype, device=device, packing=packing, stacked=stacked,
-            )  # fmt: skip
+            return GroupedLinear(spec.num_experts, inputs, outputs, weights, bias=bias)
 
         self.index = index
         self.spec = spec
         self._activation = activation
         has_shared = spec.shared_ffn_size > 0
         self._has_gate = has_shared and spec.shared_gate
-        self._group, self._rows = ranks.all, ranks.rows
+        self._group, self._rows = weights.ranks.all, weights.ranks.rows
         self._features = self._parts(spec.ffn_size)
         self._shared_features = self._parts(spec.shared_ffn_size) if has_shared else ()
         self._outputs = self._parts(hidden_size)
         outputs = len(self._outputs[self._group.rank])
-        routed_in = torch.float32 if spec.exact_router else dtype
-        self.router = linear(hidden_size, spec.num_experts + self._has_gate, routed_in)
-        self._bias_N = (
-            torch.empty(spec.num_experts, dtype=torch.float32, device=device)
-            if spec.correction_bias
-            else None
+        self.router = weights.linear(
+            hidden_size,
+            spec.num_experts + self._has_gate,
+            bias=bias,
+            dtype=torch.float32 if spec.exact_router else None,
         )
+        self._bias_N: torch.Tensor | None = None
+        if spec.correction_bias:
+            self._bias_N = weights.tensor(spec.num_experts, dtype=torch.float32)
         self.gate_up = grouped(hidden_size, 2 * len(self._features[self._group.rank]))
         self.down = grouped(spec.ffn_size, outputs)
         self._shared: list[Linear] = []

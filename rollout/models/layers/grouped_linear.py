@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 
 from rollout.models.layers.linear import Linear
+from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.ops.grouped_matmul import RowGroups, grouped_matmul
 from rollout.ops.matmul.tiles import Tile
@@ -29,37 +30,24 @@ class GroupedLinear:
         num_experts: int,
         in_features: int,
         out_features: int,
+        weights: WeightFactory,
         *,
         bias: bool = False,
-        dtype: torch.dtype,
-        device: torch.device,
-        packing: bool = True,
-        stacked: bool | None = None,
     ) -> None:
-        """``stacked``: whether all weights are one tensor; default: on a GPU."""
         self.num_experts = num_experts
         self.in_features = in_features
         self.out_features = out_features
-        self.dtype = dtype
+        self.dtype = weights.dtype
         self._linears: list[Linear] = []
         self._weights_NOI: torch.Tensor | None = None
         self._biases_NO: torch.Tensor | None = None
-        if device.type != "cpu" if stacked is None else stacked:
-            shape = (num_experts, out_features, in_features)
-            self._weights_NOI = torch.empty(shape, dtype=dtype, device=device)
+        if weights.device.type != "cpu" if weights.stacked is None else weights.stacked:
+            self._weights_NOI = weights.tensor(num_experts, out_features, in_features)
             if bias:
-                self._biases_NO = torch.empty(shape[:2], dtype=dtype, device=device)
+                self._biases_NO = weights.tensor(num_experts, out_features)
         else:
             self._linears = [
-                Linear(
-                    in_features,
-                    out_features,
-                    bias=bias,
-                    dtype=dtype,
-                    device=device,
-                    packing=packing,
-                )
-                for _ in range(num_experts)
+                weights.linear(in_features, out_features, bias=bias) for _ in range(num_experts)
             ]
 
     def __call__(

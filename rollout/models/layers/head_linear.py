@@ -9,6 +9,7 @@ from collections.abc import Set
 
 import torch
 
+from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader, fill
 from rollout.ops.grouped_matmul import RowGroups, grouped_matmul
 from rollout.ops.head_matmul import head_matmul
@@ -23,20 +24,14 @@ class HeadLinear:
     """
 
     def __init__(
-        self,
-        num_heads: int,
-        in_features: int,
-        out_features: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, num_heads: int, in_features: int, out_features: int, weights: WeightFactory
     ) -> None:
         self.num_heads = num_heads
         self.in_features = in_features
         self.out_features = out_features
-        self._transposed = device.type == "cpu"
+        self._transposed = weights.device.type == "cpu"
         sizes = (in_features, out_features) if self._transposed else (out_features, in_features)
-        self.weights = torch.empty((num_heads, *sizes), dtype=dtype, device=device)
+        self.weights = weights.tensor(num_heads, *sizes)
 
     def __call__(
         self,

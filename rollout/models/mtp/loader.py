@@ -11,7 +11,7 @@ import torch
 from rollout.errors import CheckpointError, UnsupportedModelError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import Checkpoint
-from rollout.models.draft_model import DraftFamily, DraftSpec, is_separate_chain
+from rollout.models.draft_model import DraftFamily, DraftSpec, draft_weights, is_separate_chain
 from rollout.models.eagle.eagle3 import target_token_ids
 from rollout.models.eagle.layout import VOCABULARY_TABLES, is_eagle_draft
 from rollout.models.layers.rope import cos_sin_table
@@ -95,7 +95,7 @@ class MtpChain:
         Raises CheckpointError for missing tensors and wrong shapes before reading any.
         """
         decoder = self.spec.decoder
-        tensors = ChainTensors(dtype=target.dtype, device=target.device, packing=packing)
+        tensors = ChainTensors(draft_weights(target, packing))
         cos_sin_PD = cos_sin_table(
             decoder.rope, decoder.rotary_dim, decoder.max_context_len, target.device
         )

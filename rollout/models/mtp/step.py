@@ -11,6 +11,7 @@ import torch
 from rollout.models.causal_lm import CausalLM, LayerAttention
 from rollout.models.draft_model import DraftSpec, embedded, selected
 from rollout.models.layers.linear import Linear
+from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.llama import LlamaLayer
 from rollout.models.mtp.layout import StepNames
@@ -21,25 +22,21 @@ from rollout.ops.rms_norm import add_rms_norm, rms_norm
 class ChainTensors:
     """Makes each named tensor of a chain once, so that steps with the same name share it."""
 
-    def __init__(self, *, dtype: torch.dtype, device: torch.device, packing: bool) -> None:
-        self.dtype = dtype
-        self.device = device
-        self.packing = packing
+    def __init__(self, weights: WeightFactory) -> None:
+        self.weights = weights
         self._tables: dict[str, torch.Tensor] = {}
         self._linears: dict[str, Linear] = {}
 
     def table(self, name: str, *shape: int) -> torch.Tensor:
         """A parameter of this shape, uninitialised."""
         if name not in self._tables:
-            self._tables[name] = torch.empty(shape, dtype=self.dtype, device=self.device)
+            self._tables[name] = self.weights.tensor(*shape)
         return self._tables[name]
 
     def linear(self, name: str, inputs: int, outputs: int) -> Linear:
         """A matrix product of these sizes, uninitialised."""
         if name not in self._linears:
-            self._linears[name] = Linear(
-                inputs, outputs, dtype=self.dtype, device=self.device, packing=self.packing
-            )
+            self._linears[name] = self.weights.linear(inputs, outputs)
         return self._linears[name]
 
 
@@ -66,8 +63,8 @@ class MtpStep(OwnWeights):
             hidden_first: as in `MtpLayout`.
         """
         self.spec = spec
-        self.dtype = tensors.dtype
-        self.device = tensors.device
+        self.dtype = tensors.weights.dtype
+        self.device = tensors.weights.device
         self.token_ids_D = token_ids_D
         self.names = names
         self._target = target
@@ -77,13 +74,7 @@ class MtpStep(OwnWeights):
         self._embedding_norm_E = tensors.table(names.embedding_norm, hidden)
         self._hidden_norm_E = tensors.table(names.hidden_norm, hidden)
         self._projection = tensors.linear(names.projection, 2 * hidden, hidden)
-        self._layer = LlamaLayer(
-            spec.decoder,
-            dtype=self.dtype,
-            device=self.device,
-            packing=tensors.packing,
-            ranks=target.ranks.of_drafts,
-        )
+        self._layer = LlamaLayer(spec.decoder, tensors.weights)
         self._final_norm_E = tensors.table(names.final_norm, hidden)
         self._embedding_VE = (
             None
