@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from rollout.models.causal_lm import LayerAttention
+from rollout.models.forward_context import LayerAttention
 from rollout.models.head_parts import HeadParts
 from rollout.models.layers.linear import Linear, linear_weight_loaders
 from rollout.models.layers.shard import shards_of, split_product

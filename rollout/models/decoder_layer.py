@@ -1,20 +1,22 @@
-"""The weights of one decoder layer, and its two halves: the mixer, and the MLP.
+"""One decoder layer: its weights, and its two halves, the mixer and the MLP.
 
-The norm before the first half and the residual additions belong to the model.
+The model adds to the residual, and applies the norm of what either half reads.
 
 Legend: T query rows, I attention inputs, E hidden, P positions, D rotary dims.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import ClassVar, Protocol
 
 import torch
 
 from rollout.models.attention import Attention
-from rollout.models.causal_lm import LayerAttention, RouteRecorder
+from rollout.models.forward_context import LayerAttention, LayerStates
+from rollout.models.gated_delta_net import GatedDeltaNet
 from rollout.models.latent_attention import LatentAttention
-from rollout.models.layers.experts import Experts
+from rollout.models.layers.experts import Experts, RouteRecorder
 from rollout.models.layers.linear import Linear
 from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
@@ -38,8 +40,8 @@ class Mixer(Protocol):
         ...
 
 
-class Layer:
-    """A mixer, a norm, and an MLP."""
+class Layer(ABC):
+    """A mixer and an MLP, each with a norm."""
 
     experts_class: ClassVar[type[Experts]] = Experts
 
@@ -50,23 +52,44 @@ class Layer:
         mixer: Mixer,
         mixer_name: str,
         *,
+        index: int,
         layer: int,
     ) -> None:
         """
         Args:
             mixer_name: the mixer's name in checkpoints.
-            layer: the layer's index in the model.
+            index: among the model's layers with this kind of mixer.
+            layer: among all layers.
         """
         self.spec = spec
+        self.index = index
         self._mixer = mixer
         self._mixer_name = mixer_name
+        self.input_norm_E = weights.tensor(spec.hidden_size)
         self.mlp_norm_E = weights.tensor(spec.hidden_size)
         self.mlp: FeedForward = feed_forward(spec, weights, layer, self.experts_class)
+
+    @property
+    def norms_before(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The norms of the mixer's and of the MLP's input; None: they read the residual itself."""
+        return self.input_norm_E, self.mlp_norm_E
+
+    @abstractmethod
+    def mix(
+        self,
+        hidden_TE: torch.Tensor,
+        positions_T: torch.Tensor,
+        cos_sin_PD: torch.Tensor,
+        attention: LayerAttention,
+        states: LayerStates | None = None,
+    ) -> torch.Tensor:
+        """The mixer's output [T, E], from each row and those before it, to add to the residual."""
+        ...
 
     def feed_forward(
         self, hidden_TE: torch.Tensor, routes: RouteRecorder | None = None
     ) -> torch.Tensor:
-        """The MLP's output [T, E] for normed input, to add to the residual."""
+        """The MLP's output [T, E], from each row alone, to add to the residual."""
         return self.mlp(hidden_TE, routes)
 
     def linears(self) -> list[Linear]:
@@ -87,7 +110,10 @@ class Layer:
 
     def _norms(self) -> dict[str, torch.Tensor]:
         """The layer's own norms, by their names in checkpoints."""
-        return {"post_attention_layernorm": self.mlp_norm_E}
+        return {
+            "input_layernorm": self.input_norm_E,
+            "post_attention_layernorm": self.mlp_norm_E,
+        }
 
 
 class DecoderLayer(Layer):
@@ -100,27 +126,60 @@ class DecoderLayer(Layer):
         spec: ModelSpec,
         weights: WeightFactory,
         *,
+        index: int = 0,
         layer: int = 0,
         attention_inputs: int | None = None,
     ) -> None:
-        """``layer``: index in the model. ``attention_inputs``: I; default: the hidden size."""
+        """
+        Args:
+            index: among the attention layers.
+            layer: among all layers.
+            attention_inputs: I; default: the hidden size.
+        """
         kind = self.attention_class if spec.latent is None else LatentAttention
         self._attention: Attention | LatentAttention = kind(
             spec, weights, layer=layer, inputs=attention_inputs
         )
-        super().__init__(spec, weights, self._attention, "self_attn", layer=layer)
+        super().__init__(spec, weights, self._attention, "self_attn", index=index, layer=layer)
+
+    def mix(
+        self,
+        hidden_TE: torch.Tensor,
+        positions_T: torch.Tensor,
+        cos_sin_PD: torch.Tensor,
+        attention: LayerAttention,
+        states: LayerStates | None = None,
+    ) -> torch.Tensor:
+        return self.attend(hidden_TE, positions_T, cos_sin_PD, attention)
 
     def attend(
         self,
-        index: int,
         hidden_TI: torch.Tensor,
         positions_T: torch.Tensor,
         cos_sin_PD: torch.Tensor,
         attention: LayerAttention,
         rows_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention's output [T, E], to add to the residual.
+        """Attention's output [T, E], to add to the residual. ``rows_R``: of these rows alone,
+        [R, E]."""
+        return self._attention(self.index, hidden_TI, positions_T, cos_sin_PD, attention, rows_R)
 
-        ``index``: among attention layers. ``rows_R``: of these rows alone, [R, E].
-        """
-        return self._attention(index, hidden_TI, positions_T, cos_sin_PD, attention, rows_R)
+
+class DeltaLayer(Layer):
+    """A recurrent layer, by the gated delta rule."""
+
+    def __init__(self, spec: ModelSpec, weights: WeightFactory, *, index: int, layer: int) -> None:
+        """``index``: among the recurrent layers. ``layer``: among all layers."""
+        self._delta_net = GatedDeltaNet(spec, weights)
+        super().__init__(spec, weights, self._delta_net, "linear_attn", index=index, layer=layer)
+
+    def mix(
+        self,
+        hidden_TE: torch.Tensor,
+        positions_T: torch.Tensor,
+        cos_sin_PD: torch.Tensor,
+        attention: LayerAttention,
+        states: LayerStates | None = None,
+    ) -> torch.Tensor:
+        assert states is not None
+        return self._delta_net(self.index, hidden_TE, states)

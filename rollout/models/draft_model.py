@@ -14,7 +14,8 @@ from typing import Protocol
 import torch
 
 from rollout.models.aux_hidden_states import AuxHiddenStates
-from rollout.models.causal_lm import CausalLM, LayerAttention
+from rollout.models.causal_lm import CausalLM
+from rollout.models.forward_context import LayerAttention
 from rollout.models.layers.linear import Linear
 from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader

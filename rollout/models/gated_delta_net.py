@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from rollout.models.causal_lm import LayerStates
+from rollout.models.forward_context import LayerStates
 from rollout.models.layers.linear import Linear, linear_weight_loaders
 from rollout.models.layers.shard import shard_of, shards_of, split_product
 from rollout.models.layers.weight_factory import WeightFactory

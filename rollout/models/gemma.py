@@ -12,16 +12,18 @@ from typing import Any
 
 import torch
 
-from rollout.models.causal_lm import LayerAttention, LayerStates, RouteRecorder
+from rollout.models.causal_lm import CausalLM
+from rollout.models.decoder_layer import DecoderLayer
+from rollout.models.forward_context import LayerAttention, LayerStates
+from rollout.models.layers.experts import RouteRecorder
 from rollout.models.layers.weight_factory import WeightFactory
-from rollout.models.llama import Llama, LlamaLayer
 from rollout.models.spec import ModelSpec
 from rollout.ops.rms_norm import rms_norm
 from rollout.ops.soft_cap import soft_cap_
 
 
-class GemmaLayer(LlamaLayer):
-    """A decoder layer with norms before and after its halves: a `ModelLayer`."""
+class GemmaLayer(DecoderLayer):
+    """A decoder layer with norms before and after its halves."""
 
     def __init__(self, spec: ModelSpec, weights: WeightFactory, **options: Any) -> None:
         super().__init__(spec, weights, **options)
@@ -54,8 +56,8 @@ class GemmaLayer(LlamaLayer):
         }
 
 
-class Gemma(Llama):
-    """A `CausalLM`. Weights are uninitialised until written through ``weight_loaders``."""
+class Gemma(CausalLM):
+    """A Gemma 2 or 3: it scales its embeddings and may cap its logits."""
 
     layer_class = GemmaLayer
 

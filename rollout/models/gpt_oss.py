@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from rollout.models.attention import Attention
+from rollout.models.causal_lm import CausalLM
+from rollout.models.decoder_layer import DecoderLayer
 from rollout.models.experts_config import ExpertsSpec
 from rollout.models.head_parts import HeadParts
 from rollout.models.layers.experts import Experts
@@ -21,7 +23,6 @@ from rollout.models.layers.grouped_linear import GroupedLinear
 from rollout.models.layers.shard import shard_of
 from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
-from rollout.models.llama import Llama, LlamaLayer
 from rollout.models.spec import ModelSpec
 
 
@@ -107,14 +108,14 @@ def _alternating(experts: Sequence[Sequence[WeightLoader]]) -> WeightLoader:
     )
 
 
-class GptOssLayer(LlamaLayer):
-    """A decoder layer: a `ModelLayer`."""
+class GptOssLayer(DecoderLayer):
+    """A decoder layer whose attention has sinks, and whose experts have biases."""
 
     attention_class = SinkAttention
     experts_class = GptOssExperts
 
 
-class GptOss(Llama):
-    """A `CausalLM`. Weights are uninitialised until written through ``weight_loaders``."""
+class GptOss(CausalLM):
+    """A gpt-oss model."""
 
     layer_class = GptOssLayer

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import torch
 
-from rollout.models.causal_lm import LayerAttention, LayerStates, RouteRecorder
+from rollout.models.causal_lm import CausalLM
+from rollout.models.decoder_layer import DecoderLayer
+from rollout.models.forward_context import LayerAttention, LayerStates
+from rollout.models.layers.experts import RouteRecorder
 from rollout.models.layers.weight_loader import WeightLoader, fused_rows
-from rollout.models.llama import Llama, LlamaLayer
 
 
-class GraniteLayer(LlamaLayer):
-    """A decoder layer that scales what its halves add to the residual: a `ModelLayer`."""
+class GraniteLayer(DecoderLayer):
+    """A decoder layer that scales what its halves add to the residual."""
 
     def mix(
         self,
@@ -33,8 +35,8 @@ class GraniteLayer(LlamaLayer):
         return super().feed_forward(hidden_TE, routes) * self.spec.residual_scale
 
 
-class Granite(Llama):
-    """A `CausalLM`. Weights are uninitialised until written through ``weight_loaders``."""
+class Granite(CausalLM):
+    """A Granite 3: it scales its embeddings and logits."""
 
     layer_class = GraniteLayer
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import torch
 
-from rollout.models.causal_lm import LayerAttention
+from rollout.models.forward_context import LayerAttention
 from rollout.models.head_parts import HeadParts
 from rollout.models.layers.head_linear import HeadLinear
 from rollout.models.layers.linear import Linear, linear_weight_loaders

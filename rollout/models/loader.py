@@ -20,23 +20,22 @@ from rollout.models.granite import Granite, SharedGranite
 from rollout.models.hybrid import Hybrid
 from rollout.models.hybrid_config import HYBRIDS
 from rollout.models.layers.weight_factory import WeightFactory
-from rollout.models.llama import Llama
 from rollout.models.olmo import Olmo
 from rollout.models.phi import Phi
 from rollout.models.pulled_folder import pulls_held_off
 from rollout.models.spec import ModelSpec
 from rollout.parallel import ONE_RANK, ModelRanks
 
-MODEL_CLASSES: Mapping[str, type[Llama]] = MappingProxyType(
+MODEL_CLASSES: Mapping[str, type[CausalLM]] = MappingProxyType(
     {
-        "LlamaForCausalLM": Llama,
-        "MistralForCausalLM": Llama,
-        "MinistralForCausalLM": Llama,
-        "Qwen2ForCausalLM": Llama,
-        "Qwen3ForCausalLM": Llama,
-        "Qwen3MoeForCausalLM": Llama,
-        "MiMoForCausalLM": Llama,
-        "SmolLM3ForCausalLM": Llama,
+        "LlamaForCausalLM": CausalLM,
+        "MistralForCausalLM": CausalLM,
+        "MinistralForCausalLM": CausalLM,
+        "Qwen2ForCausalLM": CausalLM,
+        "Qwen3ForCausalLM": CausalLM,
+        "Qwen3MoeForCausalLM": CausalLM,
+        "MiMoForCausalLM": CausalLM,
+        "SmolLM3ForCausalLM": CausalLM,
         "Phi3ForCausalLM": Phi,
         "Olmo2ForCausalLM": Olmo,
         "Olmo3ForCausalLM": Olmo,
@@ -45,7 +44,7 @@ MODEL_CLASSES: Mapping[str, type[Llama]] = MappingProxyType(
         "Gemma3ForCausalLM": Gemma,
         "GraniteForCausalLM": Granite,
         "GraniteMoeHybridForCausalLM": SharedGranite,
-        **dict.fromkeys(FAMILY, Llama),
+        **dict.fromkeys(FAMILY, CausalLM),
         **dict.fromkeys(HYBRIDS, Hybrid),
     }
 )

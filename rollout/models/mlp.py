@@ -10,8 +10,7 @@ from typing import Protocol
 import torch
 
 from rollout.errors import InvalidInputError
-from rollout.models.causal_lm import RouteRecorder
-from rollout.models.layers.experts import Experts
+from rollout.models.layers.experts import Experts, RouteRecorder
 from rollout.models.layers.linear import Linear, linear_weight_loaders
 from rollout.models.layers.shard import shards_of, split_product
 from rollout.models.layers.weight_factory import WeightFactory

@@ -14,10 +14,12 @@ import torch
 
 from rollout.errors import InvalidInputError
 from rollout.models.attention import Attention
-from rollout.models.causal_lm import LayerAttention, LayerStates, RouteRecorder
+from rollout.models.causal_lm import CausalLM
+from rollout.models.decoder_layer import DecoderLayer
+from rollout.models.forward_context import LayerAttention, LayerStates
 from rollout.models.head_parts import HeadParts
+from rollout.models.layers.experts import RouteRecorder
 from rollout.models.layers.weight_factory import WeightFactory
-from rollout.models.llama import Llama, LlamaLayer
 from rollout.models.spec import ModelSpec
 from rollout.ops.rms_norm import rms_norm
 from rollout.parallel.partition import scaled
@@ -60,8 +62,8 @@ class OlmoAttention(Attention):
         return normed_TF.unflatten(1, x_THD.shape[1:])
 
 
-class OlmoLayer(LlamaLayer):
-    """A decoder layer that norms what its halves add to the residual: a `ModelLayer`.
+class OlmoLayer(DecoderLayer):
+    """A decoder layer that norms what its halves add to the residual.
 
     ``input_norm_E`` belongs to the attention, as in other layers, but follows it.
     """
@@ -96,7 +98,7 @@ class OlmoLayer(LlamaLayer):
         }
 
 
-class Olmo(Llama):
-    """A `CausalLM`. Weights are uninitialised until written through ``weight_loaders``."""
+class Olmo(CausalLM):
+    """An OLMo 2 or 3."""
 
     layer_class = OlmoLayer

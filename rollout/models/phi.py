@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from rollout.models.causal_lm import CausalLM
 from rollout.models.layers.weight_loader import WeightLoader, fused_rows
-from rollout.models.llama import Llama
 
 _FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -11,8 +11,8 @@ _FUSED = {
 }
 
 
-class Phi(Llama):
-    """A `CausalLM`. Weights are uninitialised until written through ``weight_loaders``."""
+class Phi(CausalLM):
+    """A Phi-3 or Phi-4, whose tensors may come fused or in parts."""
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
         """Loaders of the fused projections and of their parts."""

@@ -7,22 +7,35 @@ from __future__ import annotations
 
 import torch
 
-from rollout.models.causal_lm import CausalLM, LayerAttention
+from rollout.models.causal_lm import CausalLM
 from rollout.models.decoder_layer import DecoderLayer
 from rollout.models.draft_model import DraftSpec, embedded, selected
+from rollout.models.forward_context import LayerAttention
 from rollout.models.layers.linear import Linear, linear_weight_loaders
 from rollout.models.layers.rope import cos_sin_table
 from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.own_weights import OwnWeights
+from rollout.models.spec import ModelSpec
 from rollout.ops.rms_norm import add_rms_norm
+
+
+class EagleLayer(DecoderLayer):
+    """A decoder layer without a norm before its attention."""
+
+    def __init__(self, spec: ModelSpec, weights: WeightFactory) -> None:
+        super().__init__(spec, weights)
+        del self.input_norm_E
+
+    def _norms(self) -> dict[str, torch.Tensor]:
+        return {"post_attention_layernorm": self.mlp_norm_E}
 
 
 class Eagle(OwnWeights):
     """A `DraftModel`. Weights are uninitialised until written through ``weight_loaders``.
 
     It extrapolates the input of the target's head: it reads the state after the final norm, and its
-    output goes to the target's head unchanged. Its layer has no norm before the attention.
+    output goes to the target's head unchanged.
     """
 
     stored_ids_D: torch.Tensor | None = None
@@ -43,7 +56,7 @@ class Eagle(OwnWeights):
         self._target = target
         hidden, decoder = spec.hidden_size, spec.decoder
         self.fc = weights.linear(2 * hidden, hidden, bias=fc_bias)
-        self.layer = DecoderLayer(decoder, weights)
+        self.layer = EagleLayer(decoder, weights)
         self.embedding_VE = weights.tensor(decoder.vocab_size, hidden) if own_embedding else None
         self.cos_sin_PD = cos_sin_table(
             decoder.rope, decoder.rotary_dim, decoder.max_context_len, self.device
@@ -63,7 +76,7 @@ class Eagle(OwnWeights):
         layer, eps = self.layer, self.spec.decoder.rms_norm_eps
         embedded_TE = embedded(self.embedding_VE, self._target, input_ids_T)
         residual_TE = self.fc(torch.cat([embedded_TE, hidden_TE], dim=1))
-        attended_TE = layer.attend(0, residual_TE, positions_T, self.cos_sin_PD, attention, rows_R)
+        attended_TE = layer.attend(residual_TE, positions_T, self.cos_sin_PD, attention, rows_R)
         residual_TE = selected(residual_TE, rows_R)
         normed_TE = add_rms_norm(attended_TE, residual_TE, layer.mlp_norm_E, eps)
         return residual_TE.add_(layer.feed_forward(normed_TE))

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from rollout.errors import CheckpointError
-from rollout.models.causal_lm import CausalLM, LayerAttention
+from rollout.models.causal_lm import CausalLM
 from rollout.models.decoder_layer import DecoderLayer
 from rollout.models.draft_model import DraftSpec, embedded, selected
+from rollout.models.forward_context import LayerAttention
 from rollout.models.layers.linear import Linear, linear_weight_loaders
 from rollout.models.layers.rope import cos_sin_table
 from rollout.models.layers.weight_factory import WeightFactory
@@ -76,16 +77,17 @@ class Eagle3Options:
 
 
 class Eagle3Layer(DecoderLayer):
-    """A decoder layer whose attention reads normed embedding and hidden state, 2E columns."""
+    """A decoder layer whose attention reads the normed embedding and hidden state, 2E columns.
+
+    ``input_norm_E`` is the embedding's.
+    """
 
     def __init__(self, spec: ModelSpec, weights: WeightFactory) -> None:
         super().__init__(spec, weights, attention_inputs=2 * spec.hidden_size)
-        self.embedding_norm_E = weights.tensor(spec.hidden_size)
         self.hidden_norm_E = weights.tensor(spec.hidden_size)
 
     def _norms(self) -> dict[str, torch.Tensor]:
-        own = {"input_layernorm": self.embedding_norm_E, "hidden_norm": self.hidden_norm_E}
-        return own | super()._norms()
+        return {"hidden_norm": self.hidden_norm_E, **super()._norms()}
 
 
 class Eagle3(OwnWeights):
@@ -162,7 +164,7 @@ class Eagle3(OwnWeights):
         layer, eps = self.layer, self.spec.decoder.rms_norm_eps
         normed_TE = rms_norm(hidden_TE, layer.hidden_norm_E, eps)
         embedded_TE = embedded(self.embedding_VE, self._target, input_ids_T)
-        embedded_TE = rms_norm(embedded_TE, layer.embedding_norm_E, eps)
+        embedded_TE = rms_norm(embedded_TE, layer.input_norm_E, eps)
         joined_T2E = torch.cat([embedded_TE, normed_TE], dim=1)
         residual_TE = selected(
             normed_TE if self.options.norm_before_residual else hidden_TE, rows_R
@@ -170,7 +172,7 @@ class Eagle3(OwnWeights):
         if residual_TE is hidden_TE:
             residual_TE = hidden_TE.clone()  # it is written to
 
-        attended_TE = layer.attend(0, joined_T2E, positions_T, self.cos_sin_PD, attention, rows_R)
+        attended_TE = layer.attend(joined_T2E, positions_T, self.cos_sin_PD, attention, rows_R)
         normed_TE = add_rms_norm(attended_TE, residual_TE, layer.mlp_norm_E, eps)
         hidden_TE = residual_TE.add_(layer.feed_forward(normed_TE))
         return (

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from rollout.models.causal_lm import CausalLM, LayerAttention
+from rollout.models.causal_lm import CausalLM
+from rollout.models.decoder_layer import DecoderLayer
 from rollout.models.draft_model import DraftSpec, embedded, selected
+from rollout.models.forward_context import LayerAttention
 from rollout.models.layers.linear import Linear
 from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
-from rollout.models.llama import LlamaLayer
 from rollout.models.mtp.layout import StepNames
 from rollout.models.own_weights import OwnWeights
 from rollout.ops.rms_norm import add_rms_norm, rms_norm
@@ -74,7 +75,7 @@ class MtpStep(OwnWeights):
         self._embedding_norm_E = tensors.table(names.embedding_norm, hidden)
         self._hidden_norm_E = tensors.table(names.hidden_norm, hidden)
         self._projection = tensors.linear(names.projection, 2 * hidden, hidden)
-        self._layer = LlamaLayer(spec.decoder, tensors.weights)
+        self._layer = DecoderLayer(spec.decoder, tensors.weights)
         self._final_norm_E = tensors.table(names.final_norm, hidden)
         self._embedding_VE = (
             None
@@ -109,9 +110,7 @@ class MtpStep(OwnWeights):
             joined.reverse()
         residual_TE = self._projection(torch.cat(joined, dim=1))
         hidden_TE = rms_norm(residual_TE, layer.input_norm_E, eps, unit_offset)
-        hidden_TE = layer.attend(
-            layer.index, hidden_TE, positions_T, self._cos_sin_PD, attention, rows_R
-        )
+        hidden_TE = layer.attend(hidden_TE, positions_T, self._cos_sin_PD, attention, rows_R)
         residual_TE = selected(residual_TE, rows_R)
         hidden_TE = add_rms_norm(hidden_TE, residual_TE, layer.mlp_norm_E, eps, unit_offset)
         hidden_TE = layer.feed_forward(hidden_TE)

@@ -1,0 +1,65 @@
+"""What a step passes to a model's layers: its attention and its recurrent states.
+
+Legend: T query rows, R rows that attend, H query heads, K kv heads, D head dim; of the rotary table
+P positions, D rotary dims; of linear attention C channels, W taps, H key heads of K, G value heads
+of V.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from rollout.ops.paged_attention import PLAIN, AttentionVariant
+
+
+class LayerAttention(Protocol):
+    """One step's attention, passed to ``forward``. The model knows no pools, slots or plans."""
+
+    def run(
+        self,
+        layer: int,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor | None,
+        positions_T: torch.Tensor,
+        cos_sin_PD: torch.Tensor,
+        rows_R: torch.Tensor | None = None,
+        variant: AttentionVariant = PLAIN,
+    ) -> torch.Tensor:
+        """Rotate queries and keys, then attend from every row. Returns [T, H, D], dtype of q.
+
+        q, k and v may be strided views. q is rotated in place. k is undefined afterwards and must
+        not be read (see `rotary_store_kv_`). ``layer``: index among the attention layers.
+        ``v_TKD``: None for latent attention, whose values are the keys without their rotated
+        dims. ``rows_R``: attend from these alone, [R, H, D]; all rows have keys and values.
+        ``variant``: the layer's own, the same at each call.
+        """
+        ...
+
+
+class LayerStates(Protocol):
+    """One step's recurrent states, passed to ``forward`` of models with linear attention.
+
+    Every row reads the state of the row before it on its own path and no other. The model does not
+    know the states' slots. ``layer``: index among the linear-attention layers.
+    """
+
+    def convolve(
+        self, layer: int, x_TC: torch.Tensor, weight_CW: torch.Tensor, bias_C: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`ops.causal_conv` over the layer's convolution states: [T, C] in the dtype of x."""
+        ...
+
+    def delta_rule(
+        self,
+        layer: int,
+        q_THK: torch.Tensor,
+        k_THK: torch.Tensor,
+        v_TGV: torch.Tensor,
+        log_decay_TG: torch.Tensor,
+        beta_TG: torch.Tensor,
+    ) -> torch.Tensor:
+        """`ops.gated_delta_rule` over the layer's recurrent states: [T, G, V], dtype of v."""
+        ...
