@@ -1,8 +1,9 @@
-"""Fields of config.json that are read alike for every family."""
+"""Reading and checking fields of config.json, alike for every family."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -13,6 +14,50 @@ _DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
+
+
+def size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """A field that must be a whole number >= 1.
+
+    Raises CheckpointError if it is not, or if it is missing and has no default.
+    """
+    value = config.get(name)
+    if value is None:
+        value = default
+    if value is None:
+        raise CheckpointError(f"config.json: {name} is missing")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"config.json: {name}={value!r} must be a whole number >= 1")
+    return value
+
+
+def refuse_unimplemented(
+    config: Mapping[str, Any], implemented: Mapping[str, tuple[object, ...]], by: str = ""
+) -> None:
+    """Raise UnsupportedModelError for a field that asks for what is not implemented.
+
+    Args:
+        implemented: a field's values that are. A missing field asks for nothing.
+        by: the model that asks, where the message must name it.
+    """
+    for name, values in implemented.items():
+        if name in config and config[name] not in values:
+            raise UnsupportedModelError(
+                f"config.json: {name}={config[name]!r} is not implemented{by and f' for {by}'}; "
+                f"only {' or '.join(map(repr, values))}"
+            )
+
+
+def check_layer_types(kinds: Sequence[object], known: Collection[str], num_layers: int) -> None:
+    """Raise UnsupportedModelError for a kind of layer that is not among the ``known`` ones,
+    CheckpointError unless each layer has a kind."""
+    for kind in kinds:
+        if kind not in known:
+            raise UnsupportedModelError(f"config.json: layer_types has {kind!r}: not implemented")
+    if len(kinds) != num_layers:
+        raise CheckpointError(
+            f"config.json: layer_types has {len(kinds)} entries for {num_layers} layers"
+        )
 
 
 def token_ids(*fields: object) -> tuple[int, ...]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.errors import CheckpointError, UnsupportedModelError
-from rollout.models.experts_config import ExpertsSpec, size
+from rollout.models.config_fields import refuse_unimplemented, size
+from rollout.models.experts_config import ExpertsSpec
 from rollout.models.layers.rope import yarn_magnitude
 from rollout.models.rope_config import rope_spec, without_partial_rotary
 from rollout.ops.routing import Groups
@@ -56,16 +57,16 @@ _WITHOUT_EFFECT = frozenset(
 """Fields of training and of transformers itself."""
 
 _IMPLEMENTED: Mapping[str, tuple[object, ...]] = {
-    "scoring_func": ("sigmoid",),
-    "topk_method": ("noaux_tc",),
-    "moe_layer_freq": (1,),
-    "mlp_bias": (False,),
+    "scoring_func": ("sigmoid", None),
+    "topk_method": ("noaux_tc", None),
+    "moe_layer_freq": (1, None),
+    "mlp_bias": (False, None),
 }
 _IMPLEMENTED_OF_V2: Mapping[str, tuple[object, ...]] = {
     **_IMPLEMENTED,
-    "scoring_func": ("softmax",),
-    "topk_method": ("greedy", "group_limited_greedy"),
-    "norm_topk_prob": (False,),
+    "scoring_func": ("softmax", None),
+    "topk_method": ("greedy", "group_limited_greedy", None),
+    "norm_topk_prob": (False, None),
 }
 
 
@@ -108,12 +109,7 @@ def _check_fields(config: Mapping[str, Any], architecture: str) -> None:
     """Raise UnsupportedModelError, naming field and value, for one that is not read or that asks
     for what is not implemented."""
     implemented = _IMPLEMENTED_OF_V2 if architecture == _V2 else _IMPLEMENTED
-    for name, values in implemented.items():
-        if config.get(name) is not None and config[name] not in values:
-            raise UnsupportedModelError(
-                f"config.json: {name}={config[name]!r} is not implemented for {architecture}; only "
-                f"{' or '.join(map(repr, values))}"
-            )
+    refuse_unimplemented(config, implemented, architecture)
     for name in sorted(config.keys() - _READ - _READ_OF[architecture] - _WITHOUT_EFFECT):
         if config[name] not in (None, False, "", [], {}):
             raise UnsupportedModelError(

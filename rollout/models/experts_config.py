@@ -7,22 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.errors import CheckpointError
+from rollout.models.config_fields import size
 from rollout.ops.routing import PLAIN, Groups
-
-
-def size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """A field that must be a whole number >= 1.
-
-    Raises CheckpointError if it is not, or if it is missing and has no default.
-    """
-    value = config.get(name)
-    if value is None:
-        value = default
-    if value is None:
-        raise CheckpointError(f"config.json: {name} is missing")
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"config.json: {name}={value!r} must be a whole number >= 1")
-    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from rollout.errors import CheckpointError, UnsupportedModelError
+from rollout.models.config_fields import refuse_unimplemented, size
 from rollout.models.deepseek_config import FAMILY, LATENT
-from rollout.models.experts_config import size
 from rollout.models.hybrid_config import HYBRIDS
 from rollout.models.layers.rope import RopeSpec
-from rollout.models.rope_config import rope_spec
+from rollout.models.rope_config import rope_spec, without_partial_rotary
 from rollout.ops.glu import clamped_silu_mul, gelu_mul
 
 Fields = dict[str, Any]
@@ -66,16 +66,13 @@ def _positive(config: Fields, name: str, default: float) -> float:
 
 
 def _phi3(config: Fields) -> Fields:
-    part: object = config.pop("partial_rotary_factor", 1.0)
+    whole, part = without_partial_rotary(config, 1.0)
+    config.pop("partial_rotary_factor", None)
+    config.update(whole)
     for field in ("rope_scaling", "rope_parameters"):
-        if isinstance(given := config.get(field), Mapping):
-            part = given.get("partial_rotary_factor", part)
-            rope = {name: given[name] for name in given if name != "partial_rotary_factor"}
-            if rope.get("type") in ("su", "yarn"):  # names before "longrope"
-                rope["type"] = "longrope"
-            config[field] = rope
-    if not isinstance(part, int | float) or not 0 < part <= 1:
-        raise CheckpointError(f"config.json: partial_rotary_factor={part!r} must be in (0, 1]")
+        rope = config.get(field)
+        if isinstance(rope, dict) and rope.get("type") in ("su", "yarn"):  # before "longrope"
+            config[field] = rope | {"type": "longrope"}
     return {"rotated_part": part}
 
 
@@ -89,7 +86,8 @@ def _olmo3(config: Fields) -> Fields:
 
 
 def _gemma(config: Fields) -> Fields:
-    _refuse_all_but(config, "hidden_activation", "gelu_pytorch_tanh")
+    refuse_unimplemented(config, {"hidden_activation": ("gelu_pytorch_tanh",)})
+    config.pop("hidden_activation", None)
     config.pop("hidden_act", None)  # the name of the former in other families
     return {
         "activation": gelu_mul,
@@ -160,15 +158,6 @@ def _optional(config: Fields, name: str) -> float | None:
     return None if config.get(name) is None else _positive(config, name, 1.0)
 
 
-def _refuse_all_but(config: Fields, name: str, value: object) -> None:
-    """Take a field out that must have this value, or be missing."""
-    given = config.pop(name, value)
-    if given != value:
-        raise UnsupportedModelError(
-            f"config.json: {name}={given!r} is not implemented; only {value!r} is"
-        )
-
-
 def _granite(config: Fields) -> Fields:
     return {
         "embedding_scale": _positive(config, "embedding_multiplier", 1.0),
@@ -180,9 +169,7 @@ def _granite(config: Fields) -> Fields:
 
 def _granite_hybrid(config: Fields) -> Fields:
     """The fields of a Granite 4 without recurrent layers and experts."""
-    _refuse_all_but(config, "num_local_experts", 0)
-    _refuse_all_but(config, "position_embedding_type", "rope")
-    _refuse_all_but(config, "normalization_function", "rmsnorm")
+    refuse_unimplemented(config, _IMPLEMENTED_OF_GRANITE_4)
     for kind in config.pop("layer_types", None) or ["mamba"]:
         if kind not in ("attention", "full_attention"):
             raise UnsupportedModelError(
@@ -210,6 +197,11 @@ def _smollm3(config: Fields) -> Fields:
     return {"unrotated_layers": unrotated}
 
 
+_IMPLEMENTED_OF_GRANITE_4: Mapping[str, tuple[object, ...]] = {
+    "num_local_experts": (0,),
+    "position_embedding_type": ("rope",),
+    "normalization_function": ("rmsnorm",),
+}
 _GEMMA = {
     "head_dim": 256, "tie_word_embeddings": True, "sliding_window": 4096, "num_key_value_heads": 4
 }  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.errors import CheckpointError, UnsupportedModelError
-from rollout.models.experts_config import size
+from rollout.models.config_fields import check_layer_types, refuse_unimplemented, size
 from rollout.models.rope_config import without_partial_rotary
 
 HYBRIDS = frozenset(
@@ -94,11 +94,7 @@ def linear_attention_spec(
 
     Raises CheckpointError for malformed fields, UnsupportedModelError for what is not implemented.
     """
-    for name, values in _IMPLEMENTED.items():
-        if name in config and config[name] not in values:
-            raise UnsupportedModelError(
-                f"config.json: {name}={config[name]!r} is not implemented for {architecture}"
-            )
+    refuse_unimplemented(config, _IMPLEMENTED, architecture)
     layers = _linear_layers(config)
     if not layers:
         return None
@@ -126,13 +122,7 @@ def _linear_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
         "linear_attention" if (layer + 1) % interval else "full_attention"
         for layer in range(num_layers)
     ]
-    if len(kinds) != num_layers:
-        raise CheckpointError(
-            f"config.json: layer_types has {len(kinds)} entries for {num_layers} layers"
-        )
-    for kind in kinds:
-        if kind not in ("full_attention", "linear_attention"):
-            raise UnsupportedModelError(f"config.json: layer_types has {kind!r}: not implemented")
+    check_layer_types(kinds, ("full_attention", "linear_attention"), num_layers)
     if "full_attention" not in kinds:
         raise UnsupportedModelError("config.json: no layer of layer_types is full_attention")
     return tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from rollout.errors import CheckpointError, InvalidInputError, UnsupportedModelError
-from rollout.models.config_fields import dtype_field, token_ids
+from rollout.errors import CheckpointError, InvalidInputError
+from rollout.models.config_fields import dtype_field, refuse_unimplemented, size, token_ids
 from rollout.models.deepseek_config import FAMILY, LatentSpec, deepseek_fields
-from rollout.models.experts_config import ExpertsSpec, experts_spec, size
+from rollout.models.experts_config import ExpertsSpec, experts_spec
 from rollout.models.family_config import biases, family_fields
 from rollout.models.hybrid_config import (
     HYBRIDS,
@@ -181,12 +181,7 @@ def _spec(config: Mapping[str, Any], extra_eos: object, requested_context: int |
         config, own_fields = family_fields(architecture, config)
     rotated_part = own_fields.pop("rotated_part", rotated_part)
     qkv_bias, o_bias, mlp_bias = biases(architecture, config)
-    for name, values in _IMPLEMENTED.items():
-        if name in config and config[name] not in values:
-            raise UnsupportedModelError(
-                f"config.json: {name}={config[name]!r} is not implemented; "
-                f"only {' or '.join(map(repr, values))}"
-            )
+    refuse_unimplemented(config, _IMPLEMENTED)
 
     num_heads = size(config, "num_attention_heads")
     num_kv_heads = size(config, "num_key_value_heads", num_heads)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rollout.errors import CheckpointError, UnsupportedModelError
-from rollout.models.experts_config import size
+from rollout.errors import UnsupportedModelError
+from rollout.models.config_fields import check_layer_types, size
 
 _LATER_LAYERS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "MiMoForCausalLM")
 # Architectures that have a window only with ``use_sliding_window``.
@@ -28,13 +28,8 @@ def sliding_window(
     has none; CheckpointError for malformed fields.
     """
     kinds = config.get("layer_types")
-    for kind in kinds or ():
-        if kind not in ("full_attention", "sliding_attention"):
-            raise UnsupportedModelError(f"config.json: layer_types has {kind!r}: not implemented")
-    if kinds is not None and len(kinds) != num_layers:
-        raise CheckpointError(
-            f"config.json: layer_types has {len(kinds)} entries for {num_layers} layers"
-        )
+    if kinds is not None:
+        check_layer_types(kinds, ("full_attention", "sliding_attention"), num_layers)
     if architecture in _ASKED_FOR and not config.get("use_sliding_window", False):
         return (), None
     layers = tuple(range(num_layers))

@@ -18,6 +18,7 @@ from typing import Any
 
 from rollout.errors import CheckpointError, UnsupportedModelError
 from rollout.models.checkpoint import listed
+from rollout.models.config_fields import refuse_unimplemented
 from rollout.models.draft_model import DraftFamily
 
 VOCABULARY_TABLES = ("d2t", "t2d")
@@ -78,7 +79,7 @@ def eagle_layout(config: Mapping[str, Any], names: Iterable[str]) -> EagleLayout
     nested = config.get("eagle_config") or {}
     layer_config = config.get("transformer_layer_config") or {} if is_speculators else config
     for options in (config, layer_config, nested):
-        _refuse_others(options)
+        refuse_unimplemented(options, _IMPLEMENTED, "an EAGLE draft")
     return EagleLayout(
         family=family,
         layer_config=layer_config,
@@ -120,15 +121,6 @@ def _family(config: Mapping[str, Any], names: Iterable[str]) -> DraftFamily:
         f"no known layout of an EAGLE draft: its tensors are {listed(sorted(found)) or 'none'}; "
         f"known are {_KNOWN}"
     )
-
-
-def _refuse_others(options: Mapping[str, Any]) -> None:
-    for name, values in _IMPLEMENTED.items():
-        if name in options and options[name] not in values:
-            raise UnsupportedModelError(
-                f"config.json: {name}={options[name]!r} is not implemented for an EAGLE draft; "
-                f"only {' or '.join(map(repr, values))}"
-            )
 
 
 def _renamed(name: str, family: DraftFamily) -> str:
