@@ -19,13 +19,8 @@ import triton.language as tl
 from rollout.ops.gpu import multiprocessors
 from rollout.ops.paged_attention.node_keys import node_keys
 from rollout.ops.paged_attention.plan import BLOCK, AttentionPlan
-from rollout.ops.paged_attention.triton import _fold, fold_parts
-from rollout.ops.paged_attention.work_list import (
-    SPLIT_BLOCKS,
-    Limits,
-    list_sizes,
-    work_list,
-)
+from rollout.ops.paged_attention.triton import add_keys, fold, fold_parts, no_keys
+from rollout.ops.paged_attention.work_list import SPLIT_BLOCKS, Limits, list_of_step
 
 ROWS = 16  # of a tile: query rows times the heads of a block
 _MAX_PART_BYTES = 128 << 20  # of sums between the two kernels
@@ -50,11 +45,8 @@ def latent_attention(
         programs=max(1, multiprocessors(q_THD.device) // blocks),
         part_rows=_MAX_PART_BYTES // (4 * heads * (latent_dim + 2)),
     )
-    if plan.work is None or (plan.work.rows, plan.work.limits) != (rows, limits):
-        plan.work = work_list(plan, rows, limits, list_sizes(plan, rows, limits))
-    if plan.node_keys is None:
-        plan.node_keys = node_keys(plan)
-    work, keys, sizes = plan.work, plan.node_keys, plan.work.sizes
+    work, keys = list_of_step(plan, rows, limits), node_keys(plan)
+    sizes = work.sizes
     part_rows = max(1, sizes.part_rows)
     sums = q_THD.new_empty((part_rows, heads, latent_dim), dtype=torch.float32)
     weights = q_THD.new_empty((part_rows, heads, 2), dtype=torch.float32)
@@ -91,14 +83,7 @@ def _attend(q_rotary, q_latent, rotary, latent, visible, top, total, sums, scale
     """Add one block of keys to the largest score, the sum of weights and the weighted latents."""
     scores = tl.dot(q_rotary, tl.trans(rotary), input_precision="ieee")
     scores = tl.dot(q_latent, tl.trans(latent), scores, input_precision="ieee") * scale
-    scores = tl.where(visible, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, axis=1))
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    rescale = tl.exp2(top - base)
-    weights = tl.exp2(scores - base[:, None])
-    total = total * rescale + tl.sum(weights, axis=1)
-    sums = tl.dot(weights.to(latent.dtype), latent, sums * rescale[:, None], input_precision="ieee")
-    return new_top, total, sums
+    return add_keys(scores, latent, visible, top, total, sums)
 
 
 @triton.jit(do_not_specialize=["num_entries"])
@@ -162,13 +147,9 @@ def _latent_attention_kernel(
     sums_ptr += first_part * latent_dim
     weights_ptr += first_part * 2
 
-    all_top = tl.full((ROWS,), float("-inf"), tl.float32)
-    all_total = tl.zeros((ROWS,), tl.float32)
-    all_sums = tl.zeros((ROWS, LATENT), tl.float32)
+    all_top, all_total, all_sums = no_keys(ROWS, LATENT)
     for split in range(first_split, split_end):
-        top = tl.full((ROWS,), float("-inf"), tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
-        sums = tl.zeros((ROWS, LATENT), tl.float32)
+        top, total, sums = no_keys(ROWS, LATENT)
         for block in range(split * SPLIT, tl.minimum(split * SPLIT + SPLIT, end_block)):
             position = block * BLOCK + column
             there = (position < tile_seen)[:, None]
@@ -211,7 +192,7 @@ def _latent_attention_kernel(
             sums_ptr += tile_len * heads * latent_dim
             weights_ptr += tile_len * heads * 2
         else:
-            all_top, all_total, all_sums = _fold(all_top, all_total, all_sums, top, total, sums)
+            all_top, all_total, all_sums = fold(all_top, all_total, all_sums, top, total, sums)
 
     if first_split == 0:
         if part_row >= 0:

@@ -14,9 +14,11 @@ from rollout.ops.paged_attention.plan import BLOCK, AttentionPlan, NodeKeys
 
 
 def node_keys(plan: AttentionPlan) -> NodeKeys:
-    """The `NodeKeys` of a plan on a GPU."""
+    """The `NodeKeys` of a plan on a GPU, made at the first layer."""
+    if plan.node_keys is not None:
+        return plan.node_keys
     nodes, device = plan.node_slots_N.numel(), plan.node_slots_N.device
-    keys = NodeKeys(
+    keys = plan.node_keys = NodeKeys(
         slots_NW=torch.empty((nodes, 2 * BLOCK), dtype=torch.int32, device=device),
         lens_N=torch.empty(nodes, dtype=torch.int32, device=device),
     )

@@ -4,7 +4,7 @@ A query row's computation depends on its own keys alone. Keys are read in blocks
 positions; eight blocks make a split. Within a split, blocks follow each other with online
 rescaling; splits are folded in order. One program may walk all splits, or several programs and a
 second kernel that folds their results (see `work_list`): the row sees the same operations
-(`_attend`, `_fold`) on the same numbers. A block in which a row sees nothing does not change it:
+(`add_keys`, `fold`) on the same numbers. A block in which a row sees nothing does not change it:
 its weights are exp2(-inf) and its scale is exp2(0).
 
 A tile is 64 rows (16 for float32, if a group of heads is no larger): a few query rows of one entry
@@ -40,8 +40,7 @@ from rollout.ops.paged_attention.work_list import (
     SPLIT_BLOCKS,
     Limits,
     WorkList,
-    list_sizes,
-    work_list,
+    list_of_step,
 )
 from rollout.ops.tanh import tanh
 
@@ -69,9 +68,8 @@ def paged_attention(
         programs=max(1, RESIDENT * multiprocessors(q_THD.device) // kv_heads),
         part_rows=_MAX_PART_BYTES // (4 * heads * (head_dim + 2)),
     )
-    if plan.work is None or (plan.work.rows, plan.work.limits) != (rows, limits):
-        plan.work = work_list(plan, rows, limits, list_sizes(plan, rows, limits))
-    return listed_attention(q_THD, k_pool_SKD, v_pool_SKD, plan, scale, plan.work, variant)
+    work = list_of_step(plan, rows, limits)
+    return listed_attention(q_THD, k_pool_SKD, v_pool_SKD, plan, scale, work, variant)
 
 
 def tile_rows(dtype: torch.dtype, group: int) -> int:
@@ -95,9 +93,7 @@ def listed_attention(
     heads, head_dim = q_THD.shape[1:]
     kv_heads = k_pool_SKD.shape[1]
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
-    if plan.node_keys is None:
-        plan.node_keys = node_keys(plan)
-    keys, sizes = plan.node_keys, work.sizes
+    keys, sizes = node_keys(plan), work.sizes
     part_rows = max(1, sizes.part_rows)
     sums = q_THD.new_empty((part_rows, heads, head_dim), dtype=torch.float32)
     weights = q_THD.new_empty((part_rows, heads, 2), dtype=torch.float32)
@@ -161,6 +157,19 @@ def _attend(q, k, v, visible, top, total, sums, scale, cap, HAS_CAP: tl.constexp
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if HAS_CAP:
         scores = cap * tanh(scores)
+    return add_keys(scores, v, visible, top, total, sums)
+
+
+@triton.jit
+def no_keys(ROWS: tl.constexpr, DIM: tl.constexpr):
+    """The largest score, the sum of weights and the weighted values of no keys."""
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    return top, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, DIM), tl.float32)
+
+
+@triton.jit
+def add_keys(scores, v, visible, top, total, sums):
+    """Add keys with these scores and values to `no_keys` or the keys before."""
     scores = tl.where(visible, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, axis=1))
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -172,7 +181,7 @@ def _attend(q, k, v, visible, top, total, sums, scale, cap, HAS_CAP: tl.constexp
 
 
 @triton.jit
-def _fold(top, total, sums, split_top, split_total, split_sums):
+def fold(top, total, sums, split_top, split_total, split_sums):
     """Add a split to the splits before it."""
     new_top = tl.maximum(top, split_top)
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -262,13 +271,9 @@ def _attention_kernel(
     sums_ptr += first_part * head_dim
     weights_ptr += first_part * 2
 
-    all_top = tl.full((ROWS,), float("-inf"), tl.float32)
-    all_total = tl.zeros((ROWS,), tl.float32)
-    all_sums = tl.zeros((ROWS, DIM), tl.float32)
+    all_top, all_total, all_sums = no_keys(ROWS, DIM)
     for split in range(first_split, split_end):
-        top = tl.full((ROWS,), float("-inf"), tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
-        sums = tl.zeros((ROWS, DIM), tl.float32)
+        top, total, sums = no_keys(ROWS, DIM)
         split_end_block = tl.minimum(split * SPLIT + SPLIT, end_block)
         begin_block = tl.maximum(split * SPLIT, first_block)
         begin = begin_block * BLOCK + column
@@ -331,7 +336,7 @@ def _attention_kernel(
             sums_ptr += tile_len * heads * head_dim
             weights_ptr += tile_len * heads * 2
         else:
-            all_top, all_total, all_sums = _fold(all_top, all_total, all_sums, top, total, sums)
+            all_top, all_total, all_sums = fold(all_top, all_total, all_sums, top, total, sums)
 
     if first_split == 0:
         if part_row >= 0:
@@ -366,14 +371,12 @@ def _fold_kernel(
     inside = is_row[:, None] & (dim < head_dim)
     head += kv_head * group
     part = (part_row + query).to(tl.int64) * heads + head
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    sums = tl.zeros((ROWS, DIM), tl.float32)
+    top, total, sums = no_keys(ROWS, DIM)
     for _ in tl.range(0, parts, num_stages=6):  # five parts are loading while one is folded
         part_sums = tl.load(sums_ptr + part[:, None] * head_dim + dim, mask=inside, other=0.0)
         part_top = tl.load(weights_ptr + part * 2, mask=is_row, other=0.0)
         part_total = tl.load(weights_ptr + part * 2 + 1, mask=is_row, other=0.0)
-        top, total, sums = _fold(top, total, sums, part_top, part_total, part_sums)
+        top, total, sums = fold(top, total, sums, part_top, part_total, part_sums)
         part += tile_len.to(tl.int64) * heads
     mean = _mean(top, total, sums, sinks_ptr, head, is_row, HAS_SINKS)
     out = ((tile_start + query).to(tl.int64) * heads + head)[:, None] * head_dim + dim

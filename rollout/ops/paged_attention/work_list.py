@@ -85,6 +85,13 @@ class WorkList:
     folds_F4: torch.Tensor
 
 
+def list_of_step(plan: AttentionPlan, rows: int, limits: Limits) -> WorkList:
+    """The list of a plan for ``rows`` query rows, made at the first layer."""
+    if plan.work is None or (plan.work.rows, plan.work.limits) != (rows, limits):
+        plan.work = work_list(plan, rows, limits, list_sizes(plan, rows, limits))
+    return plan.work
+
+
 def work_list(plan: AttentionPlan, rows: int, limits: Limits, sizes: ListSizes) -> WorkList:
     """Make the list of a plan. ``sizes``: those of `list_sizes`, or larger ones."""
     like, nodes = plan.q_offsets_B1, plan.node_slots_N.numel()
