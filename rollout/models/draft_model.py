@@ -1,4 +1,4 @@
-"""The protocol of a neural draft's network.
+"""The base class of neural drafts' networks.
 
 Legend: T query rows, R rows whose logits are computed, E the draft's hidden size, F columns of the
 target's features, D draft vocabulary, V the target's vocabulary.
@@ -7,9 +7,9 @@ target's features, D draft vocabulary, V the target's vocabulary.
 from __future__ import annotations
 
 import enum
+from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -19,6 +19,7 @@ from rollout.models.forward_context import LayerAttention
 from rollout.models.layers.linear import Linear
 from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
+from rollout.models.own_weights import OwnWeights
 from rollout.models.spec import ModelSpec, read_json
 
 CHAIN_ARCHITECTURE = "SpecrolloutMTP"
@@ -38,7 +39,7 @@ class DraftSpec:
     """The properties of a draft that are known before its weights are read."""
 
     family: DraftFamily
-    decoder: ModelSpec  # of its decoder layers, with the target's vocabulary
+    decoder: ModelSpec  # of its decoder layers in one step, with the target's vocabulary
     draft_vocab_size: int  # D
     features: AuxHiddenStates  # hidden states of the target that it reads
     target_hidden_size: int
@@ -50,50 +51,36 @@ class DraftSpec:
         return self.decoder.hidden_size
 
     @property
-    def num_layers(self) -> int:
-        """Attention layers of one step, each with keys and values in the step's KV pool."""
-        return self.decoder.num_layers
-
-    @property
-    def num_heads(self) -> int:
-        """Query heads."""
-        return self.decoder.num_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Key and value heads."""
-        return self.decoder.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Dimensions of a head."""
-        return self.decoder.head_dim
-
-    @property
     def feature_size(self) -> int:
         """F: columns of the target's features."""
         return self.features.count * self.target_hidden_size
 
 
-class DraftModel(Protocol):
+class DraftModel(OwnWeights):
     """The network of one draft step over flat rows. Call it under torch.inference_mode.
 
     A row joins the hidden state of a position with the token of the next position, and predicts the
     token after that. An embedding or head of the target is shared by reference, so an update of the
-    target reaches the draft.
+    target reaches the draft. Weights are uninitialised until written through ``weight_loaders``.
     """
 
-    spec: DraftSpec
-    dtype: torch.dtype
-    device: torch.device
-    token_ids_D: torch.Tensor | None
+    token_ids_D: torch.Tensor | None = None
     """int64, ascending, on the device: the target's token of each draft token; None if the draft
     has the target's vocabulary."""
+    head: Linear | None = None
+    """None: the target's."""
+
+    def __init__(self, spec: DraftSpec, target: CausalLM, weights: WeightFactory) -> None:
+        self.spec = spec
+        self.dtype = weights.dtype
+        self.device = weights.device
+        self._target = target
 
     def fuse(self, features_TF: torch.Tensor) -> torch.Tensor:
         """The hidden states [T, E] that the first step reads, from the target's features."""
-        ...
+        return features_TF
 
+    @abstractmethod
     def forward(
         self,
         input_ids_T: torch.Tensor,
@@ -114,30 +101,15 @@ class DraftModel(Protocol):
 
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
         """Logits [R, D] in the draft's dtype, from hidden states of ``forward``."""
-        ...
+        return self._target.logits(hidden_RE) if self.head is None else self.head(hidden_RE)
 
-    def linears(self) -> list[Linear]:
-        """The draft's own matrix products."""
-        ...
-
+    @abstractmethod
     def weight_loaders(self) -> dict[str, WeightLoader]:
         """Loaders of the draft's own tensors, by names that only a target with this draft has.
 
         Tensors shared with the target are not included: the target writes, reads, releases and
         counts them.
         """
-        ...
-
-    def finish_loading(self) -> None:
-        """Call after the last write of a load or update."""
-        ...
-
-    def release(self) -> int:
-        """Free the memory of the draft's own weights. Returns the bytes."""
-        ...
-
-    def allocate(self) -> None:
-        """Allocate the draft's own weights again, undefined until written."""
         ...
 
 

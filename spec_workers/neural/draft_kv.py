@@ -61,10 +61,10 @@ class DraftKv:
         self.first_scratch = self.first_private + rows * (horizon - 1)
         self.horizon = horizon
         self.pool = KvPool(
-            num_layers=spec.num_layers,
+            num_layers=spec.decoder.num_layers,
             num_slots=self.first_scratch - 1 + num_scratch,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
+            num_kv_heads=spec.decoder.num_kv_heads,
+            head_dim=spec.decoder.head_dim,
             has_values=spec.decoder.latent is None,
             dtype=dtype,
             device=device,

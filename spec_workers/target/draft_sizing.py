@@ -42,9 +42,9 @@ def draft_bytes(
     device = resolve_device(config.model.device, local_rank(config.parallel))
     stored = target.dtype or Checkpoint(Path(config.model.path)).dtype
     each = KvPool.bytes_per_slot(
-        num_layers=draft.num_layers,
-        num_kv_heads=draft.num_kv_heads,
-        head_dim=draft.head_dim,
+        num_layers=draft.decoder.num_layers,
+        num_kv_heads=draft.decoder.num_kv_heads,
+        head_dim=draft.decoder.head_dim,
         has_values=draft.decoder.latent is None,
         dtype=resolve_dtype(config.model.dtype, stored, device),
     )

@@ -9,13 +9,12 @@ import torch
 
 from rollout.models.causal_lm import CausalLM
 from rollout.models.decoder_layer import DecoderLayer
-from rollout.models.draft_model import DraftSpec, embedded, selected
+from rollout.models.draft_model import DraftModel, DraftSpec, embedded, selected
 from rollout.models.forward_context import LayerAttention
 from rollout.models.layers.linear import Linear, linear_weight_loaders
 from rollout.models.layers.rope import cos_sin_table
 from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
-from rollout.models.own_weights import OwnWeights
 from rollout.models.spec import ModelSpec
 from rollout.ops.rms_norm import add_rms_norm
 
@@ -31,15 +30,13 @@ class EagleLayer(DecoderLayer):
         return {"post_attention_layernorm": self.mlp_norm_E}
 
 
-class Eagle(OwnWeights):
-    """A `DraftModel`. Weights are uninitialised until written through ``weight_loaders``.
+class Eagle(DraftModel):
+    """EAGLE's network, which extrapolates the input of the target's head.
 
-    It extrapolates the input of the target's head: it reads the state after the final norm, and its
-    output goes to the target's head unchanged.
+    It reads the state after the final norm, and its output goes to the target's head unchanged.
     """
 
     stored_ids_D: torch.Tensor | None = None
-    token_ids_D: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -50,10 +47,7 @@ class Eagle(OwnWeights):
         own_embedding: bool = False,
         fc_bias: bool = True,
     ) -> None:
-        self.spec = spec
-        self.dtype = weights.dtype
-        self.device = weights.device
-        self._target = target
+        super().__init__(spec, target, weights)
         hidden, decoder = spec.hidden_size, spec.decoder
         self.fc = weights.linear(2 * hidden, hidden, bias=fc_bias)
         self.layer = EagleLayer(decoder, weights)
@@ -61,9 +55,6 @@ class Eagle(OwnWeights):
         self.cos_sin_PD = cos_sin_table(
             decoder.rope, decoder.rotary_dim, decoder.max_context_len, self.device
         )
-
-    def fuse(self, features_TF: torch.Tensor) -> torch.Tensor:
-        return features_TF
 
     def forward(
         self,
@@ -80,9 +71,6 @@ class Eagle(OwnWeights):
         residual_TE = selected(residual_TE, rows_R)
         normed_TE = add_rms_norm(attended_TE, residual_TE, layer.mlp_norm_E, eps)
         return residual_TE.add_(layer.feed_forward(normed_TE))
-
-    def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
-        return self._target.logits(hidden_RE)
 
     def linears(self) -> list[Linear]:
         return [self.fc, *self.layer.linears()]

@@ -13,13 +13,12 @@ import torch
 from rollout.errors import CheckpointError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.decoder_layer import DecoderLayer
-from rollout.models.draft_model import DraftSpec, embedded, selected
+from rollout.models.draft_model import DraftModel, DraftSpec, embedded, selected
 from rollout.models.forward_context import LayerAttention
 from rollout.models.layers.linear import Linear, linear_weight_loaders
 from rollout.models.layers.rope import cos_sin_table
 from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
-from rollout.models.own_weights import OwnWeights
 from rollout.models.spec import ModelSpec
 from rollout.ops.rms_norm import add_rms_norm, rms_norm
 
@@ -90,8 +89,8 @@ class Eagle3Layer(DecoderLayer):
         return {"hidden_norm": self.hidden_norm_E, **super()._norms()}
 
 
-class Eagle3(OwnWeights):
-    """A `DraftModel`. Weights are uninitialised until written through ``weight_loaders``.
+class Eagle3(DraftModel):
+    """EAGLE-3's network.
 
     A head whose tokens do not ascend in its checkpoint is stored in ascending order, and read and
     written in the checkpoint's.
@@ -108,19 +107,15 @@ class Eagle3(OwnWeights):
     ) -> None:
         """``stored_ids_D``: int64, the target's token of each draft token in the checkpoint's
         order; None: the draft has the target's vocabulary."""
-        self.spec = spec
+        super().__init__(spec, target, weights)
         self.options = options
-        self.dtype = weights.dtype
-        self.device = weights.device
         self.stored_ids_D = stored_ids_D
-        self.token_ids_D: torch.Tensor | None = None
         self._order_D: torch.Tensor | None = None  # stored row i is the checkpoint's row order[i]
         if stored_ids_D is not None:
             ascending = stored_ids_D.sort()
             self.token_ids_D = ascending.values.to(self.device)
             if not torch.equal(ascending.values, stored_ids_D):
                 self._order_D = ascending.indices
-        self._target = target
 
         hidden, decoder = spec.hidden_size, spec.decoder
         each = range(spec.features.count if options.norm_each_feature else 0)
@@ -182,7 +177,7 @@ class Eagle3(OwnWeights):
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
         if not self.options.norm_output:
             hidden_RE = rms_norm(hidden_RE, self.final_norm_E, self.spec.decoder.rms_norm_eps)
-        return self._target.logits(hidden_RE) if self.head is None else self.head(hidden_RE)
+        return super().logits(hidden_RE)
 
     def linears(self) -> list[Linear]:
         head = [] if self.head is None else [self.head]

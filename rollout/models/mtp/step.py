@@ -10,13 +10,12 @@ import torch
 
 from rollout.models.causal_lm import CausalLM
 from rollout.models.decoder_layer import DecoderLayer
-from rollout.models.draft_model import DraftSpec, embedded, selected
+from rollout.models.draft_model import DraftModel, DraftSpec, embedded, selected
 from rollout.models.forward_context import LayerAttention
 from rollout.models.layers.linear import Linear
 from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.mtp.layout import StepNames
-from rollout.models.own_weights import OwnWeights
 from rollout.ops.rms_norm import add_rms_norm, rms_norm
 
 
@@ -41,8 +40,8 @@ class ChainTensors:
         return self._linears[name]
 
 
-class MtpStep(OwnWeights):
-    """A `DraftModel`. Weights are uninitialised until written through ``weight_loaders``.
+class MtpStep(DraftModel):
+    """The network of one step of an MTP chain.
 
     Its hidden states are those after its own final norm: the head and the next step read the same.
     """
@@ -63,12 +62,9 @@ class MtpStep(OwnWeights):
             tensors: shared by the steps of the chain.
             hidden_first: as in `MtpLayout`.
         """
-        self.spec = spec
-        self.dtype = tensors.weights.dtype
-        self.device = tensors.weights.device
+        super().__init__(spec, target, tensors.weights)
         self.token_ids_D = token_ids_D
         self.names = names
-        self._target = target
         self._cos_sin_PD = cos_sin_PD
         self._hidden_first = hidden_first
         hidden = spec.hidden_size
@@ -82,14 +78,8 @@ class MtpStep(OwnWeights):
             if names.embedding is None
             else tensors.table(names.embedding, spec.decoder.vocab_size, hidden)
         )
-        self._head = (
-            None
-            if names.head is None
-            else tensors.linear(names.head, hidden, spec.draft_vocab_size)
-        )
-
-    def fuse(self, features_TF: torch.Tensor) -> torch.Tensor:
-        return features_TF
+        if names.head is not None:
+            self.head = tensors.linear(names.head, hidden, spec.draft_vocab_size)
 
     def forward(
         self,
@@ -116,11 +106,8 @@ class MtpStep(OwnWeights):
         hidden_TE = layer.feed_forward(hidden_TE)
         return add_rms_norm(hidden_TE, residual_TE, self._final_norm_E, eps, unit_offset)
 
-    def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
-        return self._target.logits(hidden_RE) if self._head is None else self._head(hidden_RE)
-
     def linears(self) -> list[Linear]:
-        head = [] if self._head is None else [self._head]
+        head = [] if self.head is None else [self.head]
         return [self._projection, *self._layer.linears(), *head]
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
@@ -128,8 +115,8 @@ class MtpStep(OwnWeights):
         found = {name: WeightLoader.of(table) for name, table in self._tables().items()}
         found[self.names.projection] = self._projection.weight_rows(0, self.spec.hidden_size)
         found |= self._layer.weight_loaders(self.names.decoder)
-        if self._head is not None and self.names.head is not None:
-            found[self.names.head] = self._head.weight_rows(0, self.spec.draft_vocab_size)
+        if self.head is not None and self.names.head is not None:
+            found[self.names.head] = self.head.weight_rows(0, self.spec.draft_vocab_size)
         return found
 
     def _plain_weights(self) -> list[torch.Tensor]:
