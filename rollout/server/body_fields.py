@@ -1,4 +1,4 @@
-"""Fields of bodies: types of those that may be long, and the refusal of those we do not have.
+"""Fields of bodies: their types, their limits, and the refusal of unknown ones.
 
 Other servers know many more fields than these. What cannot change the answer is let through; the
 rest is refused by name, unless its value asks for nothing, so that nobody trains on samples of a
@@ -23,6 +23,7 @@ from pydantic_core.core_schema import CoreSchema
 
 from rollout.errors import InvalidInputError
 from rollout.server.json_route import Integers
+from rollout.types import SamplingParams
 
 T = TypeVar("T")
 
@@ -73,6 +74,36 @@ def biases_by_id(biases: Mapping[str, float] | None, field: str) -> dict[int, fl
         return {int(token): bias for token, bias in (biases or {}).items()}
     except ValueError:
         raise InvalidInputError(field, list(biases or {}), "its keys must be token ids") from None
+
+
+_MAX_TEXTS = 64  # stop strings of a sample, and bad words
+_LONGEST_TEXT = 1024  # characters
+_MAX_LISTED_TOKENS = 1024
+
+
+def check_params(params: SamplingParams, vocab_size: int, has_tokenizer: bool) -> None:
+    """Raises InvalidInputError for parameters of which there are too many, or that the model
+    cannot have."""
+    # Every sample has a set of the first, and every token logprobs of the second.
+    for name in ("stop_token_ids", "logprob_token_ids"):
+        if (count := len(getattr(params, name))) > _MAX_LISTED_TOKENS:
+            raise InvalidInputError(f"len({name})", count, f"at most {_MAX_LISTED_TOKENS}")
+    for name in ("logit_bias", "stop_token_ids", "logprob_token_ids", "allowed_token_ids"):
+        ids = getattr(params, name) or ()
+        for token in ids:
+            if not 0 <= token < vocab_size:
+                raise InvalidInputError(name, token, f"must be in [0, {vocab_size})")
+    # They are looked for at every token, on the engine's thread.
+    for name, texts in (("stop", params.stop), ("bad_words", params.bad_words)):
+        longest = max(map(len, texts), default=0)
+        if len(texts) > _MAX_TEXTS or longest > _LONGEST_TEXT:
+            raise InvalidInputError(
+                name,
+                f"{len(texts)} of up to {longest} characters",
+                f"at most {_MAX_TEXTS} texts of {_LONGEST_TEXT} characters",
+            )
+        if texts and not has_tokenizer:
+            raise InvalidInputError(name, texts, "texts need a tokenizer")
 
 
 MAX_RID_LEN = 1024  # characters; every sample of a call has a name of its own that begins with it

@@ -15,11 +15,11 @@ from rollout.engine.engine_loop import EngineLoop, OnTokens, RequestHandle
 from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError, OutOfMemoryError, PromptTooLongError
 from rollout.sampling.seeds import derive_seed
+from rollout.server.body_fields import check_params
 from rollout.server.config import ServeConfig
 from rollout.server.errors import DrainingError, ModelNotFoundError, QueueFullError
 from rollout.server.http_metrics import HttpMetrics
 from rollout.server.http_weight_update import HttpWeightUpdate
-from rollout.server.sample_limits import check_params
 from rollout.server.status import StatusCache
 from rollout.server.streams import DeltaStream, SampleRequest, call_soon
 from rollout.types import Prompt, Rollout, SamplingParams, TokenExtras

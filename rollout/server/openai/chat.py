@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -146,23 +147,58 @@ def _part(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-async def scored_prompt(
-    serving: Serving, body: ChatBody, request: Request, sample: SampleRequest, texts: OutputTexts
-) -> PromptLogprobs | None:
-    """The logprobs of the prompt's tokens, where they are asked for."""
-    if body.prompt_logprobs is None:
-        return None
-    scoring = prompt_logprobs(
-        serving, sample.prompt_ids, sample.params, body.prompt_logprobs, texts.spelling
-    )
-    return await while_connected(request, scoring)
+class ChatResponder:
+    """Answers chats by the served model's chat format."""
+
+    def __init__(self, serving: Serving) -> None:
+        self.format = ChatFormat(serving)
+        self._serving = serving
+        self._texts = OutputTexts(serving.encoder)
+        self._meta_writer = AnswerWriter(serving.encoder)
+
+    async def answer(
+        self,
+        body: ChatBody,
+        request: Request,
+        prompt_ids: Sequence[int],
+        message_format: MessageFormat,
+    ) -> Response:
+        """Generate the samples of an encoded prompt, and answer as the body asks.
+
+        Raises InvalidInputError naming the field that is wrong.
+        """
+        serving = self._serving
+        params = body.params(
+            len(prompt_ids),
+            serving.max_context_len,
+            serving.fresh_seed(),
+            message_format.grammar_after,
+        )
+        scored = None
+        if body.prompt_logprobs is not None:
+            scoring = prompt_logprobs(
+                serving, prompt_ids, params, body.prompt_logprobs, self._texts.spelling
+            )
+            scored = await while_connected(request, scoring)
+        answer = ChatAnswer(
+            heading=Heading.new("chatcmpl", "chat.completion", serving.model_name),
+            body=body,
+            samples=[
+                SampleRequest(prompt_ids=prompt_ids, params=params, sample_index=index)
+                for index in range(body.num_samples)
+            ],
+            texts=self._texts,
+            format=message_format,
+            meta_writer=self._meta_writer,
+            prompt_logprobs=scored,
+            shown_ids=self._texts.streams.special_ids(message_format.markers),
+        )
+        return await answer.respond(request, serving)
 
 
 def routes(serving: Serving) -> APIRouter:
     router = APIRouter(tags=["openai"], route_class=OpenAIRoute)
-    texts = OutputTexts(serving.encoder)
-    chat_format = ChatFormat(serving)
-    meta_writer = AnswerWriter(serving.encoder)
+    responder = ChatResponder(serving)
 
     @router.post("/v1/chat/completions", responses=EVENTS)
     async def chat(body: ChatBody, request: Request) -> Response:
@@ -170,40 +206,10 @@ def routes(serving: Serving) -> APIRouter:
         serving.require_model(body.model)
         body.check_fields()
         serving.require_batch(body.num_samples, "n")
+        chat_format = responder.format
         rendered = await asyncio.to_thread(chat_format.render, body)
         message_format = chat_format.message_format(body, rendered)
-        samples = await _samples(serving, body, rendered, message_format)
-        answer = ChatAnswer(
-            heading=Heading.new("chatcmpl", "chat.completion", serving.model_name),
-            body=body,
-            samples=samples,
-            texts=texts,
-            format=message_format,
-            meta_writer=meta_writer,
-            prompt_logprobs=await scored_prompt(serving, body, request, samples[0], texts),
-            shown_ids=texts.streams.special_ids(message_format.markers),
-        )
-        return await answer.respond(request, serving)
+        prompt_ids = await asyncio.to_thread(chat_format.encode, body, rendered)
+        return await responder.answer(body, request, prompt_ids, message_format)
 
     return router
-
-
-async def _samples(
-    serving: Serving, body: ChatBody, rendered: str, message_format: MessageFormat
-) -> list[SampleRequest]:
-    prompt_ids = await asyncio.to_thread(
-        serving.encoder.encode_rendered,
-        rendered,
-        max_tokens=serving.max_prompt_len,
-        add_special_tokens=bool(body.add_special_tokens),
-    )
-    params = body.params(
-        len(prompt_ids),
-        serving.max_context_len,
-        serving.fresh_seed(),
-        message_format.grammar_after,
-    )
-    return [
-        SampleRequest(prompt_ids=prompt_ids, params=params, sample_index=index)
-        for index in range(body.num_samples)
-    ]

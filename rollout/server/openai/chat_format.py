@@ -65,6 +65,7 @@ class ChatFormat:
 
     def __init__(self, serving: Serving) -> None:
         self._encoder = serving.encoder
+        self._max_prompt_len = serving.max_prompt_len
         self._template = serving.encoder.chat_template
         source = self._template.source
         self._tool_parser = tool_parser(serving.config.tool_parser, source)
@@ -90,6 +91,14 @@ class ChatFormat:
             add_generation_prompt=body.begins_answer,
             continue_final_message=bool(body.continue_final_message),
             chat_template_kwargs=self._variables(body),
+        )
+
+    def encode(self, body: ChatBody, rendered: str) -> list[int]:
+        """The token ids of the prompt's text. Raises InvalidInputError."""
+        return self._encoder.encode_rendered(
+            rendered,
+            max_tokens=self._max_prompt_len,
+            add_special_tokens=bool(body.add_special_tokens),
         )
 
     def message_format(self, body: ChatBody, prompt: str) -> MessageFormat:

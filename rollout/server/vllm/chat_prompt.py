@@ -10,16 +10,14 @@ from pydantic import Field
 
 from rollout.errors import InvalidInputError
 from rollout.server.body_fields import EVENTS, KnownIds, Listed
-from rollout.server.openai.answer import Heading, OutputTexts
-from rollout.server.openai.chat import ChatAnswer, scored_prompt
+from rollout.server.openai.answer import Heading
+from rollout.server.openai.chat import ChatResponder
 from rollout.server.openai.chat_body import ChatBody
 from rollout.server.openai.chat_format import ChatFormat
 from rollout.server.openai.output_grammar import GrammarBody
 from rollout.server.openai.route import OpenAIRoute
 from rollout.server.openai.sampling_body import SamplingFields
 from rollout.server.serving import Serving
-from rollout.server.sglang.generate_answer import AnswerWriter
-from rollout.server.streams import SampleRequest
 
 _PLAIN_FIELDS = SamplingFields.model_fields.keys() - GrammarBody.model_fields.keys()
 _STRUCTURED = {"json_schema": "json", "regex": "regex"}
@@ -37,32 +35,27 @@ class TokensBody(ChatBody):
         )
 
 
-async def chat_prompt_ids(serving: Serving, chat_format: ChatFormat, body: ChatBody) -> list[int]:
+async def chat_prompt_ids(chat_format: ChatFormat, body: ChatBody) -> list[int]:
     """The prompt that the chat template makes of the body. Raises InvalidInputError."""
 
     def encode() -> list[int]:
         # Whoever reads the output will tell calls from text: it need not be known how.
         rendered = chat_format.render(body.model_copy(update={"tool_choice": "none"}))
-        return serving.encoder.encode_rendered(
-            rendered,
-            max_tokens=serving.max_prompt_len,
-            add_special_tokens=bool(body.add_special_tokens),
-        )
+        return chat_format.encode(body, rendered)
 
     return await asyncio.to_thread(encode)
 
 
 def routes(serving: Serving) -> APIRouter:
     router = APIRouter(tags=["vllm"], route_class=OpenAIRoute)
-    texts, meta_writer = OutputTexts(serving.encoder), AnswerWriter(serving.encoder)
-    chat_format = ChatFormat(serving)
+    responder = ChatResponder(serving)
 
     @router.post("/v1/chat/completions/render")
     async def render(body: ChatBody) -> dict[str, Any]:
         """The body that `/inference/v1/generate` takes for this chat; nothing is generated."""
         serving.require_model(body.model)
         body.check_fields()
-        prompt_ids = await chat_prompt_ids(serving, chat_format, body)
+        prompt_ids = await chat_prompt_ids(responder.format, body)
         serving.check_prompt_len(len(prompt_ids))
         params = body.params(len(prompt_ids), serving.max_context_len, seed=0)
         sampling = body.model_dump(include=_PLAIN_FIELDS, exclude_none=True)
@@ -95,31 +88,11 @@ def routes(serving: Serving) -> APIRouter:
         (prompt_ids,) = await serving.encode([body.tokens], "tokens")
         encoder = serving.encoder
         prompt = "" if encoder.tokenizer is None else encoder.decode_with_specials(prompt_ids)
-        message_format = chat_format.message_format(body.begun(), prompt)
-        params = body.params(
-            len(prompt_ids),
-            serving.max_context_len,
-            serving.fresh_seed(),
-            message_format.grammar_after,
-        )
+        message_format = responder.format.message_format(body.begun(), prompt)
         if body.wants_calls and message_format.tool_parser is None:
             raise InvalidInputError(
                 "tools", body.tools, "it is not known how the model writes calls: see tool_parser"
             )
-        samples = [
-            SampleRequest(prompt_ids=prompt_ids, params=params, sample_index=index)
-            for index in range(body.num_samples)
-        ]
-        answer = ChatAnswer(
-            heading=Heading.new("chatcmpl", "chat.completion", serving.model_name),
-            body=body,
-            samples=samples,
-            texts=texts,
-            format=message_format,
-            meta_writer=meta_writer,
-            prompt_logprobs=await scored_prompt(serving, body, request, samples[0], texts),
-            shown_ids=texts.streams.special_ids(message_format.markers),
-        )
-        return await answer.respond(request, serving)
+        return await responder.answer(body, request, prompt_ids, message_format)
 
     return router

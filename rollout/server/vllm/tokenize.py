@@ -67,7 +67,7 @@ def routes(serving: Serving) -> APIRouter:
         serving.require_model(body.model, any_weights=True)
         if isinstance(body, TokenizeChat):
             body.check_fields()
-            ids = await chat_prompt_ids(serving, chat_format, body)
+            ids = await chat_prompt_ids(chat_format, body)
         else:
             refuse_unknown(body.model_extra, HARMLESS)
             (ids,) = await serving.encode([body.prompt], add_special_tokens=body.add_special_tokens)
