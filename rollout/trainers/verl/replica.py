@@ -12,10 +12,9 @@ from verl.utils.device import get_resource_name, get_visible_devices_keyword
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
 from rollout.errors import InvalidInputError
-from rollout.trainers.verl.configuration import options_of
 from rollout.trainers.verl.options import NAME, SIZE, server_name
 from rollout.trainers.verl.sampling import RequestSeeds
-from rollout.trainers.verl.server import Server
+from rollout.trainers.verl.server import Server, options_of
 
 
 class SpecrolloutReplica(RolloutReplica):  # type: ignore[misc]  # verl is untyped here

@@ -1,6 +1,6 @@
 """The server of one replica: an engine on its loop, as a Ray actor whose methods verl calls.
 
-Of several ranks the actor's process is the first, and starts the others.
+Where the model is on several ranks, the actor's process is rank 0 and starts the others.
 """
 
 from __future__ import annotations
@@ -9,9 +9,13 @@ import asyncio
 import logging
 import os
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
 from verl.utils import normalize_token_ids
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import HFModelConfig
 from verl.workers.rollout.replica import TokenOutput
 
 from rollout.engine.engine import RolloutEngine
@@ -19,12 +23,27 @@ from rollout.engine.rank_processes import open_on_ranks
 from rollout.engine.tokenizer import prompt_group
 from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
 from rollout.trainers.served_engine import ServedEngine
-from rollout.trainers.verl.configuration import options_of
+from rollout.trainers.verl.options import NAME, OWN, ServerOptions, server_options
 from rollout.trainers.verl.sampling import RequestStart, engine_params
 from rollout.types import FinishReason, Rollout
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
+
+
+def options_of(config: Any, model_config: Any, *, standalone: bool) -> ServerOptions:
+    """A server's options from verl's configuration objects, as a replica gets them.
+
+    Raises InvalidInputError for whatever cannot be honoured, naming it.
+    """
+    rollout = omega_conf_to_dataclass(config)
+    model = omega_conf_to_dataclass(model_config, dataclass_type=HFModelConfig)
+    own = rollout.engine_kwargs.get(NAME) or {}
+    if isinstance(own, DictConfig):
+        own = OmegaConf.to_container(own, resolve=True)
+    if not isinstance(own, Mapping):
+        raise InvalidInputError(OWN, own, "must be a mapping")
+    return server_options(rollout, model, own, standalone=standalone)
 
 
 class Server:
