@@ -84,13 +84,25 @@ def small_engine(model: Path, spec: str = "ngram", **options: Any) -> RolloutEng
     )
 
 
-def by_rollout_func(model: Path, folder: Path, spec: str = "ngram", **options: Any) -> GRPOTrainer:
+def by_rollout_func(
+    model: Path,
+    folder: Path,
+    spec: str = "ngram",
+    *,
+    arguments: dict[str, Any] | None = None,
+    sleep: bool = False,
+    **options: Any,
+) -> GRPOTrainer:
+    """``options`` are the config's, ``arguments`` the trainer's."""
     return GRPOTrainer(
-        model=str(model),
-        reward_funcs=WordReward(),
-        args=config(folder, **options),
-        train_dataset=conversations(),
-        rollout_func=SpecRollout(small_engine(model, spec)),
+        **{
+            "model": str(model),
+            "reward_funcs": WordReward(),
+            "args": config(folder, **options),
+            "train_dataset": conversations(),
+            "rollout_func": SpecRollout(small_engine(model, spec), sleep=sleep),
+        }
+        | (arguments or {})
     )
 
 

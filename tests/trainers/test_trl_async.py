@@ -115,6 +115,31 @@ def tokenizer_of(model: Path) -> Any:
     return tokenizer
 
 
+def worker_of(
+    model: Path, loop: EngineLoop[Any], args: AsyncGRPOConfig, **options: Any
+) -> RolloutWorker:
+    given = {"reward_funcs": WordReward(), "processing_class": tokenizer_of(model)} | options
+    return RolloutWorker(loop, args, conversations(), **given)
+
+
+def trainer_of(
+    model: Path, loop: EngineLoop[Any], args: AsyncGRPOConfig, *, mode: str = "in_place", **own: Any
+) -> AsyncGRPOTrainer:
+    reward, tokenizer = WordReward(), tokenizer_of(model)
+    return AsyncGRPOTrainer(
+        model=str(model),
+        reward_funcs=reward,
+        args=args,
+        train_dataset=conversations(),
+        processing_class=tokenizer,
+        rollout_worker=worker_of(
+            model, loop, args, reward_funcs=reward, processing_class=tokenizer
+        ),
+        weight_transfer=WeightTransfer(loop, mode=mode),
+        **own,
+    )
+
+
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_a_run(model: Path, loop: EngineLoop, tmp_path: Path, mode: str) -> None:
     check_run(model, loop, tmp_path, mode)
@@ -134,17 +159,7 @@ def test_a_run_with_replicas(model: Path, tmp_path: Path) -> None:
 
 
 def check_run(model: Path, loop: EngineLoop[Any], tmp_path: Path, mode: str) -> None:
-    args, reward, tokenizer = config(tmp_path), WordReward(), tokenizer_of(model)
-    worker = RolloutWorker(loop, args, conversations(), reward, tokenizer)
-    trainer = AsyncGRPOTrainer(
-        model=str(model),
-        reward_funcs=reward,
-        args=args,
-        train_dataset=conversations(),
-        processing_class=tokenizer,
-        rollout_worker=worker,
-        weight_transfer=WeightTransfer(loop, mode=mode),
-    )
+    trainer = trainer_of(model, loop, config(tmp_path), mode=mode)
     trainer.train()
     # One sync before the first rollout, one after each step; and all of them arrived.
     assert trainer.model_version == 5
@@ -167,17 +182,8 @@ def test_adapters_are_merged_before_they_are_sent(
 ) -> None:
     from peft import LoraConfig
 
-    args, reward, tokenizer = config(tmp_path, max_steps=2), WordReward(), tokenizer_of(model)
-    trainer = AsyncGRPOTrainer(
-        model=str(model),
-        reward_funcs=reward,
-        args=args,
-        train_dataset=conversations(),
-        processing_class=tokenizer,
-        peft_config=LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False),
-        rollout_worker=RolloutWorker(loop, args, conversations(), reward, tokenizer),
-        weight_transfer=WeightTransfer(loop),
-    )
+    lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    trainer = trainer_of(model, loop, config(tmp_path, max_steps=2), peft_config=lora)
     trainer.train()
     first = next(entry for entry in trainer.state.log_history if "ratio" in entry)
     assert first["ratio"] == pytest.approx(1, abs=1e-5)
@@ -194,9 +200,7 @@ class Echo:
 
 
 def test_environments_are_the_trainers_own(model: Path, loop: EngineLoop, tmp_path: Path) -> None:
-    worker = RolloutWorker(
-        loop, config(tmp_path), conversations(), [], tokenizer_of(model), environment_factory=Echo
-    )
+    worker = worker_of(model, loop, config(tmp_path), reward_funcs=[], environment_factory=Echo)
     worker.start()
     sample = worker.rollout_buffer.get(timeout=HANG_SECONDS)
     worker.stop()
@@ -300,7 +304,7 @@ def test_a_failing_reward_is_told_to_the_trainer(
         raise ArithmeticError("no reward today")
 
     args = config(tmp_path, heartbeat_stale_after_s=HANG_SECONDS)
-    worker = RolloutWorker(loop, args, conversations(), broken, tokenizer_of(model))
+    worker = worker_of(model, loop, args, reward_funcs=broken)
     worker.check_health(HANG_SECONDS)
     worker.start()
     assert worker._failed.wait(timeout=HANG_SECONDS)
@@ -313,7 +317,7 @@ def test_a_failing_reward_is_told_to_the_trainer(
 
 def test_stop_aborts_what_is_in_flight(model: Path, loop: EngineLoop, tmp_path: Path) -> None:
     args = config(tmp_path, queue_maxsize=4)
-    worker = RolloutWorker(loop, args, conversations(), WordReward(), tokenizer_of(model))
+    worker = worker_of(model, loop, args)
     worker.update_model_version(3)
     worker.start()
     sample = worker.rollout_buffer.get(timeout=HANG_SECONDS)
@@ -346,9 +350,7 @@ def test_seeds_are_those_of_row_sample_and_turn(
                 seeds.add(request_seed)
             return submit(prompt_ids, *rest, request_seed=request_seed)
 
-        worker = RolloutWorker(
-            loop, args, conversations(), WordReward(), tokenizer, first_row=first_row
-        )
+        worker = worker_of(model, loop, args, processing_class=tokenizer, first_row=first_row)
         with monkeypatch.context() as patch:
             patch.setattr(loop, "submit", watch)
             worker.start()
@@ -365,9 +367,7 @@ def test_seeds_are_those_of_row_sample_and_turn(
 
 
 def test_silence_is_told(model: Path, loop: EngineLoop, tmp_path: Path) -> None:
-    worker = RolloutWorker(
-        loop, config(tmp_path), conversations(), WordReward(), tokenizer_of(model)
-    )
+    worker = worker_of(model, loop, config(tmp_path))
     time.sleep(0.02)
     with pytest.raises(RuntimeError, match="said nothing"):
         worker.check_health(0.01)
@@ -377,9 +377,7 @@ def test_silence_is_told(model: Path, loop: EngineLoop, tmp_path: Path) -> None:
 def test_a_clock_that_is_set_on_is_no_silence(
     model: Path, loop: EngineLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = RolloutWorker(
-        loop, config(tmp_path), conversations(), WordReward(), tokenizer_of(model)
-    )
+    worker = worker_of(model, loop, config(tmp_path))
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 7200)
     worker.check_health(3600)
@@ -394,12 +392,9 @@ def test_what_cannot_be_honoured_is_refused_when_the_worker_is_made(
 ) -> None:
     args = SimpleNamespace(**vars(config(tmp_path)) | options)
     with pytest.raises(InvalidInputError, match=field):
-        RolloutWorker(loop, args, conversations(), WordReward(), tokenizer_of(model))
+        worker_of(model, loop, args)
     with pytest.raises(InvalidInputError, match="mode"):
         WeightTransfer(loop, mode="abort")
-    worker = RolloutWorker(
-        loop, config(tmp_path, max_inflight_tasks=-1), conversations(), WordReward(),
-        tokenizer_of(model),
-    )  # fmt: skip
+    worker = worker_of(model, loop, config(tmp_path, max_inflight_tasks=-1))
     with pytest.raises(InvalidInputError, match="max_inflight_tasks"):
         worker.start()

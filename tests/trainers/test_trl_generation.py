@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,10 +107,13 @@ def test_options_that_trainers_have(model: Path, tmp_path: Path) -> None:
     assert trainer.vllm_generation.llm.llm_engine.model_config.max_model_len == 64
 
 
-def test_a_resumed_run_is_the_run_it_would_have_been(model: Path, tmp_path: Path) -> None:
-    whole = run(by_generation(model, tmp_path, max_steps=4, save_strategy="steps", save_steps=2))
+@pytest.mark.parametrize("build", [by_rollout_func, by_generation])
+def test_a_resumed_run_is_the_run_it_would_have_been(
+    model: Path, tmp_path: Path, build: Callable[..., Any]
+) -> None:
+    whole = run(build(model, tmp_path, max_steps=4, save_strategy="steps", save_steps=2))
     resumed = run(
-        by_generation(model, tmp_path / "again", max_steps=4),
+        build(model, tmp_path / "again", max_steps=4),
         resume_from_checkpoint=str(tmp_path / "checkpoint-2"),
     )
     assert resumed.completion_ids == whole.completion_ids[2:]

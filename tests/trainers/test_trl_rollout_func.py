@@ -12,19 +12,15 @@ pytest.importorskip("trl")
 
 from safetensors.torch import load_file
 from transformers import TrainerCallback
-from trl import GRPOTrainer
 
 from rollout.errors import InvalidInputError
-from rollout.trainers.trl import SpecRollout
 from rollout.types import SamplingParams
 from tests.helpers.trl_runs import (
     WordReward,
     assert_same_run,
     by_rollout_func,
-    config,
     conversations,
     run,
-    small_engine,
     texts,
 )
 
@@ -67,44 +63,35 @@ def test_the_engine_generates_with_the_weights_of_the_step(model: Path, tmp_path
 
 
 def test_samples_of_a_prompt_differ_and_prompts_may_be_text(model: Path, tmp_path: Path) -> None:
-    trainer = GRPOTrainer(
-        model=str(model),
-        reward_funcs=WordReward(),
-        args=config(tmp_path, max_steps=1, per_device_train_batch_size=8),
-        train_dataset=texts(),
-        rollout_func=SpecRollout(small_engine(model)),
-    )
+    options = {"max_steps": 1, "per_device_train_batch_size": 8}
+    trainer = by_rollout_func(model, tmp_path, arguments={"train_dataset": texts()}, **options)
     (completions,) = run(trainer).completion_ids
     assert len({tuple(ids) for ids in completions}) == 8
 
 
 def test_options_that_trainers_have(model: Path, tmp_path: Path) -> None:
     """Iterations, several batches per generation, evaluation, checkpoints, truncation."""
-    trainer = GRPOTrainer(
-        model=str(model),
-        reward_funcs=[WordReward(), lambda completions, **_: [1.0] * len(completions)],
-        args=config(
-            tmp_path,
-            max_steps=4,
-            num_iterations=2,
-            steps_per_generation=2,
-            gradient_accumulation_steps=2,
-            num_generations_eval=2,
-            per_device_eval_batch_size=4,
-            eval_strategy="steps",
-            eval_steps=2,
-            beta=0.1,
-            top_k=20,
-            top_p=0.95,
-            min_p=0.01,
-            repetition_penalty=1.05,
-            mask_truncated_completions=True,
-            generation_kwargs={"min_new_tokens": 2, "stop_strings": ["word20"]},
-            chat_template_kwargs={"continue_final_message": False},
-        ),
-        train_dataset=conversations(),
-        eval_dataset=conversations().select(range(4)),
-        rollout_func=SpecRollout(small_engine(model)),
+    rewards = [WordReward(), lambda completions, **_: [1.0] * len(completions)]
+    trainer = by_rollout_func(
+        model,
+        tmp_path,
+        max_steps=4,
+        num_iterations=2,
+        steps_per_generation=2,
+        gradient_accumulation_steps=2,
+        num_generations_eval=2,
+        per_device_eval_batch_size=4,
+        eval_strategy="steps",
+        eval_steps=2,
+        beta=0.1,
+        top_k=20,
+        top_p=0.95,
+        min_p=0.01,
+        repetition_penalty=1.05,
+        mask_truncated_completions=True,
+        generation_kwargs={"min_new_tokens": 2, "stop_strings": ["word20"]},
+        chat_template_kwargs={"continue_final_message": False},
+        arguments={"reward_funcs": rewards, "eval_dataset": conversations().select(range(4))},
     )
     record = run(trainer)
     lengths = [len(ids) for batch in record.completion_ids for ids in batch]
@@ -112,37 +99,21 @@ def test_options_that_trainers_have(model: Path, tmp_path: Path) -> None:
     assert len(record.column("eval_reward")) == 2
 
 
-def test_a_resumed_run_is_the_run_it_would_have_been(model: Path, tmp_path: Path) -> None:
-    whole = run(by_rollout_func(model, tmp_path, max_steps=4, save_strategy="steps", save_steps=2))
-    resumed = run(
-        by_rollout_func(model, tmp_path / "again", max_steps=4),
-        resume_from_checkpoint=str(tmp_path / "checkpoint-2"),
-    )
-    assert resumed.completion_ids == whole.completion_ids[2:]
-    for name, weight in whole.weights.items():
-        assert torch.equal(weight, resumed.weights[name])
-
-
 def test_the_best_model_loaded_at_the_end_is_evaluated(model: Path, tmp_path: Path) -> None:
-    trainer = GRPOTrainer(
-        model=str(model),
-        reward_funcs=WordReward(),
-        args=config(
-            tmp_path,
-            max_steps=2,
-            eval_strategy="steps",
-            eval_steps=1,
-            save_strategy="steps",
-            save_steps=1,
-            load_best_model_at_end=True,
-            metric_for_best_model="step",
-            greater_is_better=False,
-            num_generations_eval=2,
-            per_device_eval_batch_size=4,
-        ),
-        train_dataset=conversations(),
-        eval_dataset=conversations().select(range(2)),
-        rollout_func=SpecRollout(small_engine(model)),
+    trainer = by_rollout_func(
+        model,
+        tmp_path,
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="step",
+        greater_is_better=False,
+        num_generations_eval=2,
+        per_device_eval_batch_size=4,
+        arguments={"eval_dataset": conversations().select(range(2))},
     )
 
     class FirstIsBest(TrainerCallback):
@@ -183,18 +154,9 @@ def test_empty_completions_do_not_stop_a_run(model: Path, tmp_path: Path) -> Non
 
 def test_memory_sleeps_between_batches(model: Path, tmp_path: Path) -> None:
     awake = run(by_rollout_func(model, tmp_path / "awake"))
-    engine = small_engine(model)
-    asleep = run(
-        GRPOTrainer(
-            model=str(model),
-            reward_funcs=WordReward(),
-            args=config(tmp_path / "asleep"),
-            train_dataset=conversations(),
-            rollout_func=SpecRollout(engine, sleep=True),
-        )
-    )
-    assert_same_run(awake, asleep)
-    assert not engine.can_run
+    trainer = by_rollout_func(model, tmp_path / "asleep", sleep=True)
+    assert_same_run(awake, run(trainer))
+    assert not trainer.rollout_func.engine.can_run
 
 
 def test_what_cannot_be_honoured_is_refused_before_anything_runs(
@@ -212,13 +174,8 @@ def test_what_cannot_be_honoured_is_refused_before_anything_runs(
 def test_one_rollout_func_serves_one_trainer(model: Path, tmp_path: Path) -> None:
     first = by_rollout_func(model, tmp_path / "first", max_steps=1)
     run(first)
-    second = GRPOTrainer(
-        model=str(model),
-        reward_funcs=WordReward(),
-        args=config(tmp_path / "second"),
-        train_dataset=conversations(),
-        rollout_func=first.rollout_func,
-    )
+    arguments = {"rollout_func": first.rollout_func}
+    second = by_rollout_func(model, tmp_path / "second", arguments=arguments)
     with pytest.raises(InvalidInputError, match="serves one trainer"):
         second.train()
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from rollout.errors import RolloutError
 from rollout.trainers.trl import server_engine
-from rollout.trainers.trl.colocated import ColocatedEngine, TrlSampleSeeds
+from rollout.trainers.trl.colocated import ColocatedEngine
 from rollout.trainers.trl.server_engine import ServerEngine
 from rollout.types import Rollout, SamplingParams
 from tests.helpers.hang import HANG_SECONDS
@@ -46,12 +46,10 @@ def test_rollouts_are_those_of_an_engine_in_the_process(
         max_new_tokens=20, temperature=0.8, top_p=0.9, top_logprobs=2, stop_token_ids=[2],
         ignore_eos=True, logit_bias={7: 1.0}, repetition_penalty=1.1,
     )  # fmt: skip
-    prompts, seeds = [[7, 8], [7, 8], [9, 10, 11]], TrlSampleSeeds(2**63 + 5, 0)
-    own = ColocatedEngine(small_engine(model), torch.nn.Linear(1, 1), seeds)
-    wanted = own.generate(prompts, params, samples_per_prompt=1, step=0, training=True)
-    found = ServerEngine(url, HANG_SECONDS).generate(
-        prompts, params, [rollout.seed for rollout in wanted]
-    )
+    prompts, seeds = [[7, 8], [7, 8], [9, 10, 11]], [2**63 + 5, 2**63 + 6, 7]
+    own = ColocatedEngine(small_engine(model), torch.nn.Linear(1, 1))
+    wanted = own.generate(prompts, params, seeds, samples_per_prompt=1)
+    found = ServerEngine(url, HANG_SECONDS).generate(prompts, params, seeds)
     assert seen(found) == seen(wanted)
 
 

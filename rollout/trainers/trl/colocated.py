@@ -74,14 +74,12 @@ class ColocatedEngine:
         self,
         engine: Engine,
         model: nn.Module,
-        seeds: TrlSampleSeeds,
         *,
         sleep: bool = False,
         adapters_only: bool = False,
     ) -> None:
         self.engine = engine
         self._model = model
-        self._seeds = seeds
         self._sleep = sleep
         self._adapters_only = adapters_only
         self._hook: RolloutHook | None = None
@@ -93,9 +91,8 @@ class ColocatedEngine:
 
     def sync(self) -> None:
         """Take the model's weights. A collective: every process of the trainer calls it."""
-        if (
-            self._hook is None
-        ):  # not before: the trainer shards and wraps the model after it is made
+        # Not before: the trainer shards and wraps the model after this is made.
+        if self._hook is None:
             self._hook = RolloutHook(self.engine, self._model, adapters_only=self._adapters_only)
         if MemoryTag.WEIGHTS in self.engine.released_tags:
             self.engine.resume_memory([MemoryTag.WEIGHTS])
@@ -105,20 +102,17 @@ class ColocatedEngine:
         self,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
+        seeds: Sequence[int],
         *,
         samples_per_prompt: int,
-        step: int,
-        training: bool,
     ) -> list[Rollout]:
-        """One rollout for each prompt, in their order; a prompt's samples follow one another.
+        """One rollout for each prompt, by its own request seed, in their order; a prompt's samples
+        follow one another.
 
         After the first `sync` a process may call it without those it shares no model with.
 
         Raises InvalidInputError or OutOfMemoryError, showing the prompt, before anything is run.
         """
-        seeds = self._seeds.next_batch(
-            len(prompts), samples_per_prompt, step=step, training=training
-        )
         if not self._values_kept and MemoryTag.WEIGHTS in self.engine.released_tags:
             self.sync()
         self.engine.resume_memory()  # the rest; nothing where nothing is released

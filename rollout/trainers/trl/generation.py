@@ -96,7 +96,7 @@ class SpecGeneration:
         run_seed = (generation_kwargs or {}).get("seed")
         if run_seed is None:  # most trainers have seeded torch with their seed plus the rank
             run_seed = torch.initial_seed() - rank
-        seeds = TrlSampleSeeds(run_seed, rank)
+        self._seeds = TrlSampleSeeds(run_seed, rank)
         self.engine: Engine | ServerEngine
         self._generation: ColocatedEngine | ServerGeneration
         if mode == "server":
@@ -105,7 +105,7 @@ class SpecGeneration:
             url = server_base_url or f"http://{host}:{server_port}"
             self.engine = self.vllm_client = served = ServerEngine(url, server_timeout)
             self._generation = ServerGeneration(
-                served, model, seeds, accelerator, adapters_only=adapters_only
+                served, model, accelerator, adapters_only=adapters_only
             )
         else:
             in_process = cluster == "none"
@@ -135,7 +135,7 @@ class SpecGeneration:
                 ),
             )
             self._generation = ColocatedEngine(
-                engine, model, seeds, sleep=enable_sleep_mode, adapters_only=adapters_only
+                engine, model, sleep=enable_sleep_mode, adapters_only=adapters_only
             )
         self._num_syncs = 0
         # Where TRL's tool loop looks up how long a conversation may become.
@@ -171,13 +171,13 @@ class SpecGeneration:
             raise InvalidInputError("images", images, "are not supported; give text")
         # TRL's profiler knows the global step, which a resumed run goes on counting. Not all of its
         # trainers hand one over.
+        step = self._num_syncs if profiler is None else profiler.step
+        seeds = self._seeds.next_batch(
+            len(prompts), num_generations, step=step, training=self._model.training
+        )
         with profiler or nullcontext():
             rollouts = self._generation.generate(
-                prompts,
-                self._params,
-                samples_per_prompt=num_generations,
-                step=self._num_syncs if profiler is None else profiler.step,
-                training=self._model.training,
+                prompts, self._params, seeds, samples_per_prompt=num_generations
             )
         completions = [completion_of(rollout, self._filler_id) for rollout in rollouts]
         completion_ids = [each.token_ids for each in completions]

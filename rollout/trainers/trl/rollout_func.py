@@ -10,8 +10,7 @@ from transformers import TrainerCallback
 from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError
 from rollout.trainers.trl.colocated import ColocatedEngine, TrlSampleSeeds
-from rollout.trainers.trl.sampling import completion_of, sampling_params
-from rollout.types import SamplingParams
+from rollout.trainers.trl.sampling import completion_of, params_of
 
 
 class SpecRollout:
@@ -52,14 +51,10 @@ class SpecRollout:
             self._synced_step = step
         training = trainer.model.training
         prompt_ids = _encode(prompts, trainer)
+        count = trainer.num_generations if training else trainer.num_generations_eval
+        seeds = self._seeds.next_batch(len(prompt_ids), count, step=step, training=training)
         rollouts = self._colocated.generate(
-            prompt_ids,
-            self._params,
-            samples_per_prompt=trainer.num_generations
-            if training
-            else trainer.num_generations_eval,
-            step=step,
-            training=training,
+            prompt_ids, self._params, seeds, samples_per_prompt=count
         )
         completions = [completion_of(rollout, trainer.eos_token_ids[0]) for rollout in rollouts]
         return {
@@ -71,17 +66,14 @@ class SpecRollout:
 
     def _attach(self, trainer: Any) -> None:
         _refuse_what_needs_more_turns(trainer)
-        self._params = _params_of(trainer)
         args = trainer.args
+        self._params = params_of(args, trainer.eos_token_ids)
         run_seed = (args.generation_kwargs or {}).get("seed")
+        self._seeds = TrlSampleSeeds(
+            args.seed if run_seed is None else run_seed, trainer.accelerator.process_index
+        )
         self._colocated = ColocatedEngine(
-            self.engine,
-            trainer.model,
-            TrlSampleSeeds(
-                args.seed if run_seed is None else run_seed, trainer.accelerator.process_index
-            ),
-            sleep=self._sleep,
-            adapters_only=self._adapters_only,
+            self.engine, trainer.model, sleep=self._sleep, adapters_only=self._adapters_only
         )
         trainer.add_callback(_AroundTraining(self._forget_step))
         self._trainer = trainer
@@ -102,20 +94,6 @@ class _AroundTraining(TrainerCallback):  # type: ignore[misc]  # transformers is
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._then()
-
-
-def _params_of(trainer: Any) -> SamplingParams:
-    args = trainer.args
-    return sampling_params(
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        max_completion_length=args.max_completion_length,
-        eos_token_ids=trainer.eos_token_ids,
-        generation_kwargs=args.generation_kwargs,
-    )
 
 
 def _refuse_what_needs_more_turns(trainer: Any) -> None:

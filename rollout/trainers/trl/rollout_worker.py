@@ -20,12 +20,12 @@ from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
 from rollout.engine.engine_loop import EngineLoop
 from rollout.errors import EngineStateError, InvalidInputError, RolloutError
 from rollout.sampling.seeds import derive_seed
-from rollout.trainers.trl.sampling import sampling_params
+from rollout.trainers.trl.sampling import params_of
 from rollout.types import FinishReason, SamplingParams
 
 _log = logging.getLogger(__name__)
 
-# Of the conversation that the running task is about, from its next turn on.
+# Request seeds of the running task's conversation, from its next turn on.
 _turn_seeds: ContextVar[Iterator[int]] = ContextVar("turn_seeds")
 
 STOP_TIMEOUT = 60.0  # seconds for rewards and tools that are being computed
@@ -70,15 +70,7 @@ class RolloutWorker:
         self._args = args
         declared = loop.call(lambda engine: engine.eos_token_ids).result()
         eos = list(dict.fromkeys([processing_class.eos_token_id, *declared]))
-        self._params = sampling_params(
-            temperature=args.temperature,
-            top_p=args.top_p,
-            top_k=args.top_k,
-            min_p=args.min_p,
-            repetition_penalty=args.repetition_penalty,
-            max_completion_length=args.max_completion_length,
-            eos_token_ids=eos,
-        )
+        self._params = params_of(args, eos)
         self._options = {
             "model_name": "specrollout",
             "dataset": dataset,

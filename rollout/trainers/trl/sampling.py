@@ -56,6 +56,20 @@ def sampling_params(
     )
 
 
+def params_of(args: Any, eos_token_ids: Sequence[int]) -> SamplingParams:
+    """The sampling parameters of a trainer's config. Raises what `sampling_params` does."""
+    return sampling_params(
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        max_completion_length=args.max_completion_length,
+        eos_token_ids=eos_token_ids,
+        generation_kwargs=getattr(args, "generation_kwargs", None),  # not in every config
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One sample for TRL, of at least one token: TRL reads the last one of each."""

@@ -15,7 +15,6 @@ from torch import nn
 
 from rollout.errors import InvalidInputError, RolloutError
 from rollout.trainers.hook import RolloutHook
-from rollout.trainers.trl.colocated import TrlSampleSeeds
 from rollout.types import FinishReason, RequestStats, Rollout, SamplingParams, TokenExtras
 
 _PROMPTS_OF_CALL = 1024  # `server.max_batch`, by default
@@ -185,14 +184,12 @@ class ServerGeneration:
         self,
         engine: ServerEngine,
         model: nn.Module,
-        seeds: TrlSampleSeeds,
         accelerator: Any,
         *,
         adapters_only: bool = False,
     ) -> None:
         self.engine = engine
         self._model = model
-        self._seeds = seeds
         self._accelerator = accelerator
         self._adapters_only = adapters_only
         self._hook: RolloutHook | None = None
@@ -211,13 +208,9 @@ class ServerGeneration:
         self,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
+        seeds: Sequence[int],
         *,
         samples_per_prompt: int,
-        step: int,
-        training: bool,
     ) -> list[Rollout]:
         """See `ColocatedEngine.generate`; a process may call it without the others."""
-        seeds = self._seeds.next_batch(
-            len(prompts), samples_per_prompt, step=step, training=training
-        )
         return self.engine.generate(prompts, params, seeds)
