@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cached_property
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 
@@ -20,24 +22,21 @@ from rollout.trainers.shard_exchange import FlatShard
 class FSDP2Source(ParameterSource):
     """Gathers each DTensor of a bucket, however its mesh shards it; every rank takes part.
 
-    Of DTensors that one mesh of one dimension shards by their first dimension, as ``fully_shard``
-    does by default, parts can be sent in place of that.
+    Where one mesh of one dimension shards DTensors by their first dimension, as ``fully_shard``
+    does by default, slices of them can be sent instead.
 
     Parameters come in the dtype in which they are sharded: the master copy where FSDP computes in
     a lower one.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        bucket_bytes: int = BUCKET_BYTES,
-        dtype: str | torch.dtype | None = None,
-    ) -> None:
-        super().__init__(model, bucket_bytes=bucket_bytes, dtype=dtype)
-        meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
-        self._mesh = max(meshes, key=lambda mesh: mesh.ndim)
-        self.ranks = TrainerRanks(self._mesh.get_all_groups())
+    @cached_property
+    def _mesh(self) -> DeviceMesh:
+        meshes = [p.device_mesh for p in self.model.parameters() if isinstance(p, DTensor)]
+        return max(meshes, key=lambda mesh: mesh.ndim)
+
+    @cached_property
+    def ranks(self) -> TrainerRanks:
+        return TrainerRanks(self._mesh.get_all_groups())
 
     def refs(self) -> list[ParamRef]:
         for module in self.model.modules():

@@ -6,6 +6,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -79,7 +80,7 @@ class ParameterSource(ABC):
         dtype: None or ``"model"``: as the model holds them. ``"float32"``: the most precise there
             is, the optimizer's master copy where the trainer keeps one. Another: the model's, cast.
 
-    What is streamed is looked up anew in each pass, so adapters may be switched between two.
+    Parameters are looked up anew in each pass, so adapters may be switched between two passes.
     """
 
     def __init__(
@@ -97,8 +98,10 @@ class ParameterSource(ABC):
         self.adapters_only = False
         self.weights()  # refuses here what could not be streamed later
 
-    ranks = TrainerRanks()
-    """The trainer's ranks, which must iterate together."""
+    @cached_property
+    def ranks(self) -> TrainerRanks:
+        """The trainer's ranks, which must iterate together."""
+        return TrainerRanks()
 
     holds_weights_after_optimizer = True
     """Whether the model has its new weights when the optimizer's ``step`` returns."""
@@ -117,7 +120,7 @@ class ParameterSource(ABC):
         ...
 
     def flat_shard(self, ref: ParamRef) -> FlatShard | None:
-        """The elements that this rank holds of a parameter, where each rank holds one range: parts
+        """The elements that this rank holds of a parameter, where each rank holds one range: slices
         of it can be sent from rank to rank. None for any other: it has to be gathered."""
         return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -27,17 +28,10 @@ class HFSource(ParameterSource):
     failure; hand over its ``.module`` to stream from one rank alone.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        bucket_bytes: int = BUCKET_BYTES,
-        dtype: str | torch.dtype | None = None,
-    ) -> None:
-        super().__init__(model, bucket_bytes=bucket_bytes, dtype=dtype)
-        for module in model.modules():
-            if isinstance(module, DistributedDataParallel):
-                self.ranks = TrainerRanks((module.process_group,))
+    @cached_property
+    def ranks(self) -> TrainerRanks:
+        wrappers = [m for m in self.model.modules() if isinstance(m, DistributedDataParallel)]
+        return TrainerRanks([wrapper.process_group for wrapper in wrappers[-1:]])
 
     def gathered(self, refs: Sequence[ParamRef]) -> AbstractContextManager[list[torch.Tensor]]:
         return nullcontext([ref.parameter.detach() for ref in refs])
