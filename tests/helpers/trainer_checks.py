@@ -122,6 +122,14 @@ def assert_follows(result: Mapping[str, Any], rank: int) -> None:
         assert result["same_digest"]
 
 
+def assert_sent_in_slices(result: Mapping[str, Any], bucket_bytes: int) -> None:
+    """What `slices_of` found: each rank was sent what it stores, and no whole tensor."""
+    assert result["same"]
+    assert result["num_bytes"] < 0.6 * result["whole_bytes"]
+    assert result["largest"] < result["largest_tensor"]
+    assert result["peak"] <= max(bucket_bytes, result["largest_tensor"]) + 1024
+
+
 class FailingEngine:
     """Takes ``takes`` tensors and then fails; all of them and then fails, where there are fewer."""
 

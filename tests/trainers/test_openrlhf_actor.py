@@ -36,20 +36,21 @@ class TwoCalls:
         return {"tokens": [output.outputs[0].token_ids for output in outputs], "outputs": outputs}
 
 
-def make_actor(
-    model, *, sync_timeout=HANG_SECONDS, seed=3, resumed_from="", size=1
-) -> RolloutActor:
+def settings_of(model, options, **given) -> ActorSettings:
+    default = {
+        "seed": 3, "resumed_from": "", "max_context_len": 64, "prefix_cache": True,
+        "kv_fraction": 0.3, "dtype": "float32", "tensor_parallel_size": 1,
+    }  # fmt: skip
+    return ActorSettings(model=str(model), options=options, **default | given)
+
+
+def make_actor(model, *, sync_timeout=HANG_SECONDS, **given) -> RolloutActor:
     options = OwnOptions(
         spec_options={"calibration_seconds": 0},
         overrides={"kv_bytes": 2_000_000, "device": "cpu"},
         sync_timeout=sync_timeout,
     )
-    settings = ActorSettings(
-        model=str(model), seed=seed, resumed_from=resumed_from, max_context_len=64,
-        prefix_cache=True, kv_fraction=0.3, dtype="float32", tensor_parallel_size=size,
-        options=options,
-    )  # fmt: skip
-    return RolloutActor(settings, TwoCalls)
+    return RolloutActor(settings_of(model, options, **given), TwoCalls)
 
 
 @pytest.fixture
@@ -158,12 +159,8 @@ def test_outputs_are_what_executors_read(actor):
 
 def test_what_is_ours_goes_over_openrlhfs_arguments(model):
     def memory(**overrides):
-        settings = ActorSettings(
-            model=str(model), seed=3, resumed_from="", max_context_len=64, prefix_cache=True,
-            kv_fraction=0.3, dtype="float32", tensor_parallel_size=1,
-            options=OwnOptions(spec="none", overrides={"max_kv_tokens": 256} | overrides),
-        )  # fmt: skip
-        return settings.make_engine().config.memory
+        options = OwnOptions(spec="none", overrides={"max_kv_tokens": 256} | overrides)
+        return settings_of(model, options).make_engine().config.memory
 
     assert memory().kv_fraction == 0.3
     assert memory(kv_fraction=0.2).kv_fraction == 0.2
@@ -255,7 +252,7 @@ def test_two_ranks_are_one_engine(model, monkeypatch, weights):
     """Each rank receives the trainer's parameters by itself."""
 
     def outcome(size):
-        actor = make_actor(model, size=size)
+        actor = make_actor(model, tensor_parallel_size=size)
 
         async def run():
             before = await responses(actor)
