@@ -93,7 +93,7 @@ def process_growth(count: int) -> tuple[float, float]:
 
 
 def external_rows(settings: Settings) -> Iterator[Row]:
-    documents = real_text(settings.external_text, 1_000_000)
+    documents = real_text(1_000_000)
     tokens = sum(map(len, documents))
     print(f"external: {tokens} tokens of text", flush=True)
     rates = []
@@ -140,25 +140,13 @@ ROWS = {
 
 
 def parts(options: argparse.Namespace) -> Parts:
-    settings = Settings(
-        traces=load_traces(options.trace),
-        external_text=options.external_text,
-        budget=options.budget,
-        active=options.active,
-        floor=options.floor,
-        quick=options.quick,
-    )
+    settings = Settings(traces=load_traces(options.trace), quick=options.quick)
     return {name: partial(rows, settings) for name, rows in ROWS.items()}
 
 
 def make_command() -> Command:
     command = Command(__doc__)
     add_trace_option(command)
-    command.option("--budget", 8, help="draft nodes per request")
-    command.option("--active", 64, help="sequences of a batch")
-    command.option("--floor", 0.06, help="least estimate of a node, for accept length")
-    help = "a document of the external corpus; repeatable; default: the standard library"
-    command.option("--external-text", [], type=Path, action="append", help=help)
     return command
 
 

@@ -21,6 +21,12 @@ from ngram_native import Corpus
 
 MAX_BYTES = 256 << 20
 
+BUDGET = 8
+"""Draft nodes per request."""
+
+ACTIVE = 64
+"""Sequences of a batch."""
+
 _WORDS = re.compile(r"\w+|\s+|[^\w\s]")
 
 
@@ -56,10 +62,6 @@ class Settings:
     """Settings of all parts of bench_corpus.py."""
 
     traces: list[Trace]
-    external_text: list[Path]  # documents of the external corpus; empty: the standard library
-    budget: int  # draft nodes per request
-    active: int  # sequences of a batch
-    floor: float  # least estimate of a node, where accept length is measured
     quick: bool
 
     @property
@@ -67,7 +69,7 @@ class Settings:
         return max(self.traces, key=lambda trace: trace.num_tokens)
 
     def calls(self, num_tokens: int) -> list[Call]:
-        return interleave(documents_of(self.traces), num_tokens=num_tokens, active=self.active)
+        return interleave(documents_of(self.traces), num_tokens=num_tokens, active=ACTIVE)
 
 
 def documents_of(traces: Sequence[Trace], first_group: int = 0) -> Iterator[Document]:
@@ -148,13 +150,13 @@ def python_rate(calls: Sequence[Call], budget: int) -> float:
     return num_tokens(calls) / nanoseconds * 1e9
 
 
-def real_text(files: Sequence[Path], num_tokens: int) -> list[NDArray[np.int32]]:
-    """A document per file, cut off after so many tokens in all; without files, the source of
-    Python's standard library. Tokens are words, runs of white space and symbols, numbered in the
-    order they first come."""
-    if not files:
-        library = Path(sysconfig.get_path("stdlib"))
-        files = [*sorted(library.glob("*.py")), *sorted(library.glob("[a-r]*/*.py"))]
+def real_text(num_tokens: int) -> list[NDArray[np.int32]]:
+    """The source of Python's standard library, a document per file, cut off after ``num_tokens``.
+
+    Tokens are words, runs of white space and symbols, numbered in the order they first come.
+    """
+    library = Path(sysconfig.get_path("stdlib"))
+    files = [*sorted(library.glob("*.py")), *sorted(library.glob("[a-r]*/*.py"))]
     numbers: dict[str, int] = {}
     documents: list[NDArray[np.int32]] = []
     left = num_tokens

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-from corpus_calls import Settings, real_text
+from corpus_calls import ACTIVE, BUDGET, Settings, real_text
 from harness.rows import Row, row
 from harness.timing import clock_cost, cpu_clock, in_fresh_process
 
@@ -36,7 +36,7 @@ def full_corpus(settings: Settings, clock: Callable[[], int]) -> tuple[Corpus, I
     """A corpus that from here on drops as much as it takes in, and its next calls, timed."""
     corpus = Corpus(max_bytes=SMALL)
     calls = settings.calls(900_000 if settings.quick else 1_500_000)
-    budgets_B = np.full(settings.active, settings.budget, np.int32)
+    budgets_B = np.full(ACTIVE, BUDGET, np.int32)
     cost = clock_cost() if clock is cpu_clock else 0
 
     def timed() -> Iterator[Times]:
@@ -77,7 +77,7 @@ def eviction_rows(settings: Settings) -> list[Row]:
 def removal_elsewhere_rows(settings: Settings) -> list[Row]:
     """Wall time, since what may hurt is a lock held. The median over rounds, since the machine may
     be busy with others in some of them; as many calls without a removal tell how busy it is."""
-    documents = real_text(settings.external_text, TOKENS)
+    documents = real_text(TOKENS)
     corpus, times = full_corpus(settings, time.perf_counter_ns)
     usual: list[Times] = []
     longest, longest_usual = [], []
@@ -109,7 +109,7 @@ def removal_elsewhere_rows(settings: Settings) -> list[Row]:
 
 def removal_here_rows(settings: Settings) -> list[Row]:
     """CPU time: the removal between two batches, as an engine does it, makes that step longer."""
-    documents = real_text(settings.external_text, TOKENS)
+    documents = real_text(TOKENS)
     corpus, times = full_corpus(settings, cpu_clock)
     loads = ExternalLoader(corpus, max_tokens=2 * TOKENS)
     steps = map(sum, times)

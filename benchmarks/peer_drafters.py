@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
-from corpus_calls import Settings
+from corpus_calls import ACTIVE, BUDGET, Settings
 from harness.rows import Row, row
 from numpy.typing import NDArray
 from replaying import CorpusDrafter, Drafter, Drafts, replay
@@ -148,7 +148,7 @@ def peer_rows(settings: Settings) -> Iterator[Row]:
             makers.append(make)
     for trace in settings.traces:
         for make in makers:
-            result = replay(trace, make(), budget=settings.budget, active=settings.active)
+            result = replay(trace, make(), budget=BUDGET, active=ACTIVE)
             name = f"{trace.name}, {result.drafter}"
             yield row(f"{name}: accept length", result.accept_length, "tokens")
             yield row(f"{name}: drafted", result.drafted, "nodes/request")

@@ -149,19 +149,12 @@ def equal_counts(estimates_J: NDArray[np.float32]) -> NDArray[np.int64]:
     return rank_J * 10 // max(len(rank_J), 1)
 
 
-def equal_widths(estimates_J: NDArray[np.float32]) -> NDArray[np.int64]:
-    return np.minimum((estimates_J * 10).astype(np.int64), 9)
-
-
 def largest_gap(
-    bin_J: NDArray[np.int64],
-    estimates_J: NDArray[np.float32],
-    accepted_J: NDArray[np.bool_],
-    at_least: int = 1,
+    bin_J: NDArray[np.int64], estimates_J: NDArray[np.float32], accepted_J: NDArray[np.bool_]
 ) -> float:
-    """The largest gap of mean estimate and acceptance rate over bins of ``at_least`` nodes."""
+    """The largest gap of mean estimate and acceptance rate over the bins that hold nodes."""
     count_K = np.bincount(bin_J, minlength=10)
-    kept_K = count_K >= at_least
+    kept_K = count_K > 0
     gap_K = np.bincount(bin_J, estimates_J, 10) - np.bincount(bin_J, accepted_J, 10)
     return float(np.abs(gap_K[kept_K] / count_K[kept_K]).max(initial=0.0))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from harness.traces import trace_of
-from replaying import Drafts, equal_counts, equal_widths, largest_gap, match_tree, replay
+from replaying import Drafts, equal_counts, largest_gap, match_tree, replay
 
 
 def make_trace(responses, *, steps=None, epochs=None):
@@ -170,15 +170,6 @@ def test_equal_estimates_fall_into_bins_of_equal_counts():
     assert np.bincount(equal_counts(np.full(1000, 0.5, np.float32))).tolist() == [100] * 10
 
 
-def test_bins_of_few_nodes_are_not_judged():
-    estimates_J = np.array([0.05] * 300 + [0.55] * 199 + [1.0] * 200, np.float32)
-    accepted_J = estimates_J > 0.9
-    bins = equal_widths(estimates_J)
-    assert largest_gap(bins, estimates_J, accepted_J, at_least=200) == pytest.approx(0.05)
-    assert largest_gap(bins, estimates_J, accepted_J) == pytest.approx(0.55)
-
-
 def test_nothing_judged_is_off_by_nothing():
     nothing = np.empty(0, np.float32)
-    for bins in (equal_counts(nothing), equal_widths(nothing)):
-        assert largest_gap(bins, nothing, np.empty(0, np.bool_)) == 0
+    assert largest_gap(equal_counts(nothing), nothing, np.empty(0, np.bool_)) == 0
