@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from budget_replay import replay_rows
 from harness.command import POSITIVE, Command, Part, Parts
-from harness.engines import PLAIN, corpus_of, forget, hold, make_engine, warm_up
+from harness.engines import PLAIN, forget, hold, make_engine, warm_up
 from harness.prompts import OPEN_PROMPTS, REPETITIVE_PROMPTS, chat, reasoning_prompts
 from harness.rows import Row, row
 from harness.traces import load_trace, synthetic_trace
@@ -147,7 +147,8 @@ def grpo_rows(options: argparse.Namespace) -> Iterator[Row]:
     teach(engines, step, 2)
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder) / "corpus"
-        corpus_of(engines[0]).save(corpus)
+        worker: Any = engines[0].worker
+        worker.corpus.save(corpus)
 
         def against(fixed: int | None, pairs: int) -> PairedTimes:
             """The learned budget; without a fixed number, against plain decoding."""

@@ -1,15 +1,15 @@
 """Question: how near is every GPU op at the shape of an 8B model to its floor, and to what torch
 has for it? Which tiles should its matrix product have?
 
-    python benchmarks/bench_gpu_ops.py [--no-tests] [--ops step recurrent sweep] [--json FILE]
+    python benchmarks/bench_gpu_ops.py [--ops step recurrent sweep] [--json FILE]
     python benchmarks/bench_gpu_ops.py --ops padding      # needs no GPU
 
 A floor is what the GPU needs at least: the bytes that have to move, or the arithmetic, whichever
-takes longer, at the rates that this device is measured to have. First the tests marked `gpu` are
-run. Calls are captured in a graph, each on buffers of its own, so that weights and keys come from
-memory and not from the cache. Bars, on an H100 or H200: floor / time 0.7 for products of up to 32
-rows and for all ops of a step; exactness 1.6x; draft nodes 1.15x; a tile's padding 1.5x. Where
-there is no GPU this says so and ends well: the rows are `not run`.
+takes longer, at the rates that this device is measured to have. Calls are captured in a graph, each
+on buffers of its own, so that weights and keys come from memory and not from the cache. Bars, on an
+H100 or H200: floor / time 0.7 for products of up to 32 rows and for all ops of a step; exactness
+1.6x; draft nodes 1.15x; a tile's padding 1.5x. Where there is no GPU this says so and ends well:
+the rows are `not run`.
 
 Legend: as in `op_case.py`.
 """
@@ -17,8 +17,6 @@ Legend: as in `op_case.py`.
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -213,18 +211,6 @@ def _step_rows(times: Times, ceilings: Ceilings) -> Iterator[Row]:
     yield row("8 requests: 8 draft nodes each / none", tree / plain, "ratio", bar, at_most=True)
 
 
-def tests_rows() -> Iterator[Row]:
-    files = ("tests/ops", "tests/models/test_row_invariance.py")
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", *files]
-    name = "tests marked gpu: exit status"
-    try:
-        failed = subprocess.run(command, check=False, timeout=560).returncode
-    except subprocess.TimeoutExpired:  # what is timed does not rest on it
-        yield not_run(name, "", 0)
-    else:
-        yield row(name, failed, "", 0, at_most=True)
-
-
 @torch.inference_mode()
 def timed_rows(options: argparse.Namespace, kind: str) -> Iterator[Row]:
     torch.manual_seed(0)
@@ -254,8 +240,9 @@ def parts(options: argparse.Namespace) -> Parts:
     without: dict[str, Part] = {"padding": partial(padding, LINEARS | HEAD)}
     if not torch.cuda.is_available():
         return without if "padding" in options.ops else {"no GPU": rows_without_gpu}
-    every: dict[str, Part] = {} if options.no_tests else {"tests": tests_rows}
-    every |= {kind: partial(timed_rows, options, kind) for kind in OPS if kind in options.ops}
+    every: dict[str, Part] = {
+        kind: partial(timed_rows, options, kind) for kind in OPS if kind in options.ops
+    }
     if "padding" in options.ops:
         every |= without
     if "sweep" in options.ops:
@@ -266,7 +253,6 @@ def parts(options: argparse.Namespace) -> Parts:
 def make_command() -> Command:
     command = Command(__doc__)
     add_floors_option(command)
-    command.flag("--no-tests", "time only")
     help = (
         "those of a step, of recurrent layers; or which tiles matmul should have, and how much "
         "they compute beyond what is wanted, which needs no GPU"

@@ -232,8 +232,7 @@ def host_rows(options: argparse.Namespace, trace: Trace, spec: str, batch: int) 
     }
     label = f"{spec}, batch {batch}"
     yield row(f"{label}: tokens of a request", tokens, "tokens")
-    if not options.totals:
-        figures |= {name: by_phase[name] for name in sorted(by_phase)}
+    figures |= {name: by_phase[name] for name in sorted(by_phase)}
     for name, seconds in figures.items():
         yield row(f"{label}: {name}", 1e6 * statistics.median(seconds), "us")
 
@@ -255,7 +254,6 @@ def make_command() -> Command:
     command.option("--spec", SPECS, nargs="+", choices=SPECS)
     command.option("--nodes", 8, limits=(1, 63), help="most draft nodes per request")
     command.option("--steps", 160, quick=4, limits=POSITIVE, help="timed; half above batch 64")
-    command.flag("--totals", "no phases")
     return command
 
 

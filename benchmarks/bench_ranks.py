@@ -165,7 +165,7 @@ def make_command() -> Command:
     command.option("--turns", 9, quick=1, limits=POSITIVE, help="of each number of ranks")
     command.option("--ranks", [1, 2], quick=[2], nargs="+", limits=POSITIVE)
     command.option("--rows", [1, 8, 64], quick=[2], nargs="+", limits=POSITIVE, help="of a step")
-    command.repeats(200, quick=1)
+    command.repeats(200)
     command.threads(1)
     return command
 

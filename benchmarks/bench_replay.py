@@ -39,6 +39,9 @@ from harness.traces import Trace, add_trace_option, load_traces
 
 from spec_workers.neural.drafter import NeuralDrafter
 
+_HIT_RATE = 0.6
+"""Share of positions at which hybrid's draft is told the recorded token."""
+
 
 @dataclass(slots=True)
 class Spent:
@@ -188,7 +191,7 @@ def run(
                 active=active,
                 num_waves=options.steps,
                 ceilings=ceilings,
-                hit_rate=options.draft_hit,
+                hit_rate=_HIT_RATE,
                 overrides=overrides,
             )
             gc.collect()
@@ -222,8 +225,6 @@ def make_command() -> Command:
     help = "of the trace; on a GPU all"
     command.option("--steps", num_steps, quick=1, type=int, limits=POSITIVE, help=help)
     command.flag("--fast", "exact=false")
-    help = "share of positions at which hybrid's draft is told the recorded token"
-    command.option("--draft-hit", 0.6, limits=(0, 1), help=help)
     return command
 
 

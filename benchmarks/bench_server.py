@@ -49,7 +49,7 @@ none_left = partial(row, bar=0.0, at_most=True)
 
 def overhead_rows(options: argparse.Namespace) -> Iterator[Row]:
     engine = RolloutEngine.from_pretrained(
-        str(options.model), spec=options.spec, num_threads=options.threads, max_kv_tokens=KV_TOKENS
+        str(options.model), spec="none", num_threads=options.threads, max_kv_tokens=KV_TOKENS
     )
     prompts = [engine.encoder.encode(chat(text)) for text in OPEN_PROMPTS]
     engine.generate(prompts[:1], SamplingParams(max_new_tokens=4))  # warm
@@ -66,7 +66,7 @@ def overhead_rows(options: argparse.Namespace) -> Iterator[Row]:
 
     ways = {"one call": _one_call, "a client per sample": _clients, "the same, streamed": _streams}
     for name, way in ways.items():
-        with _served(options, options.spec) as server:
+        with _served(options, "none") as server:
             latency = _latency(server.url, rollouts[0].prompt_ids)  # and warms it
             httpx.post(f"{server.url}/flush_cache", timeout=60).raise_for_status()
             started, cpu_started = time.perf_counter(), server.cpu_seconds()
@@ -198,7 +198,7 @@ def _unlike_offline(options: argparse.Namespace, streams: list[Stream]) -> int:
 
 
 def malformed_rows(options: argparse.Namespace) -> Iterator[Row]:
-    requests = malformed(options.malformed, options.seed)
+    requests = malformed(options.malformed, seed=0)
     overrides = (
         f"model.max_context_len={MALFORMED_CONTEXT}", "memory.max_kv_tokens=8192",
         f"num_threads={options.threads}", "server.model_name=m", "server.max_prompt_len=32",
@@ -235,11 +235,9 @@ def make_command() -> Command:
     command = Command(__doc__)
     command.model()
     command.threads(2)
-    command.option("--spec", "none", help="of the overhead")
     command.option("--tokens", 64, quick=8, limits=POSITIVE, help="of each sample of the overhead")
     command.option("--clients", 500, quick=60, limits=(60, 10_000), help="at once")
     command.option("--malformed", 10_000, quick=220, limits=POSITIVE, help="malformed requests")
-    command.option("--seed", 0, help="of the malformed requests")
     return command
 
 

@@ -30,6 +30,7 @@ _TASK = (
     "repeat all records so far, one in a line, as JSON, and nothing else. This is conversation "
     "{index}."
 )
+_TEMPERATURE = 0.5
 _SHARE_BAR = 0.95
 
 
@@ -69,7 +70,7 @@ class Conversation:
 
 def turn_rows(options: argparse.Namespace) -> Iterator[Row]:
     engine = make_engine(options.model, "ngram", 4, {})
-    params = SamplingParams(max_new_tokens=options.tokens, seed=3, temperature=options.temperature)
+    params = SamplingParams(max_new_tokens=options.tokens, seed=3, temperature=_TEMPERATURE)
     warm_up(engine, [chat("Name a colour.")], options.tokens)
     held = [_conversation(engine, params, index, options) for index in range(options.conversations)]
     turns = [turn for each in held for turn in each.turns]
@@ -133,7 +134,6 @@ def make_command() -> Command:
     command.option("--conversations", 4, quick=1, limits=POSITIVE, help="one after the other")
     command.option("--turns", 8, quick=3, limits=(2, 64), help="of each")
     command.option("--tokens", 48, quick=8, limits=POSITIVE, help="most of an answer")
-    command.option("--temperature", 0.5, limits=(0, 10), help="of sampling")
     command.threads(2)
     return command
 

@@ -41,6 +41,9 @@ from tests.helpers.fake_cuda import FakeGpu, pretended_gpu
 from tests.helpers.fake_cuda.launches import Launch
 from tests.helpers.triton_compile import HOPPER
 
+_MAX_BYTES = 32 << 20
+"""Size of the archive at most."""
+
 _CEILINGS = Ceilings(name="a pretended H100", bytes_per_second=3e12, flop_per_second=7e14)
 
 Variant = tuple[str, str, tuple[dict, dict, dict], dict[str, Any]]
@@ -116,7 +119,6 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     arguments.add_argument("--output", type=Path, required=True, metavar="ARCHIVE")
-    arguments.add_argument("--max-mib", type=int, default=32, help="of the archive")
     options = arguments.parse_args(arguments_given)
     began = time.monotonic()
     variants = recorded(PARTS)
@@ -124,7 +126,7 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
         environment = {"TRITON_CACHE_DIR": cache, "TRITON_STORE_BINARY_ONLY": "1"}
         with patch.dict(os.environ, environment), ProcessPoolExecutor() as pool:
             list(pool.map(build, variants))
-        print(triton_cache.pack(Path(cache), options.output, options.max_mib << 20))
+        print(triton_cache.pack(Path(cache), options.output, _MAX_BYTES))
     print(
         f"{len(variants)} variants for {triton_cache.made_by()}: {time.monotonic() - began:.0f} s"
     )

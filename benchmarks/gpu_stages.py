@@ -36,7 +36,7 @@ def stages(
 
     step = "benchmarks/bench_step.py"
     steps = sized("--shape 8b --context 2048", "--context 80")
-    ops = ("benchmarks/bench_gpu_ops.py", "--no-tests", "--ops")
+    ops = ("benchmarks/bench_gpu_ops.py", "--ops")
     given = [part for trace in traces for part in ("--trace", str(trace))]
     replay = ("benchmarks/bench_replay.py", *given)
     return [

@@ -126,11 +126,10 @@ class Simulation:
         policy: Policy = Policy.SYNCHRONOUS,
         speculates: bool = True,
         max_running: int = MAX_RUNNING,
-        seed: int = 0,
     ) -> None:
         self._lengths, self._policy = lengths, policy
         self._groups_per_step, self._samples = groups_per_step, samples
-        self._rng = np.random.default_rng(seed)
+        self._rng = np.random.default_rng(0)
         names = [str(replica) for replica in range(num_replicas)]
         self._router = Router(names)
         for name in names:

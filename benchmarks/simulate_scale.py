@@ -27,6 +27,7 @@ from scale_cluster import MAX_RUNNING, Outcome, Policy, Simulation, fitted, reco
 MODELS = {"8B": 16.06e9, "32B": 65.5e9}  # bytes in bfloat16
 LINKS = {"100 Gbit/s": 12.5e9, "400 Gbit/s": 50e9}  # bytes/s
 REPLICAS_PER_HOST = 8
+SAMPLES = 8  # of a group
 
 BUCKET_BYTES = 512 * 2**20
 LATENCY_SECONDS = 200e-6  # of a bucket: announcing it, and the answer
@@ -53,7 +54,7 @@ class Shape(enum.StrEnum):
 def tail_rows(options: argparse.Namespace) -> Iterator[Row]:
     """Weak scaling: the work grows with the cluster. Strong scaling: it is that of 64 replicas."""
     lengths = fitted if options.trace is None else recorded(options.trace)
-    drawn = np.concatenate([lengths(np.random.default_rng(i), options.samples) for i in range(999)])
+    drawn = np.concatenate([lengths(np.random.default_rng(i), SAMPLES) for i in range(999)])
     yield row("lengths: mean", float(drawn.mean()), "tokens")
     yield row("lengths: median", float(np.median(drawn)), "tokens")
     for scaling in ("weak", "strong"):
@@ -63,8 +64,7 @@ def tail_rows(options: argparse.Namespace) -> Iterator[Row]:
                 for speculates in (False, True):
                     outcome = Simulation(
                         num_replicas, lengths, policy=policy, speculates=speculates,
-                        groups_per_step=max(1, options.groups * scale), samples=options.samples,
-                        seed=options.seed,
+                        groups_per_step=options.groups * scale, samples=SAMPLES,
                     ).run()  # fmt: skip
                     drafts = "drafts" if speculates else "no drafts"
                     label = f"{scaling}, {policy}, {num_replicas} replicas, {drafts}"
@@ -155,8 +155,6 @@ def make_command() -> Command:
     command.option("--trace", type=Path, help=help)
     command.option("--replicas", [8, 64, 256, 1024], quick=[8], nargs="+", limits=POSITIVE)
     command.option("--groups", 16, quick=2, limits=POSITIVE, help="per replica and step")
-    command.option("--samples", 8, limits=POSITIVE, help="per group")
-    command.option("--seed", 0)
     return command
 
 

@@ -2,7 +2,7 @@
 
     command = Command(__doc__)
     command.model()
-    command.option("--repeats", 3, quick=1, at_least=1, help="pairs the median is taken of")
+    command.option("--tokens", 96, quick=4, limits=POSITIVE, help="of a rollout")
     command.run("weight updates", parts)
 
 Every benchmark takes `--json FILE`, `--only PART` and `--quick`, the smallest size that still runs
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -84,16 +84,13 @@ class Command:
     def model(self) -> None:
         self.option("--model", Path("models/SmolLM2-135M-Instruct"), type=Path, help="the target")
 
-    def repeats(self, default: int, quick: int = 1) -> None:
+    def repeats(self, default: int) -> None:
         help = "measurements that the median is taken of"
-        self.option("--repeats", default, quick=quick, limits=POSITIVE, help=help)
+        self.option("--repeats", default, quick=1, limits=POSITIVE, help=help)
 
     def threads(self, default: int) -> None:
         """Add `--threads`, which torch is told before anything runs."""
         self.option("--threads", default, limits=POSITIVE, help="of each process")
-
-    def error(self, message: str) -> NoReturn:
-        self._parser.error(message)
 
     def parse(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options = self._parser.parse_args(arguments)
@@ -105,7 +102,7 @@ class Command:
             for each in value if isinstance(value, list) else [value]:
                 if isinstance(each, int | float) and not least <= each <= largest:
                     name = key.replace("_", "-")
-                    self.error(f"--{name}={each}: must be in [{least:g}, {largest:g}]")
+                    self._parser.error(f"--{name}={each}: must be in [{least:g}, {largest:g}]")
         return options
 
     def run(
@@ -127,14 +124,16 @@ class Command:
         try:
             known = parts(options)
         except FileNotFoundError as error:
-            self.error(str(error))
+            self._parser.error(str(error))
         chosen = {
             name: part
             for name, part in known.items()
             if not options.only or any(each in name for each in options.only)
         }
         if not chosen:
-            self.error(f"--only {' '.join(options.only)}: must be in one of: {'; '.join(known)}")
+            self._parser.error(
+                f"--only {' '.join(options.only)}: must be in one of: {'; '.join(known)}"
+            )
         with finishing(title.format_map(vars(options)), options.json) as rows:
             for name, part in chosen.items():
                 started = time.perf_counter()

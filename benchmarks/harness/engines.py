@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ngram_native import Corpus
 from rollout import RolloutEngine, SamplingParams
 from rollout.offline.compare.comparison import Comparison, Work
 from rollout.offline.compare.paired_times import PairedTimes
@@ -34,13 +33,6 @@ def make_engine(
 def fixed(num_draft_tokens: int) -> dict[str, Any]:
     """`spec_options` of an engine that verifies so many nodes per request, whatever they cost."""
     return {"num_draft_tokens": num_draft_tokens, "budget": "fixed"}
-
-
-def corpus_of(engine: RolloutEngine) -> Corpus:
-    """The corpus of an engine that drafts from one; TypeError where there is none."""
-    if not isinstance(engine.worker, NgramWorker):
-        raise TypeError(f"{type(engine.worker).__name__} has no corpus")
-    return engine.worker.corpus
 
 
 def forget(engine: RolloutEngine) -> None:
