@@ -147,7 +147,10 @@ def load_draft(folder: Path, embed: Embed) -> TrainableDraft:
     return draft
 
 
-_NAMES = {DraftKind.eagle3: "LlamaForCausalLMEagle3", DraftKind.mtp: "SpecrolloutMTP"}
+_NAMES = {
+    DraftKind.eagle3: TrainableEagle3.architecture,
+    DraftKind.mtp: TrainableMtpChain.architecture,
+}
 
 
 def _feature_layers(target: ModelSpec) -> list[int]:
@@ -233,7 +236,6 @@ def initialise(draft: TrainableDraft, model: CausalLM, seed: int) -> None:
         _copy_layer(draft.midlayer, target, last)
         draft.midlayer.hidden_norm.weight.copy_(input_norm_E)
         draft.norm.weight.copy_(final_norm_E)
-        draft.lm_head.weight.copy_(target.head_rows(draft.vocabulary.token_ids_D))
     else:
         assert isinstance(draft, TrainableMtpChain)
         for step in draft.steps():
@@ -241,7 +243,7 @@ def initialise(draft: TrainableDraft, model: CausalLM, seed: int) -> None:
             _copy_layer(step, target, last)
             step.input_layernorm.weight.copy_(input_norm_E)
             step.norm.weight.copy_(final_norm_E)
-        draft.lm_head.weight.copy_(target.head_rows(draft.vocabulary.token_ids_D))
+    draft.lm_head.weight.copy_(target.head_rows(draft.vocabulary.token_ids_D))
 
 
 def _pass_on(linear: nn.Linear, hidden: int) -> None:

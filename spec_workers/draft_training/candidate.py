@@ -93,7 +93,7 @@ class Candidate:
         held_out = self._cast(self.rollouts.held_out)
         if not self._is_new or not held_out:
             return Judgement(verdict=CandidateVerdict.NOT_JUDGED, num_held_out=len(held_out))
-        if not all(torch.isfinite(tensor).all() for _, tensor in self.named_tensors(torch.float32)):
+        if not all(torch.isfinite(tensor).all() for _, tensor in self.trainer.named_tensors()):
             return Judgement(verdict=CandidateVerdict.NOT_FINITE, num_held_out=len(held_out))
         new = self.trainer.held_out_accept_length(held_out).accept_length
         state = deepcopy(self.trainer.state_dict())
@@ -109,10 +109,6 @@ class Candidate:
             accept_length_in_use=old,
             num_held_out=len(held_out),
         )
-
-    def named_tensors(self, dtype: torch.dtype) -> list[tuple[str, torch.Tensor]]:
-        """The candidate's weights, as an engine's update takes them."""
-        return list(self.trainer.named_tensors(dtype))
 
     def swapped(self) -> None:
         """Record that the candidate is in use now."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-import torch
-
 from rollout.engine.engine import RolloutEngine
 from rollout.trainers.hook import WeightSync
 from spec_workers.draft_training.candidate import Candidate, CandidateVerdict, Judgement
@@ -167,7 +165,7 @@ class CoTrainer:
             return None
         swap = None
         if judgement.verdict is CandidateVerdict.AS_GOOD:
-            swap = self.swap.swap(self.candidate.named_tensors(torch.float32))
+            swap = self.swap.swap(self._trainer.named_tensors())
         if swap is SwapResult.SWAPPED:
             self.candidate.swapped()
         elif swap is not SwapResult.POSTPONED:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rollout.models.aux_hidden_states import AuxHiddenStates
+from rollout.models.spec import ModelSpec
 from spec_workers.draft_training.decoder_layer import KeysValues
 from spec_workers.draft_training.packed_rows import PackedRows
 from spec_workers.draft_training.sequences import TokenSequence
@@ -72,16 +73,45 @@ class DraftVocabulary:
 class TrainableDraft(nn.Module):
     """A draft with float32 parameters that have a checkpoint's names."""
 
-    features: AuxHiddenStates  # the hidden states of the target that it reads
-    vocabulary: DraftVocabulary
-    max_steps: int | None  # guesses that can be unrolled; None: any number
+    architecture: str  # in config.json
     stored_prefix: str  # of parameters' names in a folder; an engine's update has "draft."
-    embed: Embed
+    max_steps: int | None  # guesses that can be unrolled; None: any number
     lm_head: nn.Linear  # over the draft's vocabulary
 
-    @abstractmethod
+    def __init__(
+        self,
+        spec: ModelSpec,
+        shared: dict[str, Any],
+        features: AuxHiddenStates,
+        vocabulary: DraftVocabulary,
+        embed: Embed,
+    ) -> None:
+        """
+        Args:
+            spec: of a decoder layer of the draft.
+            shared: further fields of its config.json.
+            features: the hidden states of the target that it reads.
+            vocabulary: the tokens that it can name.
+            embed: the target's embedding.
+        """
+        super().__init__()
+        self.features, self.vocabulary, self.embed = features, vocabulary, embed
+        self._spec, self._shared = spec, shared
+
     def config(self) -> dict[str, Any]:
         """The contents of its config.json."""
+        spec = self._spec
+        return self._shared | {
+            "architectures": [self.architecture],
+            "num_attention_heads": spec.num_heads,
+            "num_key_value_heads": spec.num_kv_heads,
+            "head_dim": spec.head_dim,
+            "intermediate_size": spec.ffn_size,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "draft_vocab_size": len(self.vocabulary.token_ids_D),
+            "tie_word_embeddings": False,
+        }
 
     def tables(self) -> dict[str, torch.Tensor]:
         """Tensors that a folder holds in addition to the parameters, by name."""

@@ -41,6 +41,7 @@ class TrainableEagle3(TrainableDraft):
     """EAGLE-3 with its authors' names. It has its own head and vocabulary, and the target's
     embedding."""
 
+    architecture = "LlamaForCausalLMEagle3"
     stored_prefix = ""
     max_steps = None
 
@@ -52,10 +53,7 @@ class TrainableEagle3(TrainableDraft):
         vocabulary: DraftVocabulary,
         embed: Embed,
     ) -> None:
-        """``spec``: of the draft's layer. ``shared``: further fields of its config.json."""
-        super().__init__()
-        self.features, self.vocabulary, self.embed = features, vocabulary, embed
-        self._spec, self._shared = spec, shared
+        super().__init__(spec, shared, features, vocabulary, embed)
         hidden = spec.hidden_size
         cos_sin_PC = cos_sin_table(
             spec.rope, spec.head_dim, spec.max_context_len, torch.device("cpu")
@@ -66,19 +64,9 @@ class TrainableEagle3(TrainableDraft):
         self.lm_head = nn.Linear(hidden, len(vocabulary.token_ids_D), bias=False)
 
     def config(self) -> dict[str, Any]:
-        spec = self._spec
-        return self._shared | {
-            "architectures": ["LlamaForCausalLMEagle3"],
+        return super().config() | {
             "model_type": "llama",
             "num_hidden_layers": 1,
-            "num_attention_heads": spec.num_heads,
-            "num_key_value_heads": spec.num_kv_heads,
-            "head_dim": spec.head_dim,
-            "intermediate_size": spec.ffn_size,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "draft_vocab_size": len(self.vocabulary.token_ids_D),
-            "tie_word_embeddings": False,
             "eagle_aux_hidden_state_layer_ids": list(self.features.layers),
         }
 

@@ -51,6 +51,7 @@ class TrainableMtpStep(TrainableDecoderLayer):
 class TrainableMtpChain(TrainableDraft):
     """A chain with one head for all steps and the target's embedding."""
 
+    architecture = "SpecrolloutMTP"
     stored_prefix = "draft."
 
     def __init__(
@@ -61,11 +62,8 @@ class TrainableMtpChain(TrainableDraft):
         vocabulary: DraftVocabulary,
         embed: Embed,
     ) -> None:
-        """``spec``: of each step's layer. ``shared``: further fields of its config.json."""
-        super().__init__()
-        self.features, self.vocabulary, self.embed = AuxHiddenStates(final=True), vocabulary, embed
+        super().__init__(spec, shared, AuxHiddenStates(final=True), vocabulary, embed)
         self.max_steps = num_steps
-        self._spec, self._shared = spec, shared
         cos_sin_PC = cos_sin_table(
             spec.rope, spec.head_dim, spec.max_context_len, torch.device("cpu")
         )
@@ -73,20 +71,10 @@ class TrainableMtpChain(TrainableDraft):
         self.lm_head = nn.Linear(spec.hidden_size, len(vocabulary.token_ids_D), bias=False)
 
     def config(self) -> dict[str, Any]:
-        spec = self._spec
-        return self._shared | {
-            "architectures": ["SpecrolloutMTP"],
+        return super().config() | {
             "model_type": "specrollout_mtp",
             "num_hidden_layers": len(self.layers),
             "num_nextn_predict_layers": len(self.layers),
-            "num_attention_heads": spec.num_heads,
-            "num_key_value_heads": spec.num_kv_heads,
-            "head_dim": spec.head_dim,
-            "intermediate_size": spec.ffn_size,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "draft_vocab_size": len(self.vocabulary.token_ids_D),
-            "tie_word_embeddings": False,
         }
 
     def unroll(self, rows: PackedRows, num_steps: int) -> list[torch.Tensor]:

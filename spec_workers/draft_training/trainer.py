@@ -5,7 +5,7 @@ Legend: D draft vocabulary, E hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -122,10 +122,12 @@ class DraftTrainer:
         with self._autocast():
             return held_out_accept_length(self.draft, own, shape or TreeShape())
 
-    def named_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Copies of the draft's weights, by the names that an engine's update takes."""
-        for name, parameter in self.draft.named_parameters():
-            yield SENT_PREFIX + name, parameter.detach().to(dtype, copy=True)
+    def named_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Copies of the draft's float32 weights, by the names that an engine's update takes."""
+        return [
+            (SENT_PREFIX + name, parameter.detach().clone())
+            for name, parameter in self.draft.named_parameters()
+        ]
 
     def load_named_tensors(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load weights by the names that an engine knows. The optimizer's state stays."""

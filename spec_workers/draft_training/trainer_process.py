@@ -109,7 +109,7 @@ class TrainerProcess:
         judgement = self._candidate.judge()
         weights = None
         if judgement.verdict is CandidateVerdict.AS_GOOD:
-            weights = self._sent.handle(self._candidate.named_tensors(torch.float32))
+            weights = self._sent.handle(self._trainer.named_tensors())
         elif not steps:
             time.sleep(_IDLE_SECONDS)
         return {

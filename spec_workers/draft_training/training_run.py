@@ -101,7 +101,6 @@ class RunOptions:
     batch_guesses: int = 2048  # of an optimizer step
     check_seconds: float = 120.0  # between two held-out checks
     seed: int = 0
-    dtype: torch.dtype = torch.bfloat16  # of the saved draft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,12 +153,6 @@ class TrainingRun:
             is_same = state["rollouts"] == self._rollouts
             if is_same:
                 self._trainer.load_state_dict(state["trainer"])
-        except FileNotFoundError:
-            raise InvalidInputError(
-                "resume",
-                str(self._folder),
-                f"holds no {STATE}: leave out --resume to start a new run",
-            ) from None
         except (pickle.UnpicklingError, EOFError, RuntimeError, KeyError, ValueError) as error:
             raise InvalidInputError(
                 "resume", str(path), f"is not the state of a run of this draft: {error}"
@@ -246,7 +239,7 @@ class TrainingRun:
         )
         if self.best is None or found.accept_length > self.best.accept_length:
             self.best = found
-            save_draft(self._trainer.draft, self._folder, self._options.dtype)
+            save_draft(self._trainer.draft, self._folder, torch.bfloat16)
 
     def _save(self) -> None:
         best = None

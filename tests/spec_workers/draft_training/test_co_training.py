@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import signal
 import time
@@ -214,7 +215,7 @@ def test_somebody_elses_draft_is_the_one_to_begin_from(engine):
     other = {name: tensor + 0.01 for name, tensor in co_trainer.swap.read().items()}
     engine.update_weights_from_tensor(other, selector="draft")
     co_trainer._follow_engine()
-    for name, tensor in co_trainer.candidate.named_tensors(torch.float32):
+    for name, tensor in co_trainer.candidate.trainer.named_tensors():
         torch.testing.assert_close(tensor, other[name])
 
 
@@ -249,25 +250,20 @@ def test_what_cannot_be_trained_is_refused(setting, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "values",
+    ("kind", "name", "value"),
     [
-        {"steps": 2.5},
-        {"batch_rows": 1.5},
-        {"max_replay": 0},
-        {"max_replay": float("inf")},
-        {"seconds": float("inf")},
-        {"min_gain": float("nan")},
+        (CoTrainingConfig, "steps", 2.5),
+        (CoTrainingConfig, "batch_rows", 1.5),
+        (CoTrainingConfig, "max_replay", 0),
+        (CoTrainingConfig, "max_replay", math.inf),
+        (CoTrainingConfig, "seconds", math.inf),
+        (CoTrainingConfig, "min_gain", math.nan),
+        *((TrainingConfig, "learning_rate", rate) for rate in (0.0, -1.0, math.inf, math.nan)),
     ],
 )
-def test_wrong_settings_are_named(values):
-    with pytest.raises(InvalidInputError, match=next(iter(values))):
-        CoTrainingConfig(**values)
-
-
-@pytest.mark.parametrize("rate", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_learning_rate_is_positive_and_finite(rate):
-    with pytest.raises(InvalidInputError, match="learning_rate"):
-        TrainingConfig(learning_rate=rate)
+def test_wrong_settings_are_named(kind, name, value):
+    with pytest.raises(InvalidInputError, match=name):
+        kind(**{name: value})
 
 
 # The judgement, by itself
@@ -290,7 +286,7 @@ class ScriptedTrainer:
     def held_out_accept_length(self, sequences) -> Result:
         return Result(self.accept_lengths[self.weight])
 
-    def named_tensors(self, dtype):
+    def named_tensors(self):
         yield "draft.weight", torch.tensor([float(self.weight)])
 
     def state_dict(self):
