@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from rollout import RolloutEngine
 from rollout.cli import EXIT_BAD_INPUT, EXIT_SIGNAL, SUBCOMMANDS, _subcommand
 from rollout.config import DType
-from rollout.errors import InvalidInputError
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.eagle.loader import load_eagle
 from rollout.models.loader import load_model
@@ -344,10 +343,14 @@ def test_resumed_runs_end_where_others_do(target, rollouts, tmp_path):
     assert steps[0] == steps[1]
 
 
+def train_draft(*arguments: object) -> int:
+    return _subcommand(SUBCOMMANDS["train-draft"], [str(each) for each in arguments])
+
+
 def test_command(target_path, target, rollouts_path, tmp_path, monkeypatch, capsys):
     output = tmp_path / "draft"
     arguments = [
-        "--model", str(target_path), "--rollouts", str(rollouts_path), "--output", str(output),
+        "--model", target_path, "--rollouts", rollouts_path, "--output", output,
         "--minutes", "60", "--draft-vocab-size", str(DRAFT_VOCAB), "--batch-guesses", "200",
     ]  # fmt: skip
 
@@ -356,42 +359,37 @@ def test_command(target_path, target, rollouts_path, tmp_path, monkeypatch, caps
         yield lambda progress: progress.step == 3 and signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(command, "open_progress", interrupting)
-    train_draft = SUBCOMMANDS["train-draft"]
-    assert _subcommand(train_draft, arguments) == EXIT_SIGNAL + signal.SIGINT
+    assert train_draft(*arguments) == EXIT_SIGNAL + signal.SIGINT
     assert load_eagle(output, target).spec.draft_vocab_size == DRAFT_VOCAB
     assert (output / "training.jsonl").exists()
     assert "held-out rollouts" in (output / "training.html").read_text()
 
-    assert _subcommand(train_draft, arguments) == EXIT_BAD_INPUT
+    assert train_draft(*arguments) == EXIT_BAD_INPUT
     assert "--resume" in capsys.readouterr().err
     monkeypatch.undo()
-    assert _subcommand(train_draft, [*arguments, "--resume", "--max-len", "9"]) == EXIT_BAD_INPUT
+    assert train_draft(*arguments, "--resume", "--max-len", "9") == EXIT_BAD_INPUT
     assert "other rollouts" in capsys.readouterr().err.replace("\n", " ")
 
     other_kind = [*arguments, "--resume", "--kind", "mtp"]
-    assert _subcommand(train_draft, other_kind) == EXIT_BAD_INPUT
+    assert train_draft(*other_kind) == EXIT_BAD_INPUT
     assert "--kind" in capsys.readouterr().err
-    for option, value in (
-        ("--draft-vocab-size", "8"),
-        ("--num-kv-heads", "1"),
-        ("--ffn-size", "9"),
-    ):
+    for option, value in (("--draft-vocab-size", 8), ("--num-kv-heads", 1), ("--ffn-size", 9)):
         other_shape = [*arguments, "--resume", option, value]
-        assert _subcommand(train_draft, other_shape) == EXIT_BAD_INPUT
+        assert train_draft(*other_shape) == EXIT_BAD_INPUT
         assert f"{option}={value}" in capsys.readouterr().err
-    same = [*arguments, "--output", str(tmp_path / "b"), "--held-out", str(rollouts_path)]
-    assert _subcommand(train_draft, same) == EXIT_BAD_INPUT
+    same = [*arguments, "--output", tmp_path / "b", "--held-out", rollouts_path]
+    assert train_draft(*same) == EXIT_BAD_INPUT
     assert "held-out prompts" in capsys.readouterr().err.replace("\n", " ")
 
     log = output / "training.jsonl"
-    for options in (["--output", str(target_path)], ["--resume", "--held-out", str(log)]):
+    for options in (["--output", target_path], ["--resume", "--held-out", log]):
         before = {path: path.read_bytes() for path in [*target_path.iterdir(), log]}
-        assert _subcommand(train_draft, [*arguments, *options]) == EXIT_BAD_INPUT
+        assert train_draft(*arguments, *options) == EXIT_BAD_INPUT
         assert "--output" in capsys.readouterr().err
         assert {path: path.read_bytes() for path in [*target_path.iterdir(), log]} == before
 
     finishing = [*arguments, "--resume", "--minutes", "0.0001"]
-    assert _subcommand(train_draft, finishing) == 0
+    assert train_draft(*finishing) == 0
     shown = capsys.readouterr().out.replace("\n", " ")
     assert "accept length" in shown
     assert "no time left of --minutes 0.0001: give more" in shown
@@ -409,6 +407,7 @@ def test_command(target_path, target, rollouts_path, tmp_path, monkeypatch, caps
         (["--device", "gpu"], "--device='gpu'"),
         (["--model", "nowhere"], "--model='nowhere': no such folder"),
         (["--resume"], "holds no training.pt: leave out --resume"),
+        (["--rollouts", "nowhere.jsonl"], "--rollouts='nowhere.jsonl': cannot be read"),
     ],
 )
 def test_wrong_options_are_named_before_anything_is_loaded(
@@ -417,20 +416,34 @@ def test_wrong_options_are_named_before_anything_is_loaded(
     monkeypatch.setattr(command, "load_model", lambda *_: pytest.fail("loaded"))
     output = tmp_path / "draft"
     arguments = ["--model", target_path, "--rollouts", rollouts_path, "--output", output]
-    assert _subcommand(SUBCOMMANDS["train-draft"], [*map(str, arguments), *options]) == (
-        EXIT_BAD_INPUT
-    )
+    assert train_draft(*arguments, *options) == EXIT_BAD_INPUT
     assert says in capsys.readouterr().err
     assert not output.exists()
 
 
-def test_rollouts_of_one_prompt(target_path, tmp_path, capsys):
-    path = tmp_path / "one.jsonl"
-    path.write_text('{"prompt_ids": [1], "token_ids": [4, 5, 6]}\n' * 5)
-    arguments = ["--model", target_path, "--rollouts", path, "--output", tmp_path / "draft"]
-    assert _subcommand(SUBCOMMANDS["train-draft"], list(map(str, arguments))) == EXIT_BAD_INPUT
-    assert "one.jsonl': one prompt only: nothing is left" in capsys.readouterr().err
-    assert not (tmp_path / "draft").exists()
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"[1, 2]", "has no prompt_ids"),
+        (b'{"token_ids": [1, 2]}', "output.prompt_ids=true"),
+        (b'{"prompt_ids": [1], "token_ids": "no"}', "token_ids must be a list"),
+        (b'{"prompt_ids": [1], "token_ids": [99, 1]}', "vocabulary ends at 11"),
+        (b'{"prompt_ids": [1], "token_ids": [1]}', "hold no rollout of two tokens"),
+        (b'{"prompt_ids": [1], "token_ids": [4, 5, 6]}\n' * 5, "one prompt only: nothing is left"),
+        (b"{", "line 1"),
+        (b"PAR1\xff\xfe\x00", "is not JSONL text"),
+        (b"", "hold no rollout\n"),
+    ],
+)
+def test_rollouts_that_cannot_be_used(content, says, target_path, tmp_path, capsys):
+    path, output = tmp_path / "rows.jsonl", tmp_path / "draft"
+    path.write_bytes(content)
+    arguments = ["--model", target_path, "--rollouts", path, "--output", output]
+    assert train_draft(*arguments) == EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert error.startswith("error: --rollouts=")
+    assert says in error
+    assert not output.exists()
 
 
 def test_the_first_check_takes_time_too(target, rollouts, tmp_path, monkeypatch):
@@ -452,38 +465,6 @@ def test_the_first_check_takes_time_too(target, rollouts, tmp_path, monkeypatch)
     )  # fmt: skip
     run.train(lambda: False, lambda progress: None)
     assert trainer.steps == 2
-
-
-@pytest.mark.parametrize(
-    ("row", "says"),
-    [
-        ("[1, 2]", "has no prompt_ids"),
-        ('{"token_ids": [1, 2]}', "output.prompt_ids=true"),
-        ('{"prompt_ids": [1], "token_ids": "no"}', "token_ids must be a list"),
-        ('{"prompt_ids": [1], "token_ids": [99, 1]}', "vocabulary ends at 11"),
-        ('{"prompt_ids": [1], "token_ids": [1]}', "hold no rollout"),
-        ("{", "line 1"),
-    ],
-)
-def test_rollouts_that_cannot_be_used(row, says, target_path, tmp_path, capsys):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(row + "\n")
-    arguments = ["--model", str(target_path), "--output", str(tmp_path / "out")]
-    target = SUBCOMMANDS["train-draft"]
-    assert _subcommand(target, [*arguments, "--rollouts", str(path)]) == EXIT_BAD_INPUT
-    assert says in capsys.readouterr().err.replace("\n", " ")
-    assert _subcommand(target, [*arguments, "--rollouts", str(tmp_path / "none")]) == EXIT_BAD_INPUT
-    assert "--rollouts" in capsys.readouterr().err
-
-
-def test_files_that_are_no_rollouts(tmp_path):
-    path = tmp_path / "rollouts.parquet"
-    path.write_bytes(b"PAR1\xff\xfe\x00")
-    with pytest.raises(InvalidInputError, match=r"parquet': is not JSONL text"):
-        read_rollouts([path], VOCAB, 512)
-    path.write_bytes(b"")
-    with pytest.raises(InvalidInputError, match=r"rollouts='[^\[]*': hold no rollout$"):
-        read_rollouts([path], VOCAB, 512)
 
 
 def test_the_loss_and_its_gradients_are_those_of_plain_cross_entropy():
