@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+
+from tests.helpers.tiny_model import write_checkpoint
 
 LAYOUTS = ("eagle", "specforge", "speculators")
 
@@ -23,38 +26,32 @@ def save_tiny_eagle3(
     absolute: bool = False,
     bias: bool = False,
     hidden_size: int | None = None,
-    num_heads: int = 6,
-    num_kv_heads: int = 2,
-    head_dim: int = 8,
-    intermediate_size: int = 56,
     options: dict[str, object] | None = None,
     seed: int = 0,
-    dtype: torch.dtype = torch.float32,
+    **sizes: int,
 ) -> Path:
     """An EAGLE-3 draft that reads the streams entering ``layers`` of the target.
 
     ``draft_vocab_size``: default: the target's. ``unsorted``: the vocabulary is in random order.
     ``absolute``: d2t holds the target's tokens, not differences. ``options``: further fields of
     config.json, with the tensors they want (norm_before_fc, fc_norm). A ``hidden_size`` other than
-    the target's brings an embedding of its own.
+    the target's brings an embedding of its own. ``sizes``: of the `_Layer`.
     """
     options = dict(options or {})
     target = json.loads((target_folder / "config.json").read_text())
     vocab_size, width = target["vocab_size"], target["hidden_size"]
     hidden = hidden_size or width
     draft_vocab_size = draft_vocab_size or vocab_size
-    random = _Random(seed, dtype)
+    random, layer = _Random(seed), _Layer(**sizes)
+    qk_norm = bool(options.pop("qk_norm", False))
     tensors = {
         "fc.weight": random(hidden, len(layers) * width),
-        **_layer(
-            random, "midlayer", 2 * hidden, hidden, num_heads, num_kv_heads, head_dim,
-            intermediate_size, bias, qk_norm=bool(options.pop("qk_norm", False)),
-        ),
+        **layer.tensors(random, "midlayer", 2 * hidden, hidden, bias=bias, qk_norm=qk_norm),
         "midlayer.input_layernorm.weight": random.norm(hidden),
         "midlayer.hidden_norm.weight": random.norm(hidden),
         "norm.weight": random.norm(hidden),
         "lm_head.weight": random(draft_vocab_size, hidden, scale=4.0),
-    }  # fmt: skip
+    }
     if options.get("norm_before_fc"):
         tensors["input_norm.weight"] = random.norm(len(layers) * width)
     if options.get("fc_norm"):
@@ -66,29 +63,26 @@ def save_tiny_eagle3(
     if draft_vocab_size != vocab_size:
         tensors |= _vocabulary(random, draft_vocab_size, vocab_size, unsorted, absolute)
 
-    layer = _layer_config(
-        target, hidden, num_heads, num_kv_heads, head_dim, intermediate_size, dtype
-    )
     if layout == "speculators":
         tensors = {name.replace("midlayer.", "layers.0."): it for name, it in tensors.items()}
         config = {
             "architectures": ["Eagle3Speculator"],
             "speculators_model_type": "eagle3",
-            "transformer_layer_config": layer,
+            "transformer_layer_config": layer.config(vocab_size, hidden),
             "draft_vocab_size": draft_vocab_size,
             "norm_before_residual": False,
             "eagle_aux_hidden_state_layer_ids": list(layers),
         }
     else:
         config = {
-            **layer,
+            **layer.config(vocab_size, hidden),
             "architectures": ["LlamaForCausalLMEagle3"],
             "draft_vocab_size": draft_vocab_size,
         }
         if layout == "specforge":
             left = [entered - 1 for entered in layers]
             config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": left}
-    return _write(folder, config | options, tensors)
+    return write_checkpoint(folder, config | options, tensors)
 
 
 def save_tiny_eagle1(
@@ -98,37 +92,27 @@ def save_tiny_eagle1(
     layout: str = "eagle",
     bias: bool = True,
     own_embedding: bool = False,
-    num_heads: int = 6,
-    num_kv_heads: int = 2,
-    head_dim: int = 8,
-    intermediate_size: int = 56,
     options: dict[str, object] | None = None,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
+    **sizes: int,
 ) -> Path:
     """An EAGLE or EAGLE-2 draft. In the authors' layout it brings an embedding: a copy of the
-    target's, or with ``own_embedding`` another one. ``bias``: of fc."""
+    target's, or with ``own_embedding`` another one. ``bias``: of fc. ``sizes``: of the `_Layer`."""
     target = json.loads((target_folder / "config.json").read_text())
     vocab_size, hidden = target["vocab_size"], target["hidden_size"]
-    random = _Random(seed, dtype)
+    random, layer = _Random(0), _Layer(**sizes)
     tensors = {
         "fc.weight": random(hidden, 2 * hidden),
-        **_layer(
-            random, "layers.0", hidden, hidden, num_heads, num_kv_heads, head_dim,
-            intermediate_size, bias=False, qk_norm=False,
-        ),
-    }  # fmt: skip
+        **layer.tensors(random, "layers.0", hidden, hidden),
+    }
     if bias:
         tensors["fc.bias"] = random(hidden)
     if own_embedding:
         tensors["embed_tokens.weight"] = random(vocab_size, hidden, scale=hidden**0.5)
     elif layout == "eagle":
         theirs = load_file(target_folder / "model.safetensors")["model.embed_tokens.weight"]
-        tensors["embed_tokens.weight"] = theirs.to(dtype)
-    layer = _layer_config(
-        target, hidden, num_heads, num_kv_heads, head_dim, intermediate_size, dtype
-    )
-    config = {**layer, "architectures": ["LlamaForCausalLM"]}
+        tensors["embed_tokens.weight"] = theirs.float()
+    layer_config = layer.config(vocab_size, hidden)
+    config = {**layer_config, "architectures": ["LlamaForCausalLM"]}
     if layout == "speculators":
         tensors = {
             name.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer."): it
@@ -137,82 +121,78 @@ def save_tiny_eagle1(
         config = {
             "architectures": ["EagleSpeculator"],
             "speculators_model_type": "eagle",
-            "transformer_layer_config": layer,
+            "transformer_layer_config": layer_config,
             "fusion_bias": bias,
             "layernorms": False,
         }
-    return _write(folder, config | (options or {}), tensors)
+    return write_checkpoint(folder, config | (options or {}), tensors)
 
 
 class _Random:
-    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+    def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
-        self._dtype = dtype
 
     def __call__(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
-        values = torch.randn(shape, generator=self.generator) * scale / shape[-1] ** 0.5
-        return values.to(self._dtype)
+        return torch.randn(shape, generator=self.generator) * scale / shape[-1] ** 0.5
 
     def norm(self, width: int) -> torch.Tensor:
-        return (1 + 0.2 * torch.randn(width, generator=self.generator)).to(self._dtype)
+        return 1 + 0.2 * torch.randn(width, generator=self.generator)
 
 
-def _layer(
-    random: _Random,
-    at: str,
-    inputs: int,
-    hidden: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    intermediate_size: int,
-    bias: bool,
-    qk_norm: bool,
-) -> dict[str, torch.Tensor]:
-    shapes = {
-        "self_attn.q_proj": (num_heads * head_dim, inputs),
-        "self_attn.k_proj": (num_kv_heads * head_dim, inputs),
-        "self_attn.v_proj": (num_kv_heads * head_dim, inputs),
-        "self_attn.o_proj": (hidden, num_heads * head_dim),
-        "mlp.gate_proj": (intermediate_size, hidden),
-        "mlp.up_proj": (intermediate_size, hidden),
-        "mlp.down_proj": (hidden, intermediate_size),
-    }
-    tensors = {f"{at}.{name}.weight": random(*shape) for name, shape in shapes.items()}
-    if bias:
-        tensors |= {f"{at}.{name}.bias": random(shape[0]) for name, shape in shapes.items()}
-    if qk_norm:
-        tensors[f"{at}.self_attn.q_norm.weight"] = random.norm(head_dim)
-        tensors[f"{at}.self_attn.k_norm.weight"] = random.norm(head_dim)
-    tensors[f"{at}.post_attention_layernorm.weight"] = random.norm(hidden)
-    return tensors
+@dataclass(frozen=True, kw_only=True)
+class _Layer:
+    """Sizes of a draft's decoder layer."""
 
+    num_heads: int = 6
+    num_kv_heads: int = 2
+    head_dim: int = 8
+    intermediate_size: int = 56
 
-def _layer_config(
-    target: dict,
-    hidden: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    intermediate_size: int,
-    dtype: torch.dtype,
-) -> dict[str, object]:
-    return {
-        "model_type": "llama",
-        "vocab_size": target["vocab_size"],
-        "hidden_size": hidden,
-        "num_hidden_layers": 1,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "intermediate_size": intermediate_size,
-        "max_position_embeddings": 64,  # fewer than the target's, as published drafts have
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 5000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-    }
+    def tensors(
+        self,
+        random: _Random,
+        at: str,
+        inputs: int,
+        hidden: int,
+        *,
+        bias: bool = False,
+        qk_norm: bool = False,
+    ) -> dict[str, torch.Tensor]:
+        shapes = {
+            "self_attn.q_proj": (self.num_heads * self.head_dim, inputs),
+            "self_attn.k_proj": (self.num_kv_heads * self.head_dim, inputs),
+            "self_attn.v_proj": (self.num_kv_heads * self.head_dim, inputs),
+            "self_attn.o_proj": (hidden, self.num_heads * self.head_dim),
+            "mlp.gate_proj": (self.intermediate_size, hidden),
+            "mlp.up_proj": (self.intermediate_size, hidden),
+            "mlp.down_proj": (hidden, self.intermediate_size),
+        }
+        tensors = {f"{at}.{name}.weight": random(*shape) for name, shape in shapes.items()}
+        if bias:
+            tensors |= {f"{at}.{name}.bias": random(shape[0]) for name, shape in shapes.items()}
+        if qk_norm:
+            tensors[f"{at}.self_attn.q_norm.weight"] = random.norm(self.head_dim)
+            tensors[f"{at}.self_attn.k_norm.weight"] = random.norm(self.head_dim)
+        tensors[f"{at}.post_attention_layernorm.weight"] = random.norm(hidden)
+        return tensors
+
+    def config(self, vocab_size: int, hidden: int) -> dict[str, object]:
+        return {
+            "model_type": "llama",
+            "vocab_size": vocab_size,
+            "hidden_size": hidden,
+            "num_hidden_layers": 1,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.intermediate_size,
+            "max_position_embeddings": 64,  # fewer than the target's, as published drafts have
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5000.0,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "torch_dtype": "float32",
+        }
 
 
 def _vocabulary(
@@ -224,13 +204,6 @@ def _vocabulary(
     t2d = torch.zeros(vocab_size, dtype=torch.bool)
     t2d[tokens] = True
     return {"d2t": tokens if absolute else tokens - torch.arange(draft_vocab_size), "t2d": t2d}
-
-
-def _write(folder: Path, config: dict[str, object], tensors: dict[str, torch.Tensor]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 def save_copying_eagle1(folder: Path, target_folder: Path) -> Path:
@@ -251,4 +224,4 @@ def save_copying_eagle1(folder: Path, target_folder: Path) -> Path:
     }
     layer["embed_tokens.weight"] = theirs["model.embed_tokens.weight"]
     layer["fc.weight"] = embedding_only.to(theirs["model.norm.weight"].dtype)
-    return _write(folder, config, layer)
+    return write_checkpoint(folder, config, layer)

@@ -31,25 +31,21 @@ def save_tiny_hybrid(folder: Path, family: str = "qwen3_5", **options: object) -
 def tiny_hybrid(
     family: str = "qwen3_5",
     *,
-    vocab_size: int = 97,
     layer_types: tuple[str, ...] = LAYER_TYPES,
     experts: bool = False,
     heads: tuple[int, int, int, int] = (4, 2, 2, 4),
     max_positions: int = 512,
-    sharpness: float = 6.0,
     seed: int = 0,
-    dtype: torch.dtype = torch.float32,
     tied: bool = False,
 ) -> PreTrainedModel:
     """``family``: qwen3_5 or qwen3_next. ``experts``: sparse layers, in Qwen3-Next all but one.
 
     ``heads``: query and kv heads of attention, key and value heads of linear attention.
-    ``sharpness`` scales the head: larger means fewer likely tokens, so that drafts are accepted. A
-    ``tied`` model's head is its embedding, and ``sharpness`` is not looked at.
+    ``tied``: the head is the embedding.
     """
     num_heads, num_kv_heads, key_heads, value_heads = heads
     values: dict[str, object] = {
-        "vocab_size": vocab_size,
+        "vocab_size": 97,
         "hidden_size": 48,
         "num_hidden_layers": len(layer_types),
         "num_attention_heads": num_heads,
@@ -65,7 +61,7 @@ def tiny_hybrid(
         "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25},
         "tie_word_embeddings": tied,
         "eos_token_id": 2,
-        "dtype": dtype,
+        "dtype": torch.float32,
     }
     sparse = {
         "num_experts": 6,
@@ -84,8 +80,8 @@ def tiny_hybrid(
             model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**values, **sparse))
         case _:
             raise ValueError(family)
-    randomise(model, sharpness=sharpness, seed=seed)
-    return model.to(dtype).eval()
+    randomise(model, seed=seed)
+    return model.float().eval()
 
 
 class TinyChain(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -77,6 +78,12 @@ def save_tiny_llama(
         "eos_token_id": 2,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
+    return write_checkpoint(folder, config, tensors)
+
+
+def write_checkpoint(
+    folder: Path, config: Mapping[str, object], tensors: dict[str, torch.Tensor]
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

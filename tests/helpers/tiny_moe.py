@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.helpers.tiny_hybrid import randomise
+from tests.helpers.tiny_model import write_checkpoint
 
 
 def save_tiny_moe(folder: Path, **options: object) -> Path:
@@ -29,10 +30,8 @@ def save_tiny_moe(folder: Path, **options: object) -> Path:
         for part, values in zip(names, parts, strict=True):
             for expert, each in enumerate(values):
                 tensors[f"{at}.{expert}.{part}.weight"] = each.contiguous()
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(model.config.to_json_string(use_diff=False))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    return write_checkpoint(folder, config, tensors)
 
 
 def tiny_moe(

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from tests.helpers.tiny_model import save_tiny_llama
+from tests.helpers.tiny_model import save_tiny_llama, write_checkpoint
 
 E, FFN, VOCAB, LAYERS, HEADS, KV_HEADS, D = 48, 80, 97, 2, 6, 2, 8
 EPS, THETA = 1e-5, 10000.0
@@ -100,17 +100,14 @@ def save_tiny_mtp(
     """
     target = save_tiny_llama(folder / "target", **model)
     tensors = chain_tensors(layout, steps, heads=heads, likely=likely) | (extra or {})
+    config = json.loads((target / "config.json").read_text())
+    config["num_nextn_predict_layers"] = steps
     if layout != "separate":
         stored = load_file(target / "model.safetensors")
         dtype = stored["model.norm.weight"].dtype
         stored |= {name: values.to(dtype) for name, values in tensors.items()}
-        save_file(stored, target / "model.safetensors", metadata={"format": "pt"})
-        config = json.loads((target / "config.json").read_text())
-        config["num_nextn_predict_layers"] = steps
-        (target / "config.json").write_text(json.dumps(config))
-        return target, target
-    config = json.loads((target / "config.json").read_text())
-    config |= {"architectures": ["SpecrolloutMTP"], "num_nextn_predict_layers": steps}
+        return (write_checkpoint(target, config, stored),) * 2
+    config["architectures"] = ["SpecrolloutMTP"]
     names = ("num_attention_heads", "num_key_value_heads", "head_dim")
     config |= dict(zip(names, heads, strict=True))
     if own_head is not None:
@@ -118,11 +115,7 @@ def save_tiny_mtp(
         tensors["draft.lm_head.weight"] = head[: 2 * own_head : 2].contiguous()
         tensors["d2t"] = torch.arange(own_head)
         config["draft_vocab_size"] = own_head
-    chain = folder / "chain"
-    chain.mkdir(parents=True)
-    (chain / "config.json").write_text(json.dumps(config))
-    save_file(tensors, chain / "model.safetensors", metadata={"format": "pt"})
-    return target, chain
+    return target, write_checkpoint(folder / "chain", config, tensors)
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
