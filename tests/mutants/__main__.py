@@ -21,9 +21,8 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from tests.mutants.coverage_map import CoverageMap, TestFile, coverage_map
-from tests.mutants.mutation import Mutation, by_line
+from tests.mutants.mutation import Mutation, all_mutations, by_line
 from tests.mutants.results import Outcome, Result, print_results, read_results, write_results
-from tests.mutants.rooms import all_mutations
 from tests.mutants.workbench import ROOT, Workbench
 
 FOLDER = ROOT / "build" / "mutants"
