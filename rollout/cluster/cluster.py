@@ -32,6 +32,7 @@ from rollout.types import (
     SamplingParams,
     TokenExtras,
 )
+from rollout.weights.versions import TARGET
 
 
 class RolloutCluster:
@@ -256,11 +257,11 @@ class RolloutCluster:
 
     @property
     def weight_version(self) -> int:
-        return self.weights.weight_version
+        return self.weights.versions[TARGET]
 
     @property
     def weight_versions(self) -> dict[str, int]:
-        return self.weights.weight_versions
+        return dict(self.weights.versions)
 
     begin_weight_update = part_call("weights", ClusterWeights.begin_weight_update)
     end_weight_update = part_call("weights", ClusterWeights.end_weight_update)

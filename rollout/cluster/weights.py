@@ -69,22 +69,14 @@ class ClusterWeights:
         self._abort_all = abort_all
         self._num_ranks = num_ranks
         self._update: _Update | None = None
-        self._versions: Mapping[str, int] = {}
+        self.versions: Mapping[str, int] = {}  # of all parts, the same on all replicas
         self._last_version = 0  # of the target; also of a commit that was lost with its replicas
         self._groups: dict[str, frozenset[Replica]] = {}  # by name: who is in it
 
     def start_from(self, versions: Mapping[str, int]) -> None:
         """Take the versions that all replicas have, when the first ones have joined."""
-        self._versions = versions
+        self.versions = versions
         self._last_version = versions["target"]
-
-    @property
-    def weight_version(self) -> int:
-        return self.weight_versions["target"]
-
-    @property
-    def weight_versions(self) -> dict[str, int]:
-        return dict(self._versions)
 
     def begin_weight_update(self, /, manifest: Manifest | None = None, **options: Any) -> None:
         checked = UpdateOptions.of(options)
@@ -115,7 +107,7 @@ class ClusterWeights:
         if weight_version is not None:
             _check_version(weight_version)
             if update.version is not None:
-                next_versions(self._versions, frozenset({TARGET}), weight_version)
+                next_versions(self.versions, frozenset({TARGET}), weight_version)
                 update.version = weight_version
         if update.options.abort_all_requests:
             self._abort_all()
@@ -139,7 +131,7 @@ class ClusterWeights:
             self.abandon_weight_update(str(reason))
             raise reason
         self._update = None
-        self._versions = next(iter(statuses.values())).weight_versions
+        self.versions = next(iter(statuses.values())).weight_versions
         self.sync.note_update(update.options)
         self.sync.release()
 

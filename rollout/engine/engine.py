@@ -332,7 +332,7 @@ class RolloutEngine:
     @property
     def released_tags(self) -> frozenset[MemoryTag]:
         """The memory that `release_memory` released and `resume_memory` has not resumed."""
-        return self.lifecycle.released_tags
+        return self.worker.memory_saver.released
 
     @property
     def unavailable_reason(self) -> str:
@@ -342,7 +342,7 @@ class RolloutEngine:
     @property
     def can_run(self) -> bool:
         """Whether a step can run now."""
-        return self.lifecycle.can_run
+        return not self.unavailable_reason
 
     pause_generation = _call("lifecycle", Lifecycle.pause_generation)
     continue_generation = _call("lifecycle", Lifecycle.continue_generation)

@@ -46,11 +46,6 @@ class Lifecycle:
         """End a pause; does nothing where there is none."""
         self.is_paused = False
 
-    @property
-    def released_tags(self) -> frozenset[MemoryTag]:
-        """The memory that `release_memory` released and `resume_memory` has not resumed."""
-        return self._worker.memory_saver.released
-
     def release_memory(
         self, tags: Iterable[MemoryTag | str] = ("kv_cache", "weights"), keep_weights: bool = True
     ) -> dict[str, int]:
@@ -91,10 +86,9 @@ class Lifecycle:
         change. Raises InvalidInputError for an unknown tag, EngineStateError for one that is not
         released.
         """
-        released = self.released_tags
-        self._worker.memory_saver.resume(
-            [tag for tag in MemoryTag if tag in released] if tags is None else _memory_tags(tags)
-        )
+        saver = self._worker.memory_saver
+        released = [tag for tag in MemoryTag if tag in saver.released]
+        saver.resume(released if tags is None else _memory_tags(tags))
 
     @property
     def unavailable_reason(self) -> str:
@@ -114,18 +108,13 @@ class Lifecycle:
         weights = self._worker.weights
         return "" if weights.serves else f"the weights are torn: {weights.reason}"
 
-    @property
-    def can_run(self) -> bool:
-        """Whether a step can run now."""
-        return not self.unavailable_reason
-
     def require_running(self) -> None:
         """Raises EngineStateError while paused or without memory, WeightUpdateError while weights
         are not whole."""
         if not self._worker.memory_saver.unavailable_reason:
             self._worker.weights.require_whole()
-        if not self.can_run:
-            raise EngineStateError(self.unavailable_reason)
+        if reason := self.unavailable_reason:
+            raise EngineStateError(reason)
 
 
 def _memory_tags(tags: Iterable[MemoryTag | str]) -> list[MemoryTag]:
