@@ -46,13 +46,13 @@ def first_rank_only(method: M) -> M:
     return method
 
 
-def calls_of(protocol: type, *, first_rank_only: bool) -> frozenset[str]:
-    """The names of the protocol's methods that are marked so, or of those that are not."""
+def calls_of(protocol: type, *, all_ranks: bool) -> frozenset[str]:
+    """The names of the protocol's methods that all ranks call, or those that rank 0 calls alone."""
     methods = getmembers(protocol, isfunction)
     return frozenset(
         name
         for name, method in methods
-        if name[0] != "_" and hasattr(method, "first_rank_only") == first_rank_only
+        if name[0] != "_" and hasattr(method, "first_rank_only") != all_ranks
     )
 
 

@@ -165,8 +165,8 @@ class Rank0Engine:
     Calls that change it are broadcast to all ranks.
     """
 
-    _broadcast = calls_of(ReplicaEngine, first_rank_only=False)
-    _own = calls_of(ReplicaEngine, first_rank_only=True)
+    _broadcast = calls_of(ReplicaEngine, all_ranks=True)
+    _own = calls_of(ReplicaEngine, all_ranks=False)
 
     def __init__(self, engine: RolloutEngine, group: RankGroup) -> None:
         self._engine = engine

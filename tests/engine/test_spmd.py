@@ -37,8 +37,8 @@ def public(kind: type) -> set[str]:
     return {name for name, _ in inspect.getmembers(kind, inspect.isfunction) if name[0] != "_"}
 
 
-BROADCAST = calls_of(ReplicaEngine, first_rank_only=False)
-OWN = calls_of(ReplicaEngine, first_rank_only=True)
+BROADCAST = calls_of(ReplicaEngine, all_ranks=True)
+OWN = calls_of(ReplicaEngine, all_ranks=False)
 
 
 def test_an_engine_has_every_method_of_the_protocol():
