@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import pytest
 
+pytest.importorskip("ray")
+
 from rollout import RolloutEngine
 from rollout.cluster.ray.heartbeats import Heartbeats
 from rollout.engine.engine_loop import EngineLoop
 from tests.cluster.workload import ngram
 from tests.helpers.hang import HANG_SECONDS
-
-pytest.importorskip("ray")
 
 
 @dataclass(eq=False)
