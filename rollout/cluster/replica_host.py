@@ -7,14 +7,14 @@ import contextlib
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from rollout.cluster.messages import CallResult, ReplicaFacts, Report, Submission
 from rollout.cluster.progress_reporter import ProgressReporter
 from rollout.config import EngineConfig
 from rollout.engine.engine import RolloutEngine
 from rollout.engine.engine_loop import EngineLoop
-from rollout.engine.spmd import follow, leading
+from rollout.engine.spmd import follow, open_leading
 from rollout.engine.worker_factory import WorkerFactory
 from rollout.errors import EngineStateError, ParallelError
 from rollout.parallel.time_limit import on_thread
@@ -30,13 +30,13 @@ class ReplicaHost:
     def __init__(self) -> None:
         self._turns = _Turns()
         self._loop: EngineLoop[RolloutEngine] | None = None
-        self._ranks = ExitStack()  # closed, it ends the other ranks
 
     async def open(
         self, config: EngineConfig, factory: WorkerFactory, report_seconds: float
     ) -> ReplicaFacts:
         """Make the engine. Raises what `RolloutEngine.from_config` does."""
-        engine = await asyncio.to_thread(self._opened, config, factory)
+        opened = partial(RolloutEngine.from_config, config, factory)
+        engine = await asyncio.to_thread(open_leading, config.parallel, opened, ExitStack())
         self._loop = EngineLoop(engine)
         self._reporter = ProgressReporter(self._loop, report_seconds, asyncio.get_running_loop())
         return ReplicaFacts(
@@ -118,15 +118,6 @@ class ReplicaHost:
             engine = await asyncio.wrap_future(loop.call(lambda engine: engine))
             await asyncio.to_thread(loop.close)
             engine.close()
-            self._ranks.close()
-
-    def _opened(self, config: EngineConfig, factory: WorkerFactory) -> RolloutEngine:
-        opened = partial(RolloutEngine.from_config, config, factory)
-        with ExitStack() as ranks:
-            on_ranks = ranks.enter_context(leading(config.parallel, opened))
-            engine = cast(RolloutEngine, on_ranks(None))  # of several ranks, it passes calls on
-            self._ranks = ranks.pop_all()
-        return engine
 
 
 class _Turns:

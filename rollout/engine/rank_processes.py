@@ -18,12 +18,10 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any, cast
 
 from rollout.config import EngineConfig
 from rollout.engine.engine import RolloutEngine
-from rollout.engine.protocol import Engine
-from rollout.engine.spmd import check_ranks, follow, leading
+from rollout.engine.spmd import check_ranks, follow, open_leading
 from rollout.engine.worker_factory import WorkerFactory
 from rollout.errors import RolloutError
 from rollout.parallel import host_store, launch_variables
@@ -49,25 +47,7 @@ def open_on_ranks(config: EngineConfig, factory: WorkerFactory) -> RolloutEngine
         port = ranks.enter_context(_other_ranks(config, factory))
         # Where a launcher has started this process, it is the rank of something else there.
         with _environment(launch_variables(0, config.parallel.size, port, 0)):
-            on_ranks = ranks.enter_context(leading(config.parallel, open_engine))
-            engine = on_ranks(None)
-        return cast(RolloutEngine, _LeadingEngine(engine, ranks.pop_all()))
-
-
-class _LeadingEngine:
-    """Rank 0's engine; closing it ends the other ranks."""
-
-    def __init__(self, engine: Engine, ranks: ExitStack) -> None:
-        self._engine = engine
-        self._ranks = ranks
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def close(self) -> None:
-        """Close every rank's engine, and end the others' processes."""
-        self._engine.close()
-        self._ranks.close()
+            return open_leading(config.parallel, open_engine, ranks)
 
 
 @contextmanager

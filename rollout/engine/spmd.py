@@ -1,29 +1,23 @@
-"""Calls of an engine of several ranks: rank 0 makes them, the other ranks repeat them.
-
-A call travels as JSON, and the tensors it brings as buckets behind it.
-"""
+"""Calls of an engine of several ranks: rank 0 makes them, the other ranks repeat them."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from inspect import ismethod
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 
 from rollout.config import ModelConfig, ParallelConfig
-from rollout.engine.draft_corpus import CorpusDelta
+from rollout.engine.call_messages import bytes_of, decoded_call, encoded_call
 from rollout.engine.engine import RolloutEngine
 from rollout.engine.protocol import Engine, ReplicaEngine, calls_of
 from rollout.errors import InvalidInputError, ParallelError, RolloutError
@@ -31,9 +25,7 @@ from rollout.models.checkpoint import Progress
 from rollout.models.head_parts import check_shares
 from rollout.models.spec import ModelSpec
 from rollout.parallel import RankGroup, is_launched, open_ranks, rank_of
-from rollout.types import SamplingParams
-from rollout.weights.bucket import PackedBucket, offered_tensors
-from rollout.weights.manifest import TensorSpec, dtype_name, named_dtype
+from rollout.weights.bucket import offered_tensors
 from rollout.weights.rank_stream import RankStream
 
 log = logging.getLogger(__name__)
@@ -104,6 +96,22 @@ def leading(config: ParallelConfig, open_engine: OpenEngine) -> Iterator[OpenEng
         group.close()
 
 
+def open_leading(
+    config: ParallelConfig, open_engine: OpenEngine, ranks: ExitStack
+) -> RolloutEngine:
+    """Open the engine on all ranks, of which this one is the first. Several ranks are one engine to
+    the caller, and end when it is closed.
+
+    ``ranks``: what the other ranks need, closed after the engine, and where it cannot be opened.
+    Raises what ``open_engine`` does, and ParallelError where ranks do not come.
+    """
+    with ranks:
+        engine = ranks.enter_context(leading(config, open_engine))(None)
+        if isinstance(engine, Rank0Engine):
+            engine.others = ranks.pop_all()
+    return cast(RolloutEngine, engine)
+
+
 def follow(config: ParallelConfig, open_engine: OpenEngine) -> None:
     """Repeat rank 0's engine calls until it ends.
 
@@ -132,7 +140,7 @@ def _signals_ignored() -> Iterator[None]:
 
 
 def _opened(group: RankGroup, open_engine: OpenEngine, progress: Progress | None) -> Engine:
-    group.broadcast_bytes(_message("open"))
+    group.broadcast_bytes(encoded_call("open"))
     try:
         engine = cast(RolloutEngine, open_engine(progress))
     except BaseException as error:  # the others are in the middle of it, and listen to nothing else
@@ -144,12 +152,10 @@ def _opened(group: RankGroup, open_engine: OpenEngine, progress: Progress | None
 def _follow(group: RankGroup, open_engine: OpenEngine) -> None:
     engine: Engine | None = None
     while message := group.broadcast_bytes(b""):
-        name, arguments, options = json.loads(message)
+        name, arguments, options = decoded_call(message, group)
         if name == "open":
             engine = open_engine(None)
             continue
-        arguments = [_decoded(each, group) for each in arguments]
-        options = {option: _decoded(each, group) for option, each in options.items()}
         try:
             with _shared_streams(arguments):
                 getattr(engine, name)(*arguments, **options)
@@ -169,6 +175,7 @@ class Rank0Engine:
     _own = calls_of(ReplicaEngine, all_ranks=False)
 
     def __init__(self, engine: RolloutEngine, group: RankGroup) -> None:
+        self.others = ExitStack()  # closed after the engine
         self._engine = engine
         self._group = group
 
@@ -194,12 +201,13 @@ class Rank0Engine:
         """Close every rank's engine: this one's also where others are lost."""
         with self._engine.calls:
             with suppress(ParallelError):
-                self._group.broadcast_bytes(_message("close"))
+                self._group.broadcast_bytes(encoded_call("close"))
             self._engine.close()
+        self.others.close()
 
     def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
         with self._engine.calls:  # refused before the others hear of it, or done by all
-            self._group.broadcast_bytes(_message(name, *arguments, **options))
+            self._group.broadcast_bytes(encoded_call(name, *arguments, **options))
             for argument in arguments:
                 self._tell_bytes(argument)
             with _shared_streams(arguments):
@@ -207,7 +215,7 @@ class Rank0Engine:
 
     def _tell_bytes(self, argument: object) -> None:
         try:
-            for data in _bytes_of(argument):
+            for data in bytes_of(argument):
                 self._group.broadcast_bytes(data)
         except BaseException as error:  # the others wait for the rest
             self._group.close(f"it failed in the middle of sending a call: {error!r}")
@@ -231,79 +239,3 @@ def _shared_streams(arguments: Sequence[Any]) -> Iterator[None]:
         raise
     for stream in streams:
         stream.finish()
-
-
-def _message(name: str, *arguments: Any, **options: Any) -> bytes:
-    """Raises InvalidInputError for an argument that cannot be sent."""
-    told_options = {option: _encoded(each) for option, each in options.items()}
-    call = [name, [*map(_encoded, arguments)], told_options]
-    try:
-        return json.dumps(call, default=_to_json).encode()
-    except (TypeError, ValueError) as error:
-        raise InvalidInputError(
-            name, "a call", f"cannot be broadcast to other ranks: {error}; pass plain values"
-        ) from error
-
-
-def _encoded(value: Any) -> list[Any]:
-    """The kind of an argument and its value in JSON, so that no caller's own object is taken for
-    one of another kind."""
-    if isinstance(value, SamplingParams):
-        fields = asdict(value)
-        fields["logit_bias"] = list(value.logit_bias.items())
-        return ["params", fields]
-    if isinstance(value, RankStream):
-        manifest = value.known_manifest
-        return ["weights", [value.is_stored, None if manifest is None else _encoded(manifest)]]
-    if isinstance(value, PackedBucket):
-        value.unpacked()  # refused before the others read it
-        return ["bucket", value.layout]
-    if _are_deltas(value):
-        return ["deltas", len(value)]
-    if isinstance(value, Mapping) and all(isinstance(it, TensorSpec) for it in value.values()):
-        return ["manifest", [[name, it.shape, dtype_name(it.dtype)] for name, it in value.items()]]
-    return ["", value]
-
-
-def _bytes_of(argument: Any) -> Iterator[bytes]:
-    """The bytes of an argument that follow the call."""
-    if isinstance(argument, PackedBucket):
-        yield argument.flat.tobytes()
-    elif _are_deltas(argument):
-        yield from (delta.to_bytes() for delta in argument)
-
-
-def _are_deltas(value: object) -> TypeGuard[list[CorpusDelta]]:
-    if not isinstance(value, list) or not value:
-        return False
-    return all(isinstance(each, CorpusDelta) for each in value)
-
-
-def _to_json(value: Any) -> Any:
-    if isinstance(value, (set, frozenset)):
-        return sorted(value)
-    if isinstance(value, torch.dtype):
-        return dtype_name(value)
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} is no plain value")
-
-
-def _decoded(encoded: list[Any], group: RankGroup) -> Any:
-    kind, value = encoded
-    if kind == "params":
-        value["logit_bias"] = {int(token): bias for token, bias in value["logit_bias"]}
-        return SamplingParams(**value)
-    if kind == "manifest":
-        return {name: TensorSpec(tuple(shape), named_dtype(it, name)) for name, shape, it in value}
-    if kind == "weights":
-        stored, manifest = value
-        known = None if manifest is None else _decoded(manifest, group)
-        return RankStream.of(group, known, stored=stored)
-    if kind == "bucket":
-        return PackedBucket(np.frombuffer(group.broadcast_bytes(b""), dtype=np.uint8), value)
-    if kind == "deltas":
-        return [CorpusDelta.from_bytes(group.broadcast_bytes(b"")) for _ in range(value)]
-    return value

@@ -1,0 +1,103 @@
+"""The messages by which rank 0 tells other ranks of its calls: JSON, and bytes that follow it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+
+from rollout.engine.draft_corpus import CorpusDelta
+from rollout.errors import InvalidInputError
+from rollout.parallel import RankGroup
+from rollout.types import SamplingParams
+from rollout.weights.bucket import PackedBucket
+from rollout.weights.manifest import TensorSpec, dtype_name, named_dtype
+from rollout.weights.rank_stream import RankStream
+
+
+def encoded_call(name: str, *arguments: Any, **options: Any) -> bytes:
+    """The message of a call. Raises InvalidInputError for an argument that cannot be sent."""
+    encoded_options = {option: _encoded(each) for option, each in options.items()}
+    call = [name, [*map(_encoded, arguments)], encoded_options]
+    try:
+        return json.dumps(call, default=_to_json).encode()
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(
+            name, "a call", f"cannot be broadcast to other ranks: {error}; pass plain values"
+        ) from error
+
+
+def decoded_call(message: bytes, group: RankGroup) -> tuple[str, list[Any], dict[str, Any]]:
+    """The name, arguments and options of a call; reads the bytes that follow its message."""
+    name, arguments, options = json.loads(message)
+    decoded_arguments = [_decoded(each, group) for each in arguments]
+    return name, decoded_arguments, {option: _decoded(it, group) for option, it in options.items()}
+
+
+def _encoded(value: Any) -> list[Any]:
+    """The kind of an argument and its value in JSON, so that no caller's own object is taken for
+    one of another kind."""
+    if isinstance(value, SamplingParams):
+        fields = asdict(value)
+        fields["logit_bias"] = list(value.logit_bias.items())
+        return ["params", fields]
+    if isinstance(value, RankStream):
+        manifest = value.known_manifest
+        return ["weights", [value.is_stored, None if manifest is None else _encoded(manifest)]]
+    if isinstance(value, PackedBucket):
+        value.unpacked()  # refused before the others read it
+        return ["bucket", value.layout]
+    if _are_deltas(value):
+        return ["deltas", len(value)]
+    if isinstance(value, Mapping) and all(isinstance(it, TensorSpec) for it in value.values()):
+        return ["manifest", [[name, it.shape, dtype_name(it.dtype)] for name, it in value.items()]]
+    return ["", value]
+
+
+def bytes_of(argument: Any) -> Iterator[bytes]:
+    """The bytes of an argument that follow the message."""
+    if isinstance(argument, PackedBucket):
+        yield argument.flat.tobytes()
+    elif _are_deltas(argument):
+        yield from (delta.to_bytes() for delta in argument)
+
+
+def _are_deltas(value: object) -> TypeGuard[list[CorpusDelta]]:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(each, CorpusDelta) for each in value)
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is no plain value")
+
+
+def _decoded(encoded: list[Any], group: RankGroup) -> Any:
+    kind, value = encoded
+    if kind == "params":
+        value["logit_bias"] = {int(token): bias for token, bias in value["logit_bias"]}
+        return SamplingParams(**value)
+    if kind == "manifest":
+        return {name: TensorSpec(tuple(shape), named_dtype(it, name)) for name, shape, it in value}
+    if kind == "weights":
+        stored, manifest = value
+        known = None if manifest is None else _decoded(manifest, group)
+        return RankStream.of(group, known, stored=stored)
+    if kind == "bucket":
+        return PackedBucket(np.frombuffer(group.broadcast_bytes(b""), dtype=np.uint8), value)
+    if kind == "deltas":
+        return [CorpusDelta.from_bytes(group.broadcast_bytes(b"")) for _ in range(value)]
+    return value
