@@ -116,7 +116,7 @@ class RolloutCluster:
         partial_ids: Sequence[int] = (),
     ) -> Request:
         prompt_ids = self.encoder.encode(prompt)
-        partial = self.encoder.encode(partial_ids, "partial_ids") if len(partial_ids) else []
+        partial = self.encoder.encode(partial_ids, "partial_ids", may_be_empty=True)
         request = self._requests.make(
             prompt_ids, params, prompt_index, sample_index, partial=partial, seed=request_seed
         )
