@@ -3,11 +3,11 @@ memory budget holds."""
 
 from __future__ import annotations
 
+import psutil
 import torch
 
 from rollout.config import MemoryConfig
 from rollout.errors import InvalidInputError, OutOfMemoryError
-from rollout.memory.host_memory import free_bytes
 from rollout.memory.kv_pool import KvPool
 from rollout.memory.state_slots import SLOTS_PER_ROW, StateSizes
 from rollout.memory.window_slots import WindowSizes
@@ -17,6 +17,14 @@ _MAX_SLOTS_OF_CPU = 1 << 18
 _MAX_SLOTS = 1 << 22
 _FRACTION_OF_CPU = 0.5
 _FRACTION = 0.85  # drafts' networks and tables of slots are not measured
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free bytes of the device; on the CPU, without swapping."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # blocks that torch caches are free too
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
 
 
 def memory_budget(config: MemoryConfig, device: torch.device, reserved_bytes: int) -> int:

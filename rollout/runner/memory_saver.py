@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import shutil
@@ -16,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollout.errors import EngineStateError, WeightUpdateError
-from rollout.memory.host_memory import free_bytes, return_freed_memory
+from rollout.memory.sizing import free_bytes
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.runner.graphs.graph_runner import GraphRunner
 from rollout.types import MemoryTag
@@ -128,7 +129,7 @@ class MemorySaver:
         if MemoryTag.KV_CACHE in tags:
             freed[MemoryTag.KV_CACHE] = sum(pool.release() for pool in self._kv_pools)
         self.released |= frozenset(tags)
-        return_freed_memory()
+        _return_freed_memory()
         if (after := self._free_bytes()) is not None and before is not None:
             log.info(
                 "released %s: %d MiB more are free on %s, %d MiB in all",
@@ -178,7 +179,7 @@ class MemorySaver:
             raise
         finally:
             backup.discard()
-            return_freed_memory()
+            _return_freed_memory()
 
     def _free_bytes(self) -> int | None:
         if self._device is None or self._device.type != "cuda":
@@ -245,6 +246,19 @@ class WeightBackup:
         path = self._folder / f"{len(self._files)}.safetensors"
         save_file(tensors, path)
         self._files.append(path)
+
+
+def _return_freed_memory() -> None:
+    """Return freed pages to the operating system, and cached blocks to other users of the GPU.
+
+    Allocators retain freed memory: glibc all but the largest blocks, torch's CUDA allocator all of
+    it.
+    """
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+    if trim is not None:
+        trim(0)
 
 
 def _remove(folder: Path, owner: int) -> None:

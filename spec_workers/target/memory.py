@@ -10,11 +10,11 @@ import torch
 
 from rollout.config import EngineConfig, MemoryConfig
 from rollout.errors import InvalidInputError
-from rollout.memory.host_memory import free_bytes
 from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.memory.kv_pool import KvPool
 from rollout.memory.routes_pool import RoutesPool
 from rollout.memory.sizing import (
+    free_bytes,
     kv_fraction,
     memory_budget,
     num_kv_slots,

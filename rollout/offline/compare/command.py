@@ -25,7 +25,7 @@ from rollout.engine.durable_files import whole_file
 from rollout.engine.engine import RolloutEngine
 from rollout.engine.worker_factory import WorkerFactory, factory_of
 from rollout.errors import InvalidInputError
-from rollout.memory.host_memory import free_bytes
+from rollout.memory.sizing import free_bytes
 from rollout.offline.compare.comparison import Compared, Comparison, Work
 from rollout.offline.compare.paired_times import SpeedupVerdict
 from rollout.offline.config import RunConfig
