@@ -16,10 +16,10 @@ from typing import Any
 import ray
 
 from rollout.cluster.config import ClusterConfig
-from rollout.cluster.ray.actor_group import ActorGroup
 from rollout.cluster.ray.heartbeats import Heartbeats
 from rollout.cluster.ray.instance import ProcessResources, RayInstance, process_resources
 from rollout.cluster.ray.replica import (
+    ActorGroup,
     ActorLocation,
     RayRank,
     RayReplica,

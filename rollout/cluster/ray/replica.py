@@ -1,4 +1,4 @@
-"""A replica in a Ray actor: the cluster's side of it, and the actor."""
+"""A replica in Ray actors: the cluster's side of it, its actors, and where they are placed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from rollout.cluster.messages import ReplicaFacts, Submission
-from rollout.cluster.ray.actor_group import ActorGroup
+from rollout.cluster.ray.instance import ProcessResources
 from rollout.cluster.replica import ReplicaDiedError
 from rollout.cluster.replica_host import ReplicaHost
 from rollout.config import EngineConfig
@@ -81,6 +85,48 @@ def _tail(paths: Sequence[str]) -> list[str]:
             if lines:
                 return list(deque(lines, _NUM_LINES))
     return []
+
+
+class ActorGroup:
+    """Actors that are placed together, and end together."""
+
+    def __init__(
+        self, actor_class: type, name: str, num_actors: int, resources: ProcessResources
+    ) -> None:
+        """Ask Ray for the actors. Waits for nothing.
+
+        Several are in a placement group of one machine: ranks exchange data twice in each half of
+        a layer. A single one goes where there is most room.
+        """
+        self._group: PlacementGroup | None = None
+        if num_actors > 1:
+            share = {"CPU": float(resources.num_cpus), "GPU": resources.num_gpus}
+            bundle = {resource: count for resource, count in share.items() if count}
+            self._group = placement_group([bundle] * num_actors, strategy="STRICT_PACK", name=name)
+        self.actors = [
+            ray.remote(actor_class)
+            .options(
+                name=name if self._group is None else f"{name}-rank-{rank}",
+                num_cpus=resources.num_cpus,
+                num_gpus=resources.num_gpus,
+                max_restarts=0,
+                scheduling_strategy=self._strategy(rank),
+            )
+            .remote()
+            for rank in range(num_actors)
+        ]
+
+    def kill(self) -> None:
+        """End the processes: at once if they can, otherwise within seconds."""
+        for actor in self.actors:
+            ray.kill(actor, no_restart=True)
+        if self._group is not None:
+            remove_placement_group(self._group)
+
+    def _strategy(self, rank: int) -> Any:
+        if self._group is None:
+            return "SPREAD"
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
 
 
 @dataclass(slots=True, eq=False)
