@@ -55,7 +55,7 @@ class CorporaOfAll:
     file: str | None  # loaded on all
     corpora: Mapping[str, ClusterCorpus]  # none that failed
     published: Set[str]
-    removed: Set[str]  # of the file, or of those a replica is configured with
+    removed: Set[str]  # from the file, or from a replica's configuration
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +70,7 @@ class _Brought:
 class ReplicaCorpusSync:
     """Brings each replica that starts what the others have, on a thread of its own.
 
-    The replicas' configured corpora are taken from them, for whoever adds them to all.
+    Configured corpora are taken from the replicas, so that the cluster adds them to all.
     """
 
     def __init__(self, replicas: ReplicaManager, of_all: Callable[[], CorporaOfAll]) -> None:
@@ -92,7 +92,7 @@ class ReplicaCorpusSync:
         brought = self._brought.get(replica.name)
         if brought is None or brought.replica is not replica:
             brought = self._brought[replica.name] = _Brought(replica)
-        # First of all: what looks at an engine begins to load those it is configured with.
+        # First, since any look at an engine's corpora begins to load its configured ones.
         taken = replica.call("take_configured_corpora")
         bring_all = partial(self._bring_all, brought, taken, self._of_all())
         return on_thread(f"corpora of {replica.name}", bring_all)

@@ -162,7 +162,7 @@ class ReplicaManager:
     def outcomes(
         self, answers: Mapping[Replica, Future[Any]]
     ) -> tuple[dict[Replica, Any], dict[Replica, Exception]]:
-        """Values and errors of those that live, when all have answered and the dead have left."""
+        """Values and errors of living replicas, once all have answered and dead ones are gone."""
         done: dict[Replica, Any] = {}
         failed: dict[Replica, Exception] = {}
         for replica, answer in answers.items():

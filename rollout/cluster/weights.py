@@ -320,7 +320,7 @@ class ClusterWeights:
             self.abandon_weight_update(f"nothing came for {update.options.timeout:g} seconds")
 
     def abandon_if_dead(self) -> None:
-        """Give up an update whose replicas are all dead: those that start wait for its end."""
+        """Give up an update whose replicas are all dead: replicas that start wait for its end."""
         if self._update is not None and not self._living():
             self.abandon_weight_update("every replica died")
 

@@ -149,8 +149,8 @@ class CallGuard:
 
 
 def exclusive(method: M) -> M:
-    """A public call of an engine, whose guard is its ``calls``: where another thread is in one, it
-    raises EngineStateError and does nothing."""
+    """Guard a public method of an engine by the engine's ``calls``: while another thread is in a
+    call, it raises EngineStateError and does nothing."""
 
     @wraps(method)
     def call(engine: Any, *args: Any, **kwargs: Any) -> Any:

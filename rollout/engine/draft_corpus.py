@@ -137,7 +137,7 @@ class ExternalCorpus:
     state: ExternalState
     num_tokens: int  # so far, while it loads
     num_bytes: int
-    progress: float | None  # of its documents, in [0, 1]; None where that cannot be told
+    progress: float | None  # share of its documents that was read; None if that is unknown
     error: str | None  # why it failed; of a published one, why another load of its name did
 
 

@@ -38,7 +38,7 @@ class EmptyOutputs:
         self._warned = False
 
     def count(self, request: Request, rollout: Rollout) -> None:
-        """Count an ended request; not one whose text began before it was cut."""
+        """Count an ended request, unless it continues one that was cut."""
         if not request.partial_len:
             self._num_rollouts += 1
             self._num_empty += rollout.is_empty

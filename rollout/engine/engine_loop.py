@@ -93,7 +93,7 @@ class EngineLoop(Generic[E]):
         # Guarded by the condition's lock; appended to by anyone, taken from by the loop.
         self._commands: deque[_Command] = deque()
         self._unfinished: set[RequestHandle] = set()
-        self._held: deque[_Command] = deque()  # requests, and aborts, until nobody holds them back
+        self._held: deque[_Command] = deque()  # requests and aborts that are held back
         self._num_holders = 0
         self._closed = False
         self._failure: BaseException | None = None

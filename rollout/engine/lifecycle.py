@@ -80,7 +80,7 @@ class Lifecycle:
         return {tag.value: num_bytes for tag, num_bytes in freed.items()}
 
     def resume_memory(self, tags: Iterable[MemoryTag | str] | None = None) -> None:
-        """Take back what `release_memory` gave; by default all of it.
+        """Take back released memory; by default all of it.
 
         Weights may come first and be updated before the KV cache has its memory. Addresses may
         change. Raises InvalidInputError for an unknown tag, EngineStateError for one that is not

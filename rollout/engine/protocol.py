@@ -59,7 +59,7 @@ def calls_of(protocol: type, *, all_ranks: bool) -> frozenset[str]:
 def part_call(
     attribute: str, method: Callable[Concatenate[Part, P], T]
 ) -> Callable[Concatenate[Any, P], T]:
-    """An engine's call that a part of it answers: ``method`` of what it has as ``attribute``."""
+    """A method of an engine that calls ``method`` of its part ``attribute``."""
 
     @wraps(method)
     def call(engine: Any, *args: P.args, **kwargs: P.kwargs) -> T:

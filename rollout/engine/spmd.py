@@ -34,7 +34,7 @@ T = TypeVar("T")
 OpenEngine = Callable[[Progress | None], Engine]
 
 _PATIENCE = 30 * 86_400.0
-"""Seconds that a rank waits to be told what to do: rank 0 may have to wait for its users."""
+"""Seconds that a rank waits for rank 0's next call: rank 0 may wait for its users."""
 
 
 def launch_ranks(ranks: ParallelConfig, model: ModelConfig, arguments: Sequence[str]) -> None:
@@ -127,8 +127,8 @@ def follow(config: ParallelConfig, open_engine: OpenEngine) -> None:
 
 @contextmanager
 def _signals_ignored() -> Iterator[None]:
-    """While the context lasts rank 0 alone says when to stop. Where that has ended, so has the
-    connection to it."""
+    """Ignore signals while the context lasts: rank 0 says when to stop. Once it has ended, so has
+    the connection to it."""
     is_main = threading.current_thread() is threading.main_thread()  # only it may have handlers
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if is_main else ()
     former = [signal.signal(number, signal.SIG_IGN) for number in numbers]

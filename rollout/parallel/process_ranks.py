@@ -193,7 +193,7 @@ class ProcessRanks:
         raise ParallelError(f"rank {self.rank} of {self.size}: {self._lost}") from error
 
     def _notes(self) -> dict[int, str]:
-        """Why others have left, by rank, as far as they could say."""
+        """The reasons that other ranks posted as they left, by rank."""
 
         def read() -> dict[int, str]:
             keys = {rank: f"left/{rank}" for rank in range(self.size) if rank != self.rank}
