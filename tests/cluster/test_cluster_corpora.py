@@ -1,4 +1,4 @@
-"""Corpora of a cluster: what one replica commits all draft from, and its file."""
+"""Corpora of a cluster: what one replica commits all draft from."""
 
 from __future__ import annotations
 
@@ -78,15 +78,3 @@ def test_workers_without_a_corpus_have_nothing_to_share(make):
     assert cluster.corpus_exchange._begun_at == begun_at, "a round has begun"
     with pytest.raises(InvalidInputError, match="has no corpus"):
         cluster.add_external_corpus("texts", documents=["one two"])
-
-
-def test_a_corpus_is_saved_by_one_and_loaded_by_all(make, tmp_path):
-    cluster, _ = make(2)
-    submit_all(cluster, PROMPTS, PARAMS)
-    drain(cluster)
-    cluster.save_corpus(tmp_path / "corpus")
-    other, _ = make(2)
-    other.load_corpus(tmp_path / "corpus")
-    held = [each.corpus_tokens for each in other.replicas.on_all("status").values()]
-    assert held[0] == held[1] > 0
-    assert "budget" in other.learned()

@@ -199,7 +199,7 @@ def test_configured_ones_are_published_together_too(make, tmp_path):
     assert on_each(cluster) == {"replica-0": {}, "replica-1": {}}
 
 
-def test_who_starts_later_loads_the_file_that_all_loaded(make, tmp_path):
+def test_a_file_is_saved_by_one_and_loaded_by_all_and_by_who_starts_later(make, tmp_path):
     cluster, pool = make(2)
     cluster.add_external_corpus("old", documents=["one two three"], wait=True)
     cluster.add_external_corpus("gone", documents=["one"], wait=True)
@@ -210,6 +210,7 @@ def test_who_starts_later_loads_the_file_that_all_loaded(make, tmp_path):
     other.add_external_corpus("lost", documents=["seven"], wait=True)  # the file has no such
     other.load_corpus(tmp_path / "corpus")
     assert states(other) == {"old": "published", "gone": "published"}
+    assert "budget" in other.learned()
     other.remove_external_corpus("gone")
     other.add_external_corpus("new", documents=["four five six"], wait=True)
     kill(other, pool, "replica-0")
