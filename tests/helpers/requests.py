@@ -19,6 +19,10 @@ from rollout.types import (
 )
 
 
+def int32(values: Sequence[int]) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
 class NoStopCheck:
     """For requests of the scheduler alone, which does not decide where text ends."""
 

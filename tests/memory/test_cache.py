@@ -8,11 +8,7 @@ import pytest
 from rollout.errors import IntegrityError
 from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.types import Scheduled
-from tests.helpers.requests import make_request
-
-
-def int32(values) -> np.ndarray:
-    return np.array(values, dtype=np.int32)
+from tests.helpers.requests import int32, make_request
 
 
 def admit(memory: KVCacheManager, tokens: list[int]) -> tuple[int, int]:

@@ -8,12 +8,9 @@ import pytest
 from rollout.errors import IntegrityError
 from rollout.memory.prefix_cache import Node, PrefixCache
 from rollout.memory.slots import SlotAllocator
+from tests.helpers.requests import int32
 
 Prefix = tuple[int, ...]
-
-
-def int32(values) -> np.ndarray:
-    return np.array(values, dtype=np.int32)
 
 
 class Harness:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -12,11 +11,7 @@ from rollout.errors import IntegrityError
 from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.memory.state_slots import StateSizes
 from rollout.types import Scheduled
-from tests.helpers.requests import make_request
-
-
-def int32(values) -> np.ndarray:
-    return np.array(values, dtype=np.int32)
+from tests.helpers.requests import int32, make_request
 
 
 def make_memory(states=12, *, interval=4, rows=3, cache=True) -> KVCacheManager:

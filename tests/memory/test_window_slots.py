@@ -6,10 +6,7 @@ import pytest
 from rollout.errors import IntegrityError
 from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.memory.window_slots import WindowSizes
-
-
-def int32(values) -> np.ndarray:
-    return np.array(values, dtype=np.int32)
+from tests.helpers.requests import int32
 
 
 def memory_of(window_slots: int, window: int, *, kv_slots: int = 200, prefix_cache: bool = True):
