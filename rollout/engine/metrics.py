@@ -27,7 +27,7 @@ class StepMetrics:
     proposed: int = 0  # draft nodes that the worker proposed
     drafted: int = 0  # proposed nodes that were verified
     accepted: int = 0
-    expected_accepted: float = 0.0  # `accepted` as the drafts' estimates have it
+    expected_accepted: float = 0.0  # `accepted`, as expected by the drafts' estimates
     predicted_ms: float = 0.0  # draft, forward and sampling by the cost curve; 0: not known
     plain_ms: float = 0.0  # the same forecast of the step without drafts; 0: not known
     predicted_gain_ms: float = 0.0  # expected extra time of plain decoding for the same tokens

@@ -1,4 +1,4 @@
-"""The protocols of an engine: what jobs, servers and trainers ask of it, and a cluster beside.
+"""The protocols of an engine: what its callers ask of it, and what a cluster asks of replicas.
 
 `RolloutEngine` is the engine of one process, and documents the calls. Two others stand for several
 of those: `RolloutCluster` for replicas, and `Rank0Engine` for ranks that run one model together,
