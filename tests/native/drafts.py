@@ -1,4 +1,4 @@
-"""Calls and their answers in plain Python, for tests."""
+"""Calls and their answers in plain Python, and corpora that were worked with."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import numpy as np
 from ngram_native import Corpus, Proposal
 
 NOBODY = 999  # a group without documents
+SMALL = 256 << 10  # bytes
+LARGEST = 2**31 - 1  # token
 TREE_NODES = 63
 
 
@@ -108,3 +110,33 @@ def assert_well_formed(tree: list[Drafted], budget: int, floor: float) -> None:
         assert node.depth == above.depth + 1
         assert node.mask == above.mask | 1 << j
         assert node.probability <= above.probability
+
+
+def random_texts(seed: int, count: int, size: int, alphabet: int) -> list[list[int]]:
+    """Texts of random sizes, of few tokens near the largest."""
+    rng = np.random.default_rng(seed)
+    return [
+        (LARGEST - rng.integers(0, alphabet, rng.integers(0, size + 1))).tolist()
+        for _ in range(count)
+    ]
+
+
+def worked_with(seed: int) -> Corpus:
+    """A small corpus that proposed and learned, with an external corpus."""
+    corpus = Corpus(max_bytes=SMALL)
+    rng = np.random.default_rng(seed)
+    for sequence_id, text in enumerate(random_texts(seed, 3, 60, 4)):
+        corpus.open(sequence_id, sequence_id % 2, i32(text))
+    for version in range(6):
+        corpus.set_weight_version(version)
+        corpus.insert(i32(rng.integers(0, 4, rng.integers(2000))), group=version % 3)
+        propose(corpus, range(3))
+        extend(corpus, dict(enumerate(random_texts(seed + version, 3, 5, 4))))
+    corpus.add_external("x", [i32(text) for text in random_texts(seed, 3, 60, 4)])
+    return corpus
+
+
+def answers(corpus: Corpus) -> list[list[Drafted]]:
+    return [
+        query(corpus, seed % 4, text) for seed in range(4) for text in random_texts(seed, 4, 40, 4)
+    ]

@@ -5,8 +5,7 @@ Nothing here knows the estimate; test_against_reference.py does.
 
 from __future__ import annotations
 
-import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ngram_native import Corpus
-from tests.helpers.in_fork import in_fork
 from tests.native.drafts import (
+    LARGEST,
     NOBODY,
+    SMALL,
     TREE_NODES,
+    answers,
     assert_well_formed,
     children,
     extend,
@@ -26,24 +27,14 @@ from tests.native.drafts import (
     path,
     propose,
     query,
+    random_texts,
+    worked_with,
 )
-
-SMALL = 256 << 10
-LARGEST = 2**31 - 1
 
 repeatable = settings(deadline=None, derandomize=True, database=None, max_examples=60)
 
 seeds = st.integers(0, 2**32 - 1)
 groups = st.sampled_from([None, 3])
-
-
-def random_texts(seed, count, size, alphabet):
-    """Texts of random sizes, of few tokens near the largest."""
-    rng = np.random.default_rng(seed)
-    return [
-        (LARGEST - rng.integers(0, alphabet, rng.integers(0, size + 1))).tolist()
-        for _ in range(count)
-    ]
 
 
 def distinct(seed, size):
@@ -255,27 +246,7 @@ def test_a_million_identical_tokens(token, max_bytes):
     corpus.check_integrity()
 
 
-# 9. Threads, a fork, a failed load. Saved and loaded again it proposes the same.
-
-
-def worked_with(seed, max_bytes=SMALL):
-    corpus = Corpus(max_bytes=max_bytes)
-    rng = np.random.default_rng(seed)
-    for sequence_id, text in enumerate(random_texts(seed, 3, 60, 4)):
-        corpus.open(sequence_id, sequence_id % 2, i32(text))
-    for version in range(6):
-        corpus.set_weight_version(version)
-        corpus.insert(i32(rng.integers(0, 4, rng.integers(2000))), group=version % 3)
-        propose(corpus, range(3))
-        extend(corpus, dict(enumerate(random_texts(seed + version, 3, 5, 4))))
-    corpus.add_external("x", [i32(text) for text in random_texts(seed, 3, 60, 4)])
-    return corpus
-
-
-def answers(corpus):
-    return [
-        query(corpus, seed % 4, text) for seed in range(4) for text in random_texts(seed, 4, 40, 4)
-    ]
+# 9. Threads, a failed load. Saved and loaded again it proposes the same. A fork: test_threads.py.
 
 
 @repeatable
@@ -309,34 +280,10 @@ def test_saved_is_what_is_loaded_and_a_failed_load_changes_nothing(
 @given(seed=seeds)
 def test_threads_ask_at_once_and_get_what_one_gets(seed):
     corpus = worked_with(seed)
-    expected, errors = answers(corpus), []
-
-    def ask():
-        try:
-            assert all(answers(corpus) == expected for _ in range(4))
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@settings(repeatable, max_examples=5)
-@given(seed=seeds)
-def test_a_forked_child_has_the_same_corpus(seed):
-    corpus = worked_with(seed)
     expected = answers(corpus)
 
-    def use_it() -> None:
-        assert answers(corpus) == expected
-        corpus.insert(i32(range(5000)))
-        corpus.check_integrity()
+    def ask(_):
+        assert all(answers(corpus) == expected for _ in range(4))
 
-    assert in_fork(use_it) == 0
-    assert answers(corpus) == expected
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(ask, range(8)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,55 +17,48 @@ from tests.helpers.in_fork import in_fork
 I32, I64 = np.int32, np.int64
 
 
-def work(corpus, worker, errors, stop, rounds=150):
+def work(corpus, worker):
     rng = np.random.default_rng(worker)
-    try:
-        ids = np.array([worker * 10, worker * 10 + 1], I64)
-        for sequence_id in ids:
-            corpus.open(int(sequence_id), worker % 2, rng.integers(0, 5, 50).astype(I32))
-        for step in range(rounds):
-            if stop.is_set():
-                return
-            proposal = corpus.propose(ids, np.array([8, 63], I32), 0.0)
-            assert np.diff(proposal.offsets_B1)[0] <= 8
-            corpus.extend(ids, rng.integers(0, 5, 6).astype(I32), np.array([0, 2, 6], I64))
-            corpus.insert(rng.integers(0, 5, 100).astype(I32), group=worker)
-            if step % 20 == worker % 20:
-                corpus.set_weight_version(step)
-                corpus.add_external(f"{worker}-{step}", [rng.integers(0, 5, 50).astype(I32)])
-                corpus.check_integrity()
-                corpus.remove_external(f"{worker}-{step}")
-            assert corpus.num_tokens > 0
-            assert corpus.counters()["live_tokens"] > 0
-        for sequence_id in ids:
-            corpus.close(int(sequence_id))
-    except BaseException as error:
-        errors.append(error)
-
-
-def start(corpus, rounds=150):
-    errors, stop = [], threading.Event()
-    threads = [
-        threading.Thread(target=work, args=(corpus, worker, errors, stop, rounds))
-        for worker in range(6)
-    ]
-    for thread in threads:
-        thread.start()
-    return threads, errors, stop
+    ids = np.array([worker * 10, worker * 10 + 1], I64)
+    for sequence_id in ids:
+        corpus.open(int(sequence_id), worker % 2, rng.integers(0, 5, 50).astype(I32))
+    for step in range(150):
+        proposal = corpus.propose(ids, np.array([8, 63], I32), 0.0)
+        assert np.diff(proposal.offsets_B1)[0] <= 8
+        corpus.extend(ids, rng.integers(0, 5, 6).astype(I32), np.array([0, 2, 6], I64))
+        corpus.insert(rng.integers(0, 5, 100).astype(I32), group=worker)
+        if step % 20 == worker % 20:
+            corpus.set_weight_version(step)
+            corpus.add_external(f"{worker}-{step}", [rng.integers(0, 5, 50).astype(I32)])
+            corpus.check_integrity()
+            corpus.remove_external(f"{worker}-{step}")
+        assert corpus.num_tokens > 0
+        assert corpus.counters()["live_tokens"] > 0
+    for sequence_id in ids:
+        corpus.close(int(sequence_id))
 
 
 def test_threads_share_one_corpus():
     corpus = Corpus(max_bytes=256 << 10)
-    threads, errors, _ = start(corpus)
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(partial(work, corpus), range(6)))
     assert corpus.counters()["open_sequences"] == 0
     corpus.check_integrity()
 
 
-def test_other_threads_run_while_a_call_does():
-    corpus = Corpus(max_bytes=64 << 20)
+def insert(corpus, tokens):
+    corpus.insert(tokens)
+
+
+def build(corpus, tokens):
+    builder = corpus.external_builder()
+    builder.append(tokens, np.array([0, len(tokens)], I64))
+    assert builder.build(lambda: True)
+
+
+@pytest.mark.parametrize(("call", "least"), [(insert, 2), (build, 5)])
+def test_other_threads_run_while_a_call_does(call, least):
+    corpus = Corpus(max_bytes=64 << 20, max_external_bytes=256 << 20)
     tokens = np.random.default_rng(0).integers(0, 50_000, 3_000_000).astype(I32)
     ticks = []
     done = threading.Event()
@@ -76,11 +71,11 @@ def test_other_threads_run_while_a_call_does():
     thread = threading.Thread(target=tick)
     thread.start()
     begin = time.perf_counter()
-    corpus.insert(tokens)
+    call(corpus, tokens)
     end = time.perf_counter()
     done.set()
     thread.join()
-    assert sum(begin < t < end for t in ticks) > 2
+    assert sum(begin < t < end for t in ticks) > least
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -89,7 +84,7 @@ def test_fork_finds_the_corpus_whole():
     tokens = np.random.default_rng(0).integers(0, 50, 300_000).astype(I32)
     stop = threading.Event()
 
-    def insert():  # one call after another, so that a fork comes in the middle of one
+    def keep_inserting():  # one call after another, so that a fork comes in the middle of one
         while not stop.is_set():
             corpus.insert(tokens)
 
@@ -98,7 +93,7 @@ def test_fork_finds_the_corpus_whole():
         corpus.insert(np.arange(100, dtype=I32))
         corpus.query(0, np.arange(10, dtype=I32), 8, 0.0)
 
-    thread = threading.Thread(target=insert)
+    thread = threading.Thread(target=keep_inserting)
     thread.start()
     try:
         for _ in range(4):

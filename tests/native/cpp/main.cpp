@@ -1,11 +1,9 @@
 void test_token_log();
 void test_calibration();
 void test_external_index();
-void test_corpus();
 
 int main() {
   test_token_log();
   test_calibration();
   test_external_index();
-  test_corpus();
 }
