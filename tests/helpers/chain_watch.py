@@ -1,8 +1,9 @@
 """Looks over a chain's shoulder: every row of every step is computed twice.
 
 The second time there is no pool, no slot and no plan: whole sequences through dense attention,
-each step on what the *second* computation of the step before gave. Of the drafter's own state only
-this is believed: which positions each step attends to. Whose they are is checked.
+each step on what the *second* computation of the step before gave, in a chain of one (EAGLE) on its
+own. Of the drafter's own state only this is believed: which positions each step attends to. Whose
+they are is checked.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ class _Tree:
     """Nodes in the order they were run."""
 
     tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)  # -1: the root
     outputs: list[torch.Tensor] = field(default_factory=list)  # of the step that ran last
 
 
@@ -45,11 +45,11 @@ class ChainWatch:
         steps = len(drafter.runners)
         self.known = [0] * steps  # rows compared
         self.nodes = [0] * steps
-        self.holes = [0] * steps  # positions not attended to, over all runs
+        self.holes: list[list[int]] = [[] for _ in range(steps)]  # positions passed over, by run
         self._rows: list[dict[int, _Row]] = [{} for _ in range(steps)]  # by slot
         # Of each request, by its list of tokens, and position: the step's output there.
         self._outputs: list[dict[tuple[int, int], torch.Tensor]] = [{} for _ in range(steps)]
-        self._features: tuple[list[int], torch.Tensor] = ([], torch.empty(0))
+        self._inputs: tuple[list[int], dict[str, int], torch.Tensor] = ([], {}, torch.empty(0))
         self._trees: dict[int, _Tree] = {}
         self._tokens_of: dict[int, list[int]] = {}
         self._propose, drafter.propose = drafter.propose, self.propose
@@ -104,7 +104,7 @@ class ChainWatch:
                 self._rows[step][slot] = _Row(i, tokens[: i + 2 + step], input_E)
             attended = self._attended(step, row, start + length, tokens)
             assert [i for i, _ in attended][-length:] == list(range(start, start + length))
-            self.holes[step] += start + length - len(attended)
+            self.holes[step].append(start + length - len(attended))
             wanted = self._dense(step, attended, [])[-length:]
             count = 1 if last_alone else length
             self._compare(out_TE[given : given + count], wanted[-count:])
@@ -119,33 +119,35 @@ class ChainWatch:
     @torch.inference_mode()
     def run_nodes(self, step, nodes, hidden_TE):
         out_TE = self._own[step][1](nodes, hidden_TE)
-        assert (nodes.new_B == nodes.counts_B).all(), "every step runs all nodes"
+        is_chain = len(self._own) > 1
         first = 0
+        masks = np.split(nodes.masks_N, np.cumsum(nodes.counts_B)[:-1])
         for b, row in enumerate(nodes.rows_B.tolist()):
-            rows = slice(first, first + int(nodes.counts_B[b]))
-            tokens = self._tokens_of[row]
-            masks = nodes.masks_N[rows].tolist()
-            paths = [
-                [j for j in range(n + 1) if mask >> (j + 1) & 1] for n, mask in enumerate(masks)
-            ]
+            count, new = int(nodes.counts_B[b]), int(nodes.new_B[b])
+            assert new == count or not is_chain, "every step of a chain runs all nodes"
+            rows, old = slice(first, first + new), count - new
             tree = self._trees.setdefault(int(nodes.bands_B[b]), _Tree())
-            known = len(tree.tokens)
-            tree.tokens[known:] = nodes.input_ids_T[rows].tolist()[known:]
-            assert tree.tokens == nodes.input_ids_T[rows].tolist()
-            tree.parents = [path[-2] if len(path) > 1 else -1 for path in paths]
-            assert max(map(len, paths)) == step
+            tokens, own = self._tokens_of[row], nodes.input_ids_T[rows].tolist()
+            assert tree.tokens[old:] == own[: len(tree.tokens) - old], "the same nodes again"
+            tree.tokens[old:] = own
+            assert len(tree.tokens) == count
+            paths = [
+                [j for j in range(n + 1) if mask >> (j + 1) & 1]
+                for n, mask in enumerate(masks[b].tolist())
+            ]
+            assert not is_chain or max(map(len, paths)) == step
             end = len(tokens) - 1 - step
-            root = self._outputs[step - 1][id(tokens), end]
-            inputs = [root if up < 0 else tree.outputs[up] for up in tree.parents]
+            before, at = (step - 1, end) if is_chain else (0, end - 1)
+            root, above = self._outputs[before][id(tokens), at], tree.outputs
             attended = self._attended(step, row, end, tokens)
-            outputs = []
-            for n, path in enumerate(paths):
+            tree.outputs = [] if is_chain else above
+            for n, path in enumerate(paths[old:]):
                 assert nodes.positions_T[first + n] == end + len(path) - 1
-                below = [(end + d, tree.tokens[j], inputs[j]) for d, j in enumerate(path)]
-                outputs.append(self._dense(step, attended, below)[-1])
-            self._compare(out_TE[rows], torch.stack(outputs))
-            tree.outputs = outputs
-            self.nodes[step] += len(outputs)
+                inputs = [root, *(above[j] for j in path[:-1])]
+                below = [(end + d, tree.tokens[j], inputs[d]) for d, j in enumerate(path)]
+                tree.outputs.append(self._dense(step, attended, below)[-1])
+            self._compare(out_TE[rows], torch.stack(tree.outputs[old:]))
+            self.nodes[step] += new
             first = rows.stop
         assert first == len(out_TE)
         return out_TE
@@ -156,13 +158,14 @@ class ChainWatch:
     def _input(self, step, of_request, tokens, position) -> torch.Tensor:
         if step:
             return self._outputs[step - 1][id(of_request), position]
-        if tokens[: len(self._features[0])] != self._features[0] or (
-            position >= len(self._features[0])
-        ):
-            sequence = tokens[:-1]
-            found_TF = features_of(self.target.model, self.drafter.features, sequence)
-            self._features = (sequence, found_TF)
-        return self._features[1][position]
+        known, versions, inputs_TE = self._inputs
+        now = dict(self.target.weights.versions)
+        if now != versions or tokens[: len(known)] != known or position >= len(known):
+            known = tokens[:-1]
+            features_TF = features_of(self.target.model, self.drafter.features, known)
+            inputs_TE = self.drafter.runners[0].model.fuse(features_TF)
+            self._inputs = known, now, inputs_TE
+        return inputs_TE[position]
 
     def _attended(self, step, row, end, tokens) -> list[tuple[int, _Row]]:
         """Positions below ``end`` in the step's own table, each checked to be of this sequence."""

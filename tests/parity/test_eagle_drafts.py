@@ -7,6 +7,7 @@ import pytest
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.errors import IntegrityError
+from tests.helpers.chain_watch import ChainWatch
 from tests.helpers.compared import numbers
 from tests.helpers.draft_checks import (
     PROMPTS,
@@ -14,7 +15,6 @@ from tests.helpers.draft_checks import (
     check_disturbed,
     plain_numbers,
 )
-from tests.helpers.draft_watch import DraftWatch
 from tests.helpers.tiny_draft import save_copying_eagle1, save_tiny_eagle3
 from tests.helpers.tiny_model import save_tiny_llama
 
@@ -45,7 +45,7 @@ def make_engine(target_path, draft, *, spec_options=None, **options):
         spec_options=own | (spec_options or {}),
         **{"num_threads": 1, "max_running": 5, "chunk_len": 9, "dtype": "float32"} | options,
     )
-    return engine, DraftWatch(engine.worker.drafter)
+    return engine, ChainWatch(engine.worker.drafter)
 
 
 @pytest.mark.parametrize(
@@ -63,13 +63,14 @@ def test_every_row_is_what_whole_sequences_give(target_path, draft, options):
         rollouts = engine.generate(PROMPTS, params)
         assert numbers(rollouts) == plain_numbers(target_path, PROMPTS, params)
         engine.check_integrity()
-    assert watch.known > 100
-    assert watch.nodes > 100
+    assert watch.known[0] > 100
+    assert watch.nodes[0] > 100
+    (holes,) = watch.holes
     if options.get("prefix_cache") is False:
-        assert not any(watch.holes)
+        assert not any(holes)
     else:
         # Siblings part behind the prompt: its last position is one's own, and the others' hole.
-        assert 0 < sum(watch.holes) / len(watch.holes) < 2
+        assert 0 < sum(holes) / len(holes) < 2
 
 
 def test_rows_whose_hidden_states_nobody_reads_change_no_bit(target_path, draft):
@@ -77,8 +78,8 @@ def test_rows_whose_hidden_states_nobody_reads_change_no_bit(target_path, draft)
 
     def drafted(last_alone: bool):
         engine, watch = make_engine(target_path, draft)
-        drafter, runner, own = engine.worker.drafter, watch.runner, watch._extend
-        propose, trees, given = watch._propose, [], []
+        drafter, (own, run_nodes) = engine.worker.drafter, watch._own[0]
+        runner, propose, trees, given = drafter.runners[0], watch._propose, [], []
 
         def extend(runs, hidden_TE, *, last_alone):
             given.append(len(out_TE := own(runs, hidden_TE, last_alone=last_alone)))
@@ -88,7 +89,7 @@ def test_rows_whose_hidden_states_nobody_reads_change_no_bit(target_path, draft)
             out_TE = extend(runs, hidden_TE, last_alone=False)
             return out_TE[np.cumsum(runs.lens_B)[runs.lens_B > 0] - 1]
 
-        runner.extend, runner.run_nodes = extend if last_alone else whole, watch._run_nodes
+        runner.extend, runner.run_nodes = extend if last_alone else whole, run_nodes
         drafter.propose = lambda *args, **options: (
             trees.append(propose(*args, **options)),
             trees[-1],
@@ -126,7 +127,7 @@ def test_prompts_are_read_while_nothing_is_drafted(target_path, draft):
     request = engine.submit(prompt, params)
     while len(request.token_ids) < 6:
         engine.step()
-    assert watch.known == len(prompt)
+    assert watch.known[0] == len(prompt)
     decoded = len(request.token_ids)
     budget.is_open, budget.floors = True, floors
     ended = []
@@ -134,8 +135,8 @@ def test_prompts_are_read_while_nothing_is_drafted(target_path, draft):
         ended += engine.step()
         engine.check_integrity()
     assert numbers(ended) == plain_numbers(target_path, [prompt], params)
-    assert watch.nodes > 0
-    assert max(watch.holes) == decoded - 1  # the last one had not been run yet
+    assert watch.nodes[0] > 0
+    assert max(watch.holes[0]) == decoded - 1  # the last one had not been run yet
 
 
 def test_whatever_happens_between_and_within_steps(target_path, draft, monkeypatch):
@@ -155,7 +156,7 @@ def test_whatever_happens_between_and_within_steps(target_path, draft, monkeypat
     )
     monkeypatch.setattr(engine.worker.budget, "observe", sometimes)  # when all else is done
     check_disturbed(engine, PROMPTS, params, wanted, random)
-    assert watch.nodes > 100
+    assert watch.nodes[0] > 100
 
 
 def test_new_weights_of_the_target_are_met_by_no_old_draft(target_path, draft, tmp_path):
@@ -166,12 +167,12 @@ def test_new_weights_of_the_target_are_met_by_no_old_draft(target_path, draft, t
     engine.submit(PROMPTS[3], PARAMS)
     for _ in range(6):
         engine.step()
-    before = watch.nodes
+    before = watch.nodes[0]
     engine.update_weights_from_disk(str(other), selector="target")
     while engine.has_unfinished:
         engine.step()
     assert numbers(engine.generate(PROMPTS, PARAMS)) == plain_numbers(other, PROMPTS, PARAMS)
-    assert watch.nodes > before
+    assert watch.nodes[0] > before
     engine.check_integrity()
 
 
@@ -183,15 +184,15 @@ def test_new_weights_of_the_draft_are_met_by_nothing_it_computed(target_path, dr
     engine.submit(PROMPTS[3], PARAMS)
     for _ in range(6):
         engine.step()
-    names = watch.model.weight_loaders()
+    names = engine.worker.drafter.runners[0].model.weight_loaders()
     engine.update_weights_from_tensor(
         [(name, place.read() * 1.3) for name, place in names.items()], selector="draft"
     )
     while engine.has_unfinished:
         engine.step()
-    watch.holes.clear()
+    watch.holes[0].clear()
     assert numbers(engine.generate(PROMPTS, PARAMS)) == expected
-    assert max(watch.holes) > 8  # cached for the target, not read again by the draft
+    assert max(watch.holes[0]) > 8  # cached for the target, not read again by the draft
     engine.check_integrity()
 
 

@@ -90,12 +90,13 @@ def test_every_row_is_what_whole_sequences_give(target_path, chain_paths, topk, 
     assert min(watch.known) > 200
     assert min(watch.nodes[1:]) > 100
     if options.get("prefix_cache") is False:
-        assert watch.holes == [0, 0, 0]
+        assert not any(map(any, watch.holes))
         # Every position once, but for those that wait for tokens to the end.
         assert watch.known == [watch.known[0] - step * requests for step in range(3)]
     else:
         # Siblings part behind the prompt: step k's last k + 1 positions of it are one's own.
-        assert 0 < watch.holes[0] < watch.holes[1] < watch.holes[2]
+        holes = [sum(passed) for passed in watch.holes]
+        assert 0 < holes[0] < holes[1] < holes[2]
 
 
 @pytest.mark.parametrize("seed", [1, 2])
