@@ -69,7 +69,7 @@ class CorpusInbox:
         self.lost_rollouts = 0
 
     def put(self, delta: CorpusDelta) -> None:
-        """Raises InvalidInputError for tokens that are not of this vocabulary."""
+        """Take in a delta. Raises InvalidInputError for tokens outside of the vocabulary."""
         for name in ("context_tokens_M", "tokens_N"):
             tokens = getattr(delta, name)
             if tokens.size and (largest := int(tokens.max())) >= self._vocab_size:
@@ -104,7 +104,7 @@ class CorpusInbox:
         foreign = self._rollouts.get(key)
         if foreign is None:
             if context < 0:
-                return  # of one that is over, was dropped, or began before this engine listened
+                return  # the rollout is over, was dropped, or began before this engine listened
             foreign = self._begin(delta, context)
             self._rollouts[key] = foreign
         tokens = delta.tokens_N[delta.offsets_B1[b] : delta.offsets_B1[b + 1]]

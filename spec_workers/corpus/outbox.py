@@ -42,7 +42,7 @@ class _Ended:
 
 @dataclass(slots=True)
 class _Sent:
-    """A rollout, and how much of it is out."""
+    """A rollout, and how much of it was handed out."""
 
     request: Request | _Ended
     emitted: int = 0  # tokens that deltas had

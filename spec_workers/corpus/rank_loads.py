@@ -31,7 +31,8 @@ class RankLoads:
         self.failures.pop(name, None)
 
     def remove(self, name: str) -> bool:
-        """Forget it; whether nothing of it is left with the loads."""
+        """Stop following a load. Returns whether it failed through another rank: then the loads
+        have nothing of it."""
         self._names.discard(name)
         return self.failures.pop(name, None) is not None
 

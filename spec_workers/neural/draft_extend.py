@@ -23,9 +23,9 @@ class DraftExtension:
     """The runs of the first runner, then of the next.
 
     ``runs``: every computed position whose next token is known: committed tokens, then the accepted
-    nodes; finished requests' too, for what they leave in the prefix cache. ``sources_T``: where
-    each row's hidden state is: a row of the runner before, for the first one of the target's
-    forward; behind the T' rows of the runner before stand the stored ones of the B entries.
+    nodes; of finished requests too, since the prefix cache keeps them. ``sources_T``: the index of
+    each row's hidden state among the rows of the runner before, and behind those the stored states
+    of the B entries; for the first runner, among the rows of the target's forward.
     """
 
     def __init__(self, step: Observation, num_runners: int, *, prompts_alone: bool) -> None:

@@ -1,16 +1,17 @@
 """Runs the levels of growing trees through a chain of draft runners.
 
-A chain of one runs its own hidden states further down (EAGLE): of each level the new nodes, whose
-keys and values stay in its scratch slots. In a longer chain (MTP) the k-th level is told of by
-runner k: all nodes down to that level are its rows, with the hidden states that runner k - 1 gave
-their parents, and keys and values of its own. A node of depth d is at d - 1 positions behind the
-runner's last known one.
+A chain of one (EAGLE) runs the new nodes of each level on its own hidden states; their keys and
+values stay in its scratch slots. In a longer chain (MTP) runner k runs level k: its rows are all
+nodes down to that level, with the hidden states that runner k - 1 gave their parents and with keys
+and values of its own. A node of depth d stands d - 1 positions behind the runner's last known one.
 
-Where reading is free, on the CPU, only what is a node is run. On a GPU nothing is read between
-levels: shapes are fixed, and all that does not depend on what was chosen is sent before the first.
+On the CPU, where reading results costs nothing, only actual nodes are run. On a GPU nothing is read
+between levels: shapes are fixed, and all inputs that do not depend on the chosen nodes are sent
+before the first level.
 
-Legend: G trees, P of a shape: those and padding, W nodes of a level, N nodes of a tree so far, F
-those that are run, H the root and the N nodes, E hidden; B trees of which any are run, T rows.
+Legend: G trees, P trees of a shape, padding included, W nodes of a level, N nodes of a tree so far,
+F nodes of a tree that are run, H the root and the N nodes, E hidden; B trees with nodes to run, T
+rows.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class DraftLevels:
         num_steps: int,
         on_host: bool,
     ) -> None:
-        """``on_host``: nodes come as numpy's arrays, and only what is a node is run."""
+        """``on_host``: nodes come as numpy's arrays, and only actual nodes are run."""
         self._runners = runners
         self._state = state
         self._topk = topk
@@ -144,12 +145,12 @@ class DraftLevels:
         inputs: Tensors,
         longest: int,
     ) -> torch.Tensor:
-        """Hidden states [P, F, E]; of what is no node they mean nothing."""
+        """Hidden states [P, F, E], undefined where there is no node."""
         last = level * self._topk
         runner, device = self._runners[k], above_PHE.device
         depths_F = torch.arange(first, last, device=device) // self._topk
         positions_PF = (inputs["ends"] - 1 - k)[:, None] + depths_F
-        # Those of what is no node may be none either, and are moved to where there are any.
+        # Where there is no node the position may be out of range, and is moved into it.
         positions_PF = positions_PF.clamp(0, runner.table.tensor.shape[1] - 1)
         columns_PF1 = nodes.parents_GN[:, first:, None] + 1
         hidden_PFE = above_PHE.gather(1, columns_PF1.expand(-1, -1, above_PHE.shape[2]))
@@ -170,7 +171,7 @@ class DraftLevels:
         above_GHE: torch.Tensor,
         inputs: Tensors,
     ) -> torch.Tensor:
-        """Hidden states [G, F, E]; of what is no node, and of trees without a new one, zeros."""
+        """Hidden states [G, F, E], zero where there is no node and in trees without a new one."""
         grows_G = nodes.is_node_GN[:, -self._topk :].any(axis=1)
         is_used_GN = nodes.is_node_GN & grows_G[:, None]
         is_run_GF = is_used_GN[:, first:]
@@ -216,7 +217,7 @@ class DraftLevels:
 def compact_masks(
     masks_GN: NDArray[np.uint64], is_node_GN: NDArray[np.bool_]
 ) -> NDArray[np.uint64]:
-    """The masks of nodes alone, one tree's behind the other's, numbered without what is none."""
+    """The masks of the actual nodes, tree after tree, renumbered as if there were no others."""
     if is_node_GN.all():
         return masks_GN.reshape(-1)
     bits_N = np.arange(1, is_node_GN.shape[1] + 1, dtype=np.uint64)

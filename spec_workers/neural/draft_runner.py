@@ -120,8 +120,8 @@ class DraftRunner:
 
         Args:
             hidden_TE: what the network takes at each position.
-            last_alone: give the hidden states of the last position of each run that has any. Of
-                the others only keys and values are computed.
+            last_alone: return the hidden state of the last position of each run that has any. For
+                other positions only keys and values are computed.
         """
         kv, rows_B, lens_B = self.kv, runs.rows_B, runs.lens_B
         kv.follow(rows_B, runs.starts_B, runs.tokens_B)
@@ -185,7 +185,7 @@ class DraftRunner:
     ) -> torch.Tensor:
         """Run rows that are on the device already. Hidden states [T, E]. Nothing waits.
 
-        ``rows_R``: give those of these rows alone, [R, E], which are the plan's query rows.
+        ``rows_R``: return those of these rows alone, [R, E], which are the plan's query rows.
         """
         rows = len(input_ids_T if rows_R is None else rows_R)
         attention = StepAttention(

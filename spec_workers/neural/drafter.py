@@ -159,9 +159,9 @@ class NeuralDrafter:
     def observe(self, step: Observation, *, prompts_alone: bool = False) -> None:
         """Draft-extend: run the positions the target computed in this step.
 
-        What is not run leaves holes: positions the draft does not attend to. ``prompts_alone``:
-        leave what was decoded. A prompt is never run again once it is cached, so a draft that is
-        to be of use later must read it now.
+        Positions that are not run are holes, to which the draft does not attend.
+        ``prompts_alone``: run prompts and no decoded tokens. A cached prompt is never run again, so
+        a draft that is not asked at present must read it all the same.
         """
         requests = [entry.request for entry in step.batch.entries]
         extension = DraftExtension(step, len(self.runners), prompts_alone=prompts_alone)
@@ -198,7 +198,8 @@ class NeuralDrafter:
         self._state.forget_request(request)
 
     def weights_changed(self) -> None:
-        """The target's or the draft's: nothing computed with the old ones is read again."""
+        """The target's or the draft's weights changed: nothing computed with the old ones is read
+        again."""
         self._state.forget()
         for runner in self.runners:
             runner.kv.forget()

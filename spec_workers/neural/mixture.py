@@ -27,7 +27,7 @@ _FIRST_GUESS_K = np.array([5.0, 1.0, 0.6, 0.4, 0.2, 0.8])
 than the noise."""
 
 _MEMORY = 400.0  # observations
-_LEAST = 1e-6  # likelihood: the shares of components that all rule a token out are no 0 / 0
+_LEAST = 1e-6  # likelihood: where all components rule a token out, no share is 0 / 0
 _MIN_COUNT = 0.01
 """The least count of a component: from zero no observation could bring it back."""
 

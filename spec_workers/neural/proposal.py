@@ -59,7 +59,7 @@ class Proposal:
         return self.tokens_GC.shape[1] // (1 + self.candidates_GN.shape[1])
 
     def trees(self, sizes_G: NDArray[np.int64], source: int) -> DraftTrees:
-        """The most probable candidates of each tree, at most so many, of equals the older."""
+        """The most probable candidates of each tree, at most ``sizes_G``; of equals the older."""
         is_one_GC = self.probs_GC >= 0
         trees_C, columns_C = np.nonzero(is_one_GC)
         probs_C = self.probs_GC[is_one_GC]

@@ -4,9 +4,9 @@ EAGLE-2 (Li et al. 2024): a node is worth the probability that all of its path i
 level the most probable are expanded, and of all candidates the most probable make the tree
 (`proposal.py`). A node is never more probable than its parent, so what is chosen are trees.
 
-Shapes depend on how many trees there are and how often they grew, and on nothing that was chosen:
-a level has as many nodes as may be expanded, those there are first, and what is none is marked. So
-nothing waits for a device, and all of it can be captured.
+Shapes depend on the number of trees and levels alone, not on what was chosen: a level always has as
+many nodes as may be expanded, the actual ones first, and the others are marked. So nothing waits
+for a device, and all of it can be captured.
 
 Legend: G trees, F rows of a level, W children of a row and nodes of a level, C candidates of a
 tree, I those of the last level, N nodes of a tree that were run or marked.

@@ -38,7 +38,7 @@ class Shape(NamedTuple):
 
     trees: int  # padded, for a device
     levels: int  # 1: children of the roots alone
-    longest: int  # no draft has read more positions
+    longest: int  # an upper bound of the positions that a draft has read
     options: tuple[str, ...]  # optional inputs that are there
 
 
@@ -104,7 +104,7 @@ class TreeProposer:
         self._levels.apply(tensors, wanted.rows_G)
         if self._graphs is None or sent is None:
             grown = self._grow(tensors, shape, wanted.token_ms_G)
-            # Kernel by kernel, which is not how its like will run.
+            # It was launched kernel by kernel, and later ones of this shape will be replayed.
             self.is_warm &= self._graphs is None or self._graphs.is_idle
         else:
             grown = self._graphs.run(shape, partial(self._grow, tensors, shape))
@@ -223,7 +223,7 @@ def padded(array: NDArray, padding: int) -> NDArray:
 
 
 def padded_count(count: int) -> int:
-    """The least of 1, 2, 3, 4, 6, 8, 12, 16, ... that is as large."""
+    """The least of 1, 2, 3, 4, 6, 8, 12, 16, ... that is at least ``count``."""
     power = 1 << max(0, count - 1).bit_length()
     return power // 4 * 3 if power >= 4 and count <= power // 4 * 3 else power
 

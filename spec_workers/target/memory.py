@@ -51,7 +51,7 @@ _TORCH_ROWS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetMemory:
-    """The index of the target's memory and the pools it tells of."""
+    """The index of the target's memory, and its pools."""
 
     index: KVCacheManager  # who owns which slot
     kv_pool: KvPool
@@ -73,11 +73,11 @@ def target_memory(
     draft_bytes: DraftBytes,
     reserved_bytes: int,
 ) -> TargetMemory:
-    """Ranks that run one model schedule alike, so all get as many slots of each kind.
+    """The target's memory. Ranks that run one model get equally many slots, as they schedule alike.
 
     Args:
-        draft_bytes: what a draft's keys and values are going to take.
-        reserved_bytes: of what is free, what steps need.
+        draft_bytes: the bytes that a draft's keys and values are going to take.
+        reserved_bytes: the part of the free memory that steps need.
 
     Raises OutOfMemoryError where nothing could run, InvalidInputError for routes of a model without
     experts.
@@ -150,9 +150,9 @@ def target_memory(
 def bytes_of_steps(
     memory: MemoryConfig, limits: StepLimits, steps: DummyRun, draft_nodes: int
 ) -> int:
-    """The bytes steps and graphs will want on a GPU, where KV is sized by what is free; else 0.
+    """The bytes that steps and graphs will need on a GPU, where KV is sized by free memory; else 0.
 
-    All that they run is compiled then. ``draft_nodes``: most of a request in one step.
+    This compiles all kernels that they run. ``draft_nodes``: most of a request in one step.
     """
     device = steps.model.device
     nodes = limits.max_running * draft_nodes

@@ -63,8 +63,8 @@ class TargetWorker:
         """
         Args:
             progress: told how far the weights are read.
-            features: hidden states that drafts want of every row.
-            draft_bytes: what a draft's keys and values are going to take.
+            features: hidden states that drafts read of every row.
+            draft_bytes: the bytes that a draft's keys and values are going to take.
             draft_nodes: most of a request in one step; memory is reserved for so many.
             capture: how forwards are captured; default: see `forward_graphs`.
         """

@@ -36,7 +36,7 @@ def trial_forwards(
     sizes = [rows for rows in sizes if rows <= room]
     tokens = [0] * (CONTEXT + max(sizes, default=0))
     memory.drop_steps()
-    # Of one token nothing is cached, so that all of it is the row's own.
+    # A prompt of one token has no cached prefix, so all slots are the row's own.
     prompt = np.array(tokens[:1], dtype=np.int32)
     headroom = len(tokens) - 1
     admitted = memory.admit(prompt, headroom, final_len=len(tokens)) if sizes else None

@@ -61,7 +61,8 @@ class ChainBudget(Protocol):
     def choose(
         self, probs_N: NDArray[np.floating], depths_N: NDArray[np.int64], offsets_B1: NDArray
     ) -> NDArray[np.int64]:
-        """How many first tokens of each chain to verify: [B]. Asked after a `floor` that is one."""
+        """The number of first tokens of each chain to verify: [B]. Called after a `floor` that is
+        not None."""
         ...
 
     def observe(self, step: ChainStep) -> None:

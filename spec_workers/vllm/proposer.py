@@ -40,8 +40,8 @@ class NgramProposer:
     """Drafts from the n-gram corpus inside vLLM.
 
     vLLM calls `propose` after each step, between two forwards, and `load_model` once. All other
-    methods are for whoever reaches the object: see `CorpusWorkerExtension`. What is sampled is
-    vLLM's doing alone: its rejection sampler keeps the distribution, its kernels decide the bits.
+    methods are for callers that hold the object: see `CorpusWorkerExtension`. Sampling is vLLM's
+    alone: its rejection sampler keeps the distribution, and its kernels decide the bits.
     """
 
     def __init__(self, vllm_config: Any) -> None:
