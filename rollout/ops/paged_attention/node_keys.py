@@ -30,6 +30,7 @@ def node_keys(plan: AttentionPlan) -> NodeKeys:
             plan.req_to_token.stride(0), num_entries, BLOCK=BLOCK, num_warps=4,
             enable_fp_fusion=False,
         )  # fmt: skip
+    plan.node_keys = keys
     return keys
 
 
