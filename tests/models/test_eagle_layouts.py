@@ -67,10 +67,11 @@ def fails(folder, target, *parts, error=CheckpointError):
 def test_the_spec_says_what_sizes_and_features_need(target_path, eagle3, eagle1):
     target = ModelSpec.read(target_path)
     spec = read_eagle_spec(eagle3, target)
-    assert (spec.family, spec.num_layers, spec.num_steps) == (DraftFamily.EAGLE3, 1, 1)
-    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (6, 2, 8)
+    decoder = spec.decoder
+    assert (spec.family, decoder.num_layers, spec.num_steps) == (DraftFamily.EAGLE3, 1, 1)
+    assert (decoder.num_heads, decoder.num_kv_heads, decoder.head_dim) == (6, 2, 8)
     assert (spec.hidden_size, spec.feature_size, spec.draft_vocab_size) == (48, 3 * 48, 31)
-    assert spec.decoder.max_context_len == 512  # the target's, the draft's own being 64
+    assert decoder.max_context_len == 512  # the target's, the draft's own being 64
     spec = read_eagle_spec(eagle1, target)
     assert (spec.family, spec.feature_size) == (DraftFamily.EAGLE, 48)
     assert spec.draft_vocab_size == target.vocab_size

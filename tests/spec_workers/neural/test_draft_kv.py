@@ -15,7 +15,7 @@ from spec_workers.neural.draft_kv import DraftKv
 from tests.helpers.requests import make_request
 
 SIZES = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 2}
-SPEC = SimpleNamespace(**SIZES, decoder=SimpleNamespace(latent=None))
+SPEC = SimpleNamespace(decoder=SimpleNamespace(**SIZES, latent=None))
 PROMPT = [7, 8, 9, 10, 11, 12]
 CPU = {"dtype": torch.float32, "device": torch.device("cpu")}
 
