@@ -16,8 +16,6 @@ from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenS
 from rollout.models.loader import load_model
 from rollout.models.mtp.loader import MtpChain
 from rollout.models.spec import ModelSpec, is_mtp_tensor
-from rollout.weights.manifest import UpdateOptions
-from rollout.weights.transaction import WeightTransaction
 from spec_workers.draft_training.building import DraftKind, DraftShape
 from tests.helpers.compared import numbers
 from tests.helpers.dense_attention import DenseAttention, logits_of
@@ -212,26 +210,6 @@ def test_an_eagle_draft_on_glm_moe(save, folder, tmp_path):
     assert numbers(engine.generate(PROMPTS, params)) == numbers(plain)
     assert engine.metrics().drafted > 0
     engine.check_integrity()
-
-
-@pytest.mark.parametrize("family", OF_FAMILY)
-@torch.inference_mode()
-def test_fused_and_single_experts_are_one_update(family, tmp_path):
-    """From a trainer's memory, where transformers fuses them, and from its files, where not."""
-    model = load_model(save_tiny_deepseek(tmp_path / "old", family), DType.auto, CPU)
-    trainer = tiny_deepseek(family, seed=1)
-    trainer.save_pretrained(tmp_path / "new")
-    fused, single = trainer.state_dict(), load_file(tmp_path / "new" / "model.safetensors")
-    assert any(name.endswith("experts.gate_up_proj") for name in fused)
-    expected = logits_of(load_model(tmp_path / "new", DType.auto, CPU), PROMPTS)
-    transaction = WeightTransaction({"target": model}, passes_over=model.spec.passes_over)
-    for tensors in (fused, tiny_deepseek(family).state_dict(), single):
-        transaction.begin(UpdateOptions())
-        transaction.load(tensors.items())
-        transaction.commit()
-        is_old = tensors is not fused and tensors is not single
-        for ours, theirs in zip(logits_of(model, PROMPTS), expected, strict=True):
-            assert torch.equal(ours, theirs) != is_old
 
 
 @pytest.mark.parametrize("packing", [True, False])

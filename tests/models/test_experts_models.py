@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -11,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from rollout.config import DType
 from rollout.errors import CheckpointError, InvalidInputError
 from rollout.models.experts_config import ExpertsSpec
-from rollout.models.layers.experts import Experts
 from rollout.models.loader import load_model
 from rollout.models.spec import ModelSpec
 from rollout.weights.manifest import UpdateOptions
 from rollout.weights.transaction import WeightTransaction
 from tests.helpers.dense_attention import DenseAttention, logits_of
 from tests.helpers.dense_states import DenseStates
+from tests.helpers.tiny_deepseek import OF_FAMILY, tiny_deepseek
 from tests.helpers.tiny_hybrid import tiny_hybrid
 from tests.helpers.tiny_moe import tiny_moe
 
@@ -93,9 +94,11 @@ def test_half_precision_errs_no_more_than_transformers_does(tmp_path):
     assert our_error < 1.3 * their_error
 
 
+@pytest.mark.parametrize("name", [*MODELS, *OF_FAMILY])
 @torch.inference_mode()
-def test_fused_and_single_experts_are_one_update(make, tmp_path):
+def test_fused_and_single_experts_are_one_update(name, tmp_path):
     """From a trainer's memory, where transformers fuses them, and from its files, where not."""
+    make = MODELS.get(name) or partial(tiny_deepseek, name)
     model = load_model(saved(make(), tmp_path / "old"), DType.auto, CPU)
     trainer = make(seed=1)
     saved(trainer, tmp_path / "new")
@@ -173,12 +176,3 @@ def test_hybrids_have_a_shared_expert(tmp_path):
 def test_what_is_refused(changes, error, names, tmp_path):
     with pytest.raises(error, match=names):
         spec_of(tmp_path, tiny_moe(), **changes)
-
-
-def test_memory_is_given_back_whole(tmp_path):
-    model = load_model(saved(tiny_moe(), tmp_path), DType.auto, CPU)
-    experts = [layer.mlp for layer in model.layers if isinstance(layer.mlp, Experts)]
-    assert len(experts) == 2
-    stored = sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
-    assert model.release() >= stored
-    model.allocate()
