@@ -1,4 +1,4 @@
-"""What a step passes to a model's layers: its attention and its recurrent states.
+"""A step's attention and recurrent states, as a model's layers call them.
 
 Legend: T query rows, R rows that attend, H query heads, K kv heads, D head dim; of the rotary table
 P positions, D rotary dims; of linear attention C channels, W taps, H key heads of K, G value heads

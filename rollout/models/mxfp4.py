@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 BLOCKS, SCALES = "_blocks", "_scales"
-"""What the names of a weight's two tensors end in."""
+"""Endings of the names of a weight's two tensors."""
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127  # of a scale's exponent

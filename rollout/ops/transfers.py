@@ -3,9 +3,9 @@
 A copy costs about as much to start as a kernel, so what a step sends and what it reads back travel
 packed, as words of four bytes. On the CPU, where tensors are views of arrays, nothing is packed.
 
-What travels is a record: a dictionary of arrays, or tensors, of dtypes of four or eight bytes, or a
-dataclass of such, of other dataclasses, and of anything else, which stays as it is. What arrives is
-a record of the same type.
+A record is a dictionary of arrays or tensors, or a dataclass whose fields are arrays, tensors,
+other such dataclasses, or anything else, which is passed on as it is. Numbers have four or eight
+bytes. A transfer gives a record of the same type.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class DeviceBuffer:
     """Device memory that records are sent to, again and again.
 
     Arrays go one behind the other, in the record's order: those of the same shapes and dtypes to
-    the same places. What lay there is overwritten, in the order of the device's work.
+    the same places. Earlier values are overwritten, in the order of the device's work.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -105,7 +105,7 @@ class Download:
         if not gpu.runs_on(device):
             self._record = _rebuilt(record, map(torch.Tensor.numpy, tensors))
             return
-        # Those of eight bytes first, so that all lie where they want to.
+        # Tensors of eight bytes come first, so that all are aligned.
         order = sorted(range(len(tensors)), key=lambda k: -tensors[k].element_size())
         packed = torch.cat([tensors[k].reshape(-1).view(torch.int32) for k in order])
         host = _host_words(packed.numel(), pinned=device.type == "cuda")

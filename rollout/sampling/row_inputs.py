@@ -1,10 +1,10 @@
-"""The sampling inputs of a step's rows, as flat arrays: all that a device is told of them.
+"""The sampling inputs of a step's rows, as flat arrays that are sent to the device of the logits.
 
-`row_inputs` and `tree_inputs` fill every record here, of numpy's arrays; `transfers.upload` makes
-the same ones of tensors where the logits are.
+`row_inputs` and `tree_inputs` fill the records with numpy's arrays, `transfers.upload` makes
+records of tensors of them.
 
 Legend: A arrays or tensors; R rows, V vocabulary, C rows whose logits are changed, E edited logits,
-X forbidden ones, T rows that are truncated, W rows that want something, K tokens of a row, B
+X forbidden ones, T rows that are truncated, W rows that ask for extras, K tokens of a row, B
 entries, N draft nodes.
 """
 
@@ -28,10 +28,10 @@ class Changes(Generic[A]):
     must not draw, below its minimum length or by its request's constraints."""
 
     rows_C: A  # int64, ascending
-    places_R: A  # int64, a row's place among those, or -1
+    places_R: A  # int64, a row's index in ``rows_C``, or -1
     edited_E: A  # int64, places in the flat logits [C, V], none twice
     edits_3E: A  # float32: a penalty to divide or multiply by, a cost to subtract, a bias to add
-    forbidden_X: A  # int64, such places
+    forbidden_X: A  # int64, places in the flat logits
 
 
 @dataclass(kw_only=True)
@@ -41,7 +41,7 @@ class Truncation(Generic[A]):
     top_k_R: A  # int64
     top_p_R: A  # float32
     min_p_R: A  # float32
-    rows_T: A  # int64: of which something is cut, but for rows that are changed
+    rows_T: A  # int64: the rows that truncate and whose logits are not changed
 
 
 @dataclass(kw_only=True)

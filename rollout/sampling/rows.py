@@ -28,7 +28,7 @@ class SampleRows:
     owners: list[Request]
     counts_O: NDArray[np.int64]
     positions_R: NDArray[np.int64]
-    find_paths: Callable[[], Paths]  # gives `drafted`, once somebody asks
+    find_paths: Callable[[], Paths]  # computes `drafted` when it is first read
 
     @cached_property
     def requests(self) -> list[Request]:

@@ -4,10 +4,10 @@ At every tree node the target samples its own next token. The walk from the root
 that equals that sample and stops where there is none, so what is emitted is always the target's
 own sample: the draft decides how many samples one forward yields and nothing else.
 
-On a GPU there is one copy to it, a few kernels and one copy back, and nothing waits but the read at
-the end: how many rows need what is known on the host.
+On a GPU there is one copy to it, a few kernels and one copy back. Only the read at the end waits,
+because the host knows how many rows need which numbers.
 
-Legend: R rows, V vocabulary, W rows that want something, K tokens of a row, M words of bits, B
+Legend: R rows, V vocabulary, W rows that ask for extras, K tokens of a row, M words of bits, B
 entries, D places of a path; A arrays or tensors.
 """
 
@@ -31,7 +31,7 @@ from rollout.types import NO_EXTRAS, Batch, DraftTrees, TokenExtras
 
 @dataclass(kw_only=True, slots=True)
 class Sampled:
-    """The sample of each row. A row that is no distribution has token -1."""
+    """The sample of each row. A row without a distribution has token -1."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -40,11 +40,11 @@ class Sampled:
 
 @dataclass(kw_only=True, slots=True)
 class TreeSamples:
-    """The samples of a step, and what of its draft trees they accept."""
+    """The samples of a step, and the nodes of its draft trees that they accept."""
 
     sampled: Sampled  # at each entry's root, then at its nodes
     offsets_B1: NDArray[np.int64]  # entry b owns rows [offsets[b], offsets[b + 1]) of those
-    paths: list[list[int]]  # of each entry: accepted nodes, tree numbering, in order
+    paths: list[list[int]]  # each entry's accepted nodes, in tree numbering and path order
 
 
 def score(logits_RV: torch.Tensor, rows: SampleRows, token_ids: list[int]) -> Sampled:
@@ -55,7 +55,7 @@ def score(logits_RV: torch.Tensor, rows: SampleRows, token_ids: list[int]) -> Sa
 def sample_trees(batch: Batch, trees: DraftTrees, logits_RV: torch.Tensor) -> PendingSamples:
     """Sample at every root and node, and walk each tree.
 
-    ``logits_RV``: as the model gave them, any float dtype. A row that is no distribution (NaN,
+    ``logits_RV``: as the model gave them, any float dtype. A row without a distribution (NaN,
     +inf, nothing above -inf) gives token -1. On a GPU the work and the copy back are launched, and
     nothing waits.
     """

@@ -1,9 +1,9 @@
-"""Logits with what was asked of them: penalties, biases, forbidden tokens and truncation.
+"""Logits with penalties, biases, forbidden tokens and truncation applied.
 
 A row's logits stay in the model's dtype unless its own parameters change them, so that no row is
 computed otherwise because of its company, and no batch is copied as float32 for the sake of one.
 
-Legend: R rows, C rows whose logits are changed, V vocabulary, W rows that want something, K tokens
+Legend: R rows, C rows whose logits are changed, V vocabulary, W rows that ask for extras, K tokens
 of a row, M words of bits, N bytes.
 """
 
@@ -22,7 +22,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(kw_only=True, slots=True)
 class _Rows:
-    logits_RV: torch.Tensor  # what `logprobs` is taken from
+    logits_RV: torch.Tensor  # of which logprobs are taken
     drawn_from_RV: torch.Tensor  # the same without forbidden tokens
     temperature_R: torch.Tensor
     threshold_R: torch.Tensor | None  # logits below are not drawn; None: nobody truncates
@@ -55,7 +55,7 @@ class ShapedLogits:
             self._changed = _changed(logits_RV, inputs, inputs.changes)
 
     def draw(self, uniforms_R: torch.Tensor) -> Pair:
-        """A token of each row, -1 where it is no distribution, and its logprob."""
+        """A token of each row, -1 for a row without a distribution, and its logprob."""
         if self._changed is None or self._changes is None:
             return self._plain.draw(uniforms_R)
         own_C = self._changed.draw(_taken(uniforms_R, self._changes.rows_C))
@@ -176,7 +176,7 @@ def _changed(
         drawn_from_CV.view(-1)[changes.forbidden_X] = float("-inf")
     temperature_C = _taken(inputs.temperature_R, rows_C)
     threshold_C, truncation = None, inputs.truncation
-    if truncation is not None:  # by somebody: of who is not cut nothing is
+    if truncation is not None:  # the cuts of rows that do not truncate leave every token
         cuts_R = (truncation.top_k_R, truncation.top_p_R, truncation.min_p_R)
         cuts_C = (_taken(values_R, rows_C) for values_R in cuts_R)
         threshold_C = truncation_threshold(drawn_from_CV, temperature_C, *cuts_C)
@@ -190,7 +190,7 @@ def _changed(
 
 def _edited(logits_E: torch.Tensor, edits_3E: torch.Tensor) -> torch.Tensor:
     """Logits with penalties, costs and biases applied. Finite values stay finite, however large a
-    penalty: a row with +inf is no distribution."""
+    penalty: a row with +inf has no distribution."""
     penalties_E, costs_E, biases_E = edits_3E
     largest = torch.finfo(torch.float32).max
     is_finite_E = logits_E.abs() <= largest

@@ -156,7 +156,7 @@ def test_an_mtp_module_is_that_of_transformers(family, tmp_path):
 
 
 def output_of(module, theirs, tokens_L, hidden_LE):
-    """What transformers' module makes of hidden states and the tokens that follow them."""
+    """The output of transformers' module for hidden states and the tokens that follow them."""
     embedded, length = theirs.model.embed_tokens(tokens_L[None]), len(tokens_L)
     return module(
         embedded, hidden_LE[None],

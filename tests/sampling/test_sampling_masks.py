@@ -1,4 +1,4 @@
-"""What truncation left at each token, and tokens that are kept out: drafts or not."""
+"""Sampling masks and forbidden tokens, with drafts and without."""
 
 from __future__ import annotations
 

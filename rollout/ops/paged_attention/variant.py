@@ -1,4 +1,4 @@
-"""What a layer's attention does besides ``softmax(q k^T * scale) v``."""
+"""Options of a layer's attention beside ``softmax(q k^T * scale) v``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class AttentionVariant:
-    """Options of a layer's attention, the same in every step.
+    """A layer's options, the same in every step.
 
     window: a row sees its last ``window`` keys, itself included (Beltagy et al. 2020); None: all.
     soft_cap: scaled scores become ``soft_cap * tanh(score / soft_cap)`` (Gemma 2, 2024); None: they

@@ -7,7 +7,7 @@ import torch
 from rollout.ops.extension import cpu
 
 TILE_UNITS, LANES = 16, 32
-"""The panels have a multiple of so many units, and so many outputs each."""
+"""Units of a tile, of which panels have a multiple, and outputs of a panel."""
 
 
 def supports(dtype: torch.dtype, device: torch.device) -> bool:
