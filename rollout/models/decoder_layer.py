@@ -8,7 +8,7 @@ Legend: T query rows, I attention inputs, E hidden, P positions, D rotary dims.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 
@@ -21,27 +21,15 @@ from rollout.models.layers.linear import Linear
 from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.mlp import FeedForward, feed_forward
+from rollout.models.own_weights import LayerHalf
 from rollout.models.spec import ModelSpec
 
 
-class Mixer(Protocol):
-    """The half of a layer in which rows see each other: attention or a recurrence."""
-
-    def linears(self) -> list[Linear]:
-        """The mixer's matrix products."""
-        ...
-
-    def plain_weights(self) -> list[torch.Tensor]:
-        """Parameters that do not belong to a linear layer."""
-        ...
-
-    def weight_loaders(self, at: str) -> dict[str, WeightLoader]:
-        """Loaders by checkpoint name, which begins with ``at``."""
-        ...
-
-
 class Layer(ABC):
-    """A mixer and an MLP, each with a norm."""
+    """A mixer and an MLP, each with a norm.
+
+    The mixer is the half in which rows see each other: attention or a recurrence.
+    """
 
     experts_class: ClassVar[type[Experts]] = Experts
 
@@ -49,7 +37,7 @@ class Layer(ABC):
         self,
         spec: ModelSpec,
         weights: WeightFactory,
-        mixer: Mixer,
+        mixer: LayerHalf,
         mixer_name: str,
         *,
         index: int,

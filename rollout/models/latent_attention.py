@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1), a `Mixer`.
+"""Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1).
 
 A token's keys and values of all heads are products of one latent vector; beside it stands a rotated
 key that all heads share. Both together are stored, once per token. Instead of expanding latents, a

@@ -15,29 +15,18 @@ from rollout.models.layers.linear import Linear, linear_weight_loaders
 from rollout.models.layers.shard import shards_of, split_product
 from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
+from rollout.models.own_weights import LayerHalf
 from rollout.models.spec import ModelSpec
 from rollout.parallel.partition import even_parts, gather_rows
 
 
-class FeedForward(Protocol):
+class FeedForward(LayerHalf, Protocol):
     """The MLP half of a layer, dense or sparse."""
 
     def __call__(
         self, hidden_TE: torch.Tensor, routes: RouteRecorder | None = None
     ) -> torch.Tensor:
         """The MLP's output [T, E] for normed input, to add to the residual."""
-        ...
-
-    def linears(self) -> list[Linear]:
-        """The MLP's matrix products."""
-        ...
-
-    def plain_weights(self) -> list[torch.Tensor]:
-        """Parameters that do not belong to a linear layer."""
-        ...
-
-    def weight_loaders(self, at: str) -> dict[str, WeightLoader]:
-        """Loaders by checkpoint name. ``at``: their prefix, such as model.layers.0.mlp."""
         ...
 
 

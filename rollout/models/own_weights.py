@@ -1,14 +1,16 @@
-"""The base class of networks: packing, freeing and allocating their weights."""
+"""Networks and parts of them as the owners of weights: packing, freeing and allocating them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 
 from rollout.models.layers.linear import Linear
 from rollout.models.layers.storage import allocate_storage, free_storage
+from rollout.models.layers.weight_loader import WeightLoader
 
 
 class OwnWeights(ABC):
@@ -44,3 +46,19 @@ class OwnWeights(ABC):
             allocate_storage(tensor)
         for linear in self.linears():
             linear.allocate()
+
+
+class LayerHalf(Protocol):
+    """One half of a decoder layer, the mixer or the MLP, as the owner of weights."""
+
+    def linears(self) -> list[Linear]:
+        """The half's matrix products."""
+        ...
+
+    def plain_weights(self) -> list[torch.Tensor]:
+        """Parameters that do not belong to a linear layer."""
+        ...
+
+    def weight_loaders(self, at: str) -> dict[str, WeightLoader]:
+        """Loaders by checkpoint name, which begins with ``at``, such as model.layers.0.mlp."""
+        ...
