@@ -9,8 +9,7 @@ import torch
 
 from rollout.ops import gpu
 from rollout.ops.paged_attention import native, reference
-from rollout.ops.paged_attention.plan import AttentionPlan
-from rollout.ops.paged_attention.variant import PLAIN, AttentionVariant
+from rollout.ops.paged_attention.plan import PLAIN, AttentionPlan, AttentionVariant
 
 __all__ = ["PLAIN", "AttentionPlan", "AttentionVariant", "paged_attention"]
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 
 from rollout.ops.extension import DTYPE_CODES, cpu, supports
-from rollout.ops.paged_attention.plan import AttentionPlan
-from rollout.ops.paged_attention.variant import PLAIN, AttentionVariant
+from rollout.ops.paged_attention.plan import PLAIN, AttentionPlan, AttentionVariant
 
 __all__ = ["paged_attention", "supports"]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rollout.ops.paged_attention.plan import AttentionPlan
-from rollout.ops.paged_attention.variant import PLAIN, AttentionVariant
+from rollout.ops.paged_attention.plan import PLAIN, AttentionPlan, AttentionVariant
 
 
 def paged_attention(

@@ -34,8 +34,7 @@ import triton.language as tl
 
 from rollout.ops.gpu import multiprocessors
 from rollout.ops.paged_attention.node_keys import node_keys
-from rollout.ops.paged_attention.plan import BLOCK, AttentionPlan
-from rollout.ops.paged_attention.variant import PLAIN, AttentionVariant
+from rollout.ops.paged_attention.plan import BLOCK, PLAIN, AttentionPlan, AttentionVariant
 from rollout.ops.paged_attention.work_list import (
     SPLIT_BLOCKS,
     Limits,
