@@ -93,7 +93,7 @@ def _block_sums(
     tops_RB = torch.empty(rows, blocks, dtype=torch.float32, device=logits_RV.device)
     # Two tensors: the alignment of a shared one's second half would depend on the number of rows.
     sums = [torch.empty_like(tops_RB) for _ in range(2)]
-    _tops_kernel[(rows, blocks)](
+    tops_kernel[(rows, blocks)](
         logits_RV, tops_RB, logits_RV.stride(0), vocab, blocks,
         BLOCK=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
@@ -106,14 +106,16 @@ def _block_sums(
 
 
 @triton.jit
-def _block_logits(logits_ptr, first, vocab, BLOCK: tl.constexpr):
+def block_logits(logits_ptr, first, vocab, BLOCK: tl.constexpr):
+    """Tokens from ``first`` on and their logits as float32, -inf outside the row."""
     token = first + tl.arange(0, BLOCK)
     logit = tl.load(logits_ptr + token, mask=token < vocab, other=float("-inf"))
     return token, logit.to(tl.float32)
 
 
 @triton.jit
-def _scale(temperature_ptr, row):
+def scale_of(temperature_ptr, row):
+    """The temperature that divides a row's logits."""
     temperature = tl.load(temperature_ptr + row)
     return tl.where(temperature == 0, 1.0, temperature)
 
@@ -125,9 +127,15 @@ def _row_of_blocks(ptr, row, blocks, other, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _tops_kernel(logits_ptr, tops_ptr, stride, vocab, blocks, BLOCK: tl.constexpr):
+def top_of_row(tops_ptr, row, blocks, BLOCKS: tl.constexpr):
+    """The largest logit of a row, of those that `tops_kernel` found."""
+    return tl.max(_row_of_blocks(tops_ptr, row, blocks, float("-inf"), BLOCKS), axis=0)
+
+
+@triton.jit
+def tops_kernel(logits_ptr, tops_ptr, stride, vocab, blocks, BLOCK: tl.constexpr):
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _, logit = _block_logits(logits_ptr + row * stride, block * BLOCK, vocab, BLOCK)
+    _, logit = block_logits(logits_ptr + row * stride, block * BLOCK, vocab, BLOCK)
     tl.store(tops_ptr + row * blocks + block, tl.max(logit, axis=0))
 
 
@@ -138,9 +146,9 @@ def _sums_kernel(
     TRUNCATED: tl.constexpr, MOMENTS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    top = tl.max(_row_of_blocks(tops_ptr, row, blocks, float("-inf"), BLOCKS), axis=0)
-    token, logit = _block_logits(logits_ptr + row * stride, block * BLOCK, vocab, BLOCK)
-    shifted = tl.math.div_rn(logit - top, _scale(temperature_ptr, row))
+    top = top_of_row(tops_ptr, row, blocks, BLOCKS)
+    token, logit = block_logits(logits_ptr + row * stride, block * BLOCK, vocab, BLOCK)
+    shifted = tl.math.div_rn(logit - top, scale_of(temperature_ptr, row))
     weight = tl.where(token < vocab, tl.exp(shifted), 0.0)
     index = row * blocks + block
     tl.store(sums_ptr + index, tl.sum(weight, axis=0))
@@ -184,14 +192,14 @@ def _draw_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
-    scale = _scale(temperature_ptr, row)
+    scale = scale_of(temperature_ptr, row)
     tops = _row_of_blocks(tops_ptr, row, blocks, float("-inf"), BLOCKS)
     top = tl.max(tops, axis=0)
     total = _total(sums_ptr, row, blocks, BLOCKS)
     block = tl.arange(0, BLOCKS)
     if tl.load(temperature_ptr + row) == 0:
         chosen = tl.min(tl.where(tops == top, block, BLOCKS - 1), axis=0)
-        token, logit = _block_logits(logits_ptr, chosen * BLOCK, vocab, BLOCK)
+        token, logit = block_logits(logits_ptr, chosen * BLOCK, vocab, BLOCK)
         drawn = tl.min(tl.where(logit == top, token, vocab), axis=0)
     else:
         sums = _row_of_blocks(sums_ptr, row, blocks, 0.0, BLOCKS).to(tl.float64)
@@ -200,7 +208,7 @@ def _draw_kernel(
         target = tl.load(uniform_ptr + row) * tl.sum(sums, axis=0)
         chosen = _first_over(sums, 0.0, target, BLOCKS)
         before = tl.sum(tl.where(block < chosen, sums, 0.0), axis=0)
-        token, logit = _block_logits(logits_ptr, chosen * BLOCK, vocab, BLOCK)
+        token, logit = block_logits(logits_ptr, chosen * BLOCK, vocab, BLOCK)
         weight = tl.where(token < vocab, tl.exp(tl.math.div_rn(logit - top, scale)), 0.0)
         if TRUNCATED:
             weight = tl.where(logit < tl.load(threshold_ptr + row), 0.0, weight)
@@ -218,9 +226,9 @@ def _token_logprobs_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     index = row * tl.num_programs(1) + tl.program_id(1)
-    top = tl.max(_row_of_blocks(tops_ptr, row, blocks, float("-inf"), BLOCKS), axis=0)
+    top = top_of_row(tops_ptr, row, blocks, BLOCKS)
     total = _total(sums_ptr, row, blocks, BLOCKS)
-    scale = _scale(temperature_ptr, row)
+    scale = scale_of(temperature_ptr, row)
     token = tl.load(tokens_ptr + index)
     logprob = _logprob(logits_ptr + row * stride, token, vocab, top, scale, total)
     tl.store(logprobs_ptr + index, logprob)

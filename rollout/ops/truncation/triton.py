@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout.ops.categorical.triton import block_logits, scale_of, top_of_row, tops_kernel
 from rollout.ops.gpu import check_row_alignment
 
 _BLOCK = 4096
@@ -54,7 +55,9 @@ def truncation_threshold(
     cuts = (temperature_R.contiguous(), top_k_R.contiguous(), top_p_R.contiguous())
     bins = (tops_RB, counts_RBJ, weights_RBJ)
     shape = {"BLOCKS": triton.next_power_of_2(blocks), "BINS": _BINS}
-    _tops_kernel[(rows, blocks)](*row, tops_RB, BLOCK=_BLOCK, num_warps=8, enable_fp_fusion=False)
+    tops_kernel[(rows, blocks)](
+        logits_RV, tops_RB, *row[1:], BLOCK=_BLOCK, num_warps=8, enable_fp_fusion=False
+    )
     _bins_kernel[(rows, blocks)](
         *row, cuts[0], *bins, **shape, BLOCK=_BLOCK, num_warps=8, enable_fp_fusion=False
     )
@@ -80,27 +83,6 @@ def _key(logit):
 def _logit(key):
     bits = (key - 2147483648).to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _load(logits_ptr, first, end, BLOCK: tl.constexpr):
-    """Logits as float32, and whether each is inside the row; outside they are -inf."""
-    token = first + tl.arange(0, BLOCK)
-    logit = tl.load(logits_ptr + token, mask=token < end, other=float("-inf"))
-    return logit.to(tl.float32), token < end
-
-
-@triton.jit
-def _top(tops_ptr, row, blocks, BLOCKS: tl.constexpr):
-    block = tl.arange(0, BLOCKS)
-    tops = tl.load(tops_ptr + row * blocks + block, mask=block < blocks, other=float("-inf"))
-    return tl.max(tops, axis=0)
-
-
-@triton.jit
-def _scale(temperature_ptr, row):
-    temperature = tl.load(temperature_ptr + row)
-    return tl.where(temperature == 0, 1.0, temperature)
 
 
 @triton.jit
@@ -167,22 +149,16 @@ def _wanted_bins(
 
 
 @triton.jit
-def _tops_kernel(logits_ptr, stride, vocab, blocks, tops_ptr, BLOCK: tl.constexpr):
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    logit, _ = _load(logits_ptr + row * stride, block * BLOCK, vocab, BLOCK)
-    tl.store(tops_ptr + row * blocks + block, tl.max(logit, axis=0))
-
-
-@triton.jit
 def _bins_kernel(
     logits_ptr, stride, vocab, blocks, temperature_ptr, tops_ptr, counts_ptr, weights_ptr,
     BLOCKS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    top = _top(tops_ptr, row, blocks, BLOCKS)
-    logit, there = _load(logits_ptr + row * stride, block * BLOCK, vocab, BLOCK)
+    top = top_of_row(tops_ptr, row, blocks, BLOCKS)
+    token, logit = block_logits(logits_ptr + row * stride, block * BLOCK, vocab, BLOCK)
+    there = token < vocab
     bin = _bin(logit, top, BINS)
-    weight = _weight(logit, there, top, _scale(temperature_ptr, row))
+    weight = _weight(logit, there, top, scale_of(temperature_ptr, row))
     start = (row * blocks + block) * BINS
     tl.store(counts_ptr + start + tl.arange(0, BINS), tl.histogram(bin, BINS, mask=there))
     for j in range(BINS):
@@ -204,8 +180,9 @@ def _gather_kernel(
     wanted = (earlier < block) & (bins >= first) & (bins <= last)
     index = tl.sum(tl.sum(tl.load(count_ptrs, mask=wanted, other=0), axis=1), axis=0)
 
-    top = _top(tops_ptr, row, blocks, BLOCKS)
-    logit, there = _load(logits_ptr + row * stride, block * BLOCK, vocab, BLOCK)
+    top = top_of_row(tops_ptr, row, blocks, BLOCKS)
+    token, logit = block_logits(logits_ptr + row * stride, block * BLOCK, vocab, BLOCK)
+    there = token < vocab
     bin = _bin(logit, top, BINS)
     here = there & (bin >= first) & (bin <= last)
     index += tl.cumsum(here.to(tl.int32), axis=0) - 1
@@ -220,9 +197,9 @@ def _measures(
     """The number or weight of the bins' tokens at or above each of 16 keys; float64."""
     at_least = tl.zeros((16, BLOCK), tl.float32)
     for start in range(0, end, BLOCK):
-        logit, there = _load(logits_ptr, start, end, BLOCK)
+        token, logit = block_logits(logits_ptr, start, end, BLOCK)
         bin = _bin(logit, top, BINS)
-        there = there & (bin >= first) & (bin <= last)
+        there = (token < end) & (bin >= first) & (bin <= last)
         weight = tl.where(there, 1.0, 0.0)
         if BY_WEIGHT:
             weight = _weight(logit, there, top, scale)
@@ -265,7 +242,7 @@ def _threshold_kernel(
     BLOCKS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, MAX_FOUND: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    top, scale = _top(tops_ptr, row, blocks, BLOCKS), _scale(temperature_ptr, row)
+    top, scale = top_of_row(tops_ptr, row, blocks, BLOCKS), scale_of(temperature_ptr, row)
     first, last, count_before, weight_before, left = _wanted_bins(
         row, vocab, blocks, top_k_ptr, top_p_ptr, counts_ptr, weights_ptr, BLOCKS, BINS
     )
