@@ -40,6 +40,7 @@ class CausalLM(OwnWeights):
     def __init__(self, spec: ModelSpec, weights: WeightFactory) -> None:
         """``spec``: of the whole model; the attribute ``spec`` is of this rank's part."""
         self.spec = spec = spec_of_rank(spec, weights.ranks)
+        self.weight_factory = weights
         self.ranks = weights.ranks
         self.dtype = weights.dtype
         self.device = weights.device

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -119,11 +119,9 @@ def is_separate_chain(folder: Path) -> bool:
     return config.get("architectures") == [CHAIN_ARCHITECTURE]
 
 
-def draft_weights(target: CausalLM, packing: bool) -> WeightFactory:
-    """Makes a draft's own weights: in the target's dtype, and on its device."""
-    return WeightFactory(
-        dtype=target.dtype, device=target.device, packing=packing, ranks=target.ranks.of_drafts
-    )
+def draft_weights(target: CausalLM) -> WeightFactory:
+    """Makes a draft's own weights, stored as the target's are."""
+    return replace(target.weight_factory, ranks=target.ranks.of_drafts)
 
 
 def selected(rows_TE: torch.Tensor, rows_R: torch.Tensor | None) -> torch.Tensor:

@@ -45,7 +45,7 @@ def read_eagle_spec(folder: str | Path, target: ModelSpec) -> DraftSpec:
     return _opened(Path(folder), target).spec
 
 
-def load_eagle(folder: str | Path, target: CausalLM, *, packing: bool = True) -> Eagle | Eagle3:
+def load_eagle(folder: str | Path, target: CausalLM) -> Eagle | Eagle3:
     """Load an EAGLE, EAGLE-2 or EAGLE-3 draft for a loaded target, in its dtype and on its device.
 
     It shares the target's embedding unless the folder has one with other values. Raises what
@@ -55,7 +55,7 @@ def load_eagle(folder: str | Path, target: CausalLM, *, packing: bool = True) ->
     opened = _opened(Path(folder), target.spec)
     checkpoint, names = opened.checkpoint, dict(opened.layout.canonical)
     with _naming(checkpoint.folder):
-        draft = _built(opened, target, packing)
+        draft = _built(opened, target)
     if draft.embedding_VE is None and opened.layout.has(_EMBEDDING):
         del names[_stored_name(opened.layout, _EMBEDDING)]
     checkpoint.load_into(draft.weight_loaders(), names)
@@ -155,13 +155,13 @@ def _features(layout: EagleLayout, num_layers: int) -> AuxHiddenStates:
     return AuxHiddenStates(layers=layers)
 
 
-def _built(opened: _Folder, target: CausalLM, packing: bool) -> Eagle | Eagle3:
+def _built(opened: _Folder, target: CausalLM) -> Eagle | Eagle3:
     checkpoint, layout, spec = opened.checkpoint, opened.layout, opened.spec
     own_embedding = layout.has(_EMBEDDING) and not _is_targets(
         checkpoint.read(_stored_name(layout, _EMBEDDING)), target
     )
     _require_width(spec, layout, target.spec, own_embedding)
-    weights = draft_weights(target, packing)
+    weights = draft_weights(target)
     if spec.family is DraftFamily.EAGLE:
         fc_bias = layout.has("fc.bias")
         return Eagle(spec, target, weights, own_embedding=own_embedding, fc_bias=fc_bias)

@@ -89,13 +89,13 @@ class MtpChain:
         )
         return MtpChain(checkpoint=checkpoint, layout=layout, steps=tuple(steps), spec=spec)
 
-    def load(self, target: CausalLM, *, packing: bool = True) -> list[MtpStep]:
+    def load(self, target: CausalLM) -> list[MtpStep]:
         """The chain's steps in order, in the target's dtype and on its device.
 
         Raises CheckpointError for missing tensors and wrong shapes before reading any.
         """
         decoder = self.spec.decoder
-        tensors = ChainTensors(draft_weights(target, packing))
+        tensors = ChainTensors(draft_weights(target))
         cos_sin_PD = cos_sin_table(
             decoder.rope, decoder.rotary_dim, decoder.max_context_len, target.device
         )
