@@ -138,29 +138,21 @@ _FAST_ON_CPU = {
 }
 
 
-def resolve_dtype(
-    requested: DType,
-    stored: torch.dtype,
-    device: torch.device,
-    features: frozenset[str] | None = None,
-) -> torch.dtype:
+def resolve_dtype(requested: DType, stored: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype to compute in. `auto` is ``stored``, or float32 on a CPU without instructions for
-    it.
-
-    ``features``: the CPU's, by their names in torch and /proc/cpuinfo; default: this CPU's.
-    """
+    it."""
     if requested is not DType.auto:
         return getattr(torch, requested.value)
     if stored not in _FAST_ON_CPU:
         return torch.float32
     if device.type != "cpu":
         return stored
-    features = cpu_features() if features is None else features
-    return stored if features & _FAST_ON_CPU[stored] else torch.float32
+    return stored if cpu_features() & _FAST_ON_CPU[stored] else torch.float32
 
 
 def cpu_features() -> frozenset[str]:
-    """The CPU's features from torch, else from the kernel; empty if neither knows them."""
+    """The CPU's features by their names in torch, else in /proc/cpuinfo; empty if neither knows
+    them."""
     capabilities = getattr(torch.cpu, "get_capabilities", None)
     if capabilities is not None:
         return frozenset(name for name, value in capabilities().items() if value is True)
