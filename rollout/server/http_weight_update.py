@@ -20,10 +20,10 @@ class HttpWeightUpdate:
 
     Trainers written for sglang pause generation, send an update as several calls, a bucket of
     tensors each, and continue. So while generation is paused a call that brings some of the tensors
-    opens an update, those that follow are parts of it, and continuing commits it. As nothing is
+    opens an update, those that follow belong to it, and continuing commits it. As nothing is
     generated in between, no token can tell it from one call that brings them all.
 
-    A call that fails ends the update it was a part of. Every method runs on the engine's thread.
+    A call that fails ends the update it belongs to. Every method runs on the engine's thread.
     """
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class HttpWeightUpdate:
         self._ends_with_pause = True
 
     def _new_options(self, engine: Engine, options: Options) -> Options:
-        """Options of a later part that the first call did not have, which the engine refuses.
+        """Options of a later call that the first one did not have, which the engine refuses.
 
         Before anything is loaded it is taken over: sglang's begin_weight_update has no options, and
         the calls that follow bring them.

@@ -83,10 +83,15 @@ async def _validated(validate: Callable[[Any], Body], value: Any) -> Body:
     try:
         return await asyncio.to_thread(validate, value)
     except ValidationError as error:
-        wrong = error.errors(include_url=False, include_input=False, include_context=False)
-        raise RequestValidationError(
-            [{**each, "loc": ("body", *each["loc"])} for each in wrong]
-        ) from None
+        raise request_error(error) from None
+
+
+def request_error(error: ValidationError, *location: str) -> RequestValidationError:
+    """The error that FastAPI raises for a body. ``location``: of the validated value in it."""
+    wrong = error.errors(include_url=False, include_input=False, include_context=False)
+    return RequestValidationError(
+        [{**each, "loc": ("body", *location, *each["loc"])} for each in wrong]
+    )
 
 
 def _require_json(request: Request) -> None:

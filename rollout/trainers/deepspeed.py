@@ -73,7 +73,7 @@ class DeepSpeedSource(ParameterSource):
             self._master(parameter) if self._wants_master(parameter) else None
             for parameter in parameters
         ]
-        # What ZeRO-3 keeps whole is left out: a gather would leave it sharded.
+        # Parameters that ZeRO-3 keeps whole are left out: a gather would leave them sharded.
         sharded = [
             parameter
             for parameter, master in zip(parameters, masters, strict=True)
@@ -155,7 +155,7 @@ def _unsharded_masters(engine: DeepSpeedEngine | None) -> _Masters:
         for group, parameters in enumerate(optimizer.fp16_groups):
             start = 0
             for parameter in parameters:
-                masters[id(parameter)] = _flat_part(flats, group, start, parameter.shape)
+                masters[id(parameter)] = _flat_view(flats, group, start, parameter.shape)
                 start += parameter.numel()
     return masters
 
@@ -164,7 +164,7 @@ def _listed(copies: Sequence[torch.Tensor], index: int) -> Callable[[], torch.Te
     return lambda: copies[index].detach()
 
 
-def _flat_part(
+def _flat_view(
     flats: Sequence[torch.Tensor], group: int, start: int, shape: torch.Size
 ) -> Callable[[], torch.Tensor]:
     return lambda: flats[group].detach().narrow(0, start, shape.numel()).view(shape)
@@ -188,7 +188,7 @@ def prepare_deepspeed() -> None:
     it waits for no process that died while it compiled.
 
     Every run on a CPU would compile ``deepspeed_shm_comm``, which only tensor-parallel inference
-    uses; gloo does those collectives instead. Of torch's compiled extensions, locks that no process
+    uses; gloo does those collectives instead. Locks of torch's compiled extensions that no process
     of this machine holds open are removed, with a warning: torch waits for them for ever.
     """
     if get_accelerator().device_name() == "cpu":  # the only one that compiles it

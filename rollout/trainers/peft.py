@@ -159,7 +159,7 @@ def _merges(
 ) -> Iterator[tuple[str, list[ParamRef], Combine]]:
     """The additions to a layer's tensors: attribute of its base, inputs, how they are added.
 
-    What was merged into the base in place is there already.
+    Adapters that were merged into the base in place are left out.
     """
     _require_enabled(name, layer)
     is_embedding = isinstance(layer, Embedding)

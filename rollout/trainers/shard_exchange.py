@@ -1,4 +1,4 @@
-"""Sends parts of sharded parameters from the ranks that hold them to the ranks that need them.
+"""Sends slices of sharded parameters from the ranks that hold them to the ranks that need them.
 
 A parameter is a row of elements here. Each rank holds one range of it, the ranges of all ranks one
 after the other, and needs some ranges, which are ascending. So what a rank needs, in order, is what
@@ -51,7 +51,7 @@ class ShardExchange:
         self._rank = distributed.get_rank(group)
 
     def run(self, shards: Mapping[str, FlatShard]) -> dict[str, list[torch.Tensor]]:
-        """The pieces that `part` makes this rank's parts of, by name. A collective."""
+        """The pieces that `needed_slice` makes this rank's slices of, by name. A collective."""
         by_dtype: dict[torch.dtype, dict[str, FlatShard]] = {}
         for name, shard in shards.items():
             by_dtype.setdefault(self._manifest[name].dtype, {})[name] = shard
@@ -60,8 +60,8 @@ class ShardExchange:
             pieces |= self._exchanged(dtype, some)
         return pieces
 
-    def part(self, name: str, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The part that this rank needs of a weight: a view of the only piece, or a copy."""
+    def needed_slice(self, name: str, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The slice that this rank needs of a weight: a view of the only piece, or a copy."""
         where, (shape, dtype) = self._needed[self._rank][name], self._manifest[name]
         flat = pieces[0] if len(pieces) == 1 else self._joined(pieces, dtype)
         flat = flat.to(self._device, dtype)

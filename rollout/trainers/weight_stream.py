@@ -26,7 +26,7 @@ class WeightStream:
     for the end of a good update. A closed stream that was not read to its end is such a failure.
 
     Where a rank asks for slices, every rank gets what it asked for and no more: whole tensors if
-    it did not ask. Parameters that no rank can send parts of are gathered whole on all ranks.
+    it did not ask. Parameters that no rank can send slices of are gathered whole on all ranks.
     """
 
     def __init__(self, source: ParameterSource) -> None:
@@ -47,7 +47,7 @@ class WeightStream:
         return self
 
     def sliced(self, needed: Slices) -> Iterator[tuple[str, torch.Tensor]]:
-        """This stream with only the needed parts of weights; called before it is read."""
+        """This stream with only the needed slices of weights; called before it is read."""
         self._needed = needed
         return self
 
@@ -73,11 +73,12 @@ class WeightStream:
                 self._awaited = True
                 given = iter(tensors)
                 for weight in bucket:
-                    if exchange is not None and weight.name in pieces:
-                        yield weight.name, exchange.part(weight.name, pieces.pop(weight.name))
-                    elif weight.name not in shards:
+                    name = weight.name
+                    if exchange is not None and name in pieces:
+                        yield name, exchange.needed_slice(name, pieces.pop(name))
+                    elif name not in shards:
                         inputs = [next(given) for _ in weight.inputs]
-                        yield from self._part(weight.name, source.value(weight, inputs))
+                        yield from self._needed_slice(name, source.value(weight, inputs))
         self._agree()
         self._awaited = False
         self.finished = True
@@ -102,8 +103,8 @@ class WeightStream:
         ]
         return ShardExchange(ranks.groups[0], ranks.device, manifest, needed)
 
-    def _part(self, name: str, value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """The needed part of a whole tensor, if any is needed."""
+    def _needed_slice(self, name: str, value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """The needed slice of a whole tensor, if any is needed."""
         where = None if self._needed is None else self._needed.get(name)
         if where is not None:
             yield name, where.of(value)
@@ -131,7 +132,7 @@ class WeightStream:
 
 
 def _flat_shards(source: ParameterSource, bucket: Iterable[Weight]) -> dict[str, FlatShard]:
-    """The shards of those weights of a bucket whose parts can be sent from rank to rank."""
+    """The shards of those weights of a bucket whose slices can be sent from rank to rank."""
     found = {
         weight.name: source.flat_shard(weight.inputs[0])
         for weight in bucket

@@ -121,7 +121,7 @@ def layouts(manifest: Manifest, bucket_bytes: int) -> list[BucketLayout]:
 
 
 def sliced_layout(layout: BucketLayout, needed: Slices) -> BucketLayout:
-    """A layout with the needed part of each tensor that ``needed`` names, and others whole."""
+    """A layout with the needed slice of each tensor that ``needed`` names, and others whole."""
     packer = BucketPacker(max(layout.num_bytes, ALIGNMENT))
     for entry in layout.entries:
         where = needed.get(entry.name)

@@ -1,10 +1,10 @@
 """Changes of tensors: values at the places that changed, as tensors that any transport carries.
 
-Of a checkpoint tensor NAME come two, in any order: ``NAME:elements``, ascending indices into the
-flattened tensor, or ``NAME:rows``, ascending indices of its first dimension, and ``NAME:values``,
-what stands there now: ``[n]``, or ``[n, ...]`` with the other dimensions. Nothing is added, so
-nothing drifts. LoRA adapters (`lora`) come in the same way. A rank writes what of the changes lies
-in its part.
+A change of the checkpoint tensor NAME comes as two tensors, in any order: ``NAME:elements``,
+ascending indices into the flattened tensor, or ``NAME:rows``, ascending indices of its first
+dimension; and ``NAME:values``, the new values there: ``[n]``, or ``[n, ...]`` with the other
+dimensions. Values are replaced and never added to, so nothing drifts. LoRA adapters (`lora`) come
+in the same way. A rank writes the changes that lie in the slice it stores.
 """
 
 from __future__ import annotations
@@ -118,23 +118,22 @@ class TensorChange:
                 f"must be ascending, none twice, in [0, {bound})",
             )
 
-    def applied(self, part: torch.Tensor, loader: WeightLoader) -> torch.Tensor:
-        """This rank's part of the changed tensor: ``part``, which it stores now, changed in
-        place."""
+    def applied(self, stored: torch.Tensor, loader: WeightLoader) -> torch.Tensor:
+        """This rank's slice of the changed tensor. Changes ``stored``, its slice until now."""
         shard = loader.shard
-        indices = self.indices.to(part.device, torch.int64)
-        values = self.given_values.to(part)
+        indices = self.indices.to(stored.device, torch.int64)
+        values = self.given_values.to(stored)
         if self.kind == "rows" and shard is not None and shard.where.dim:
             values = shard.where.of(values)
         elif shard is not None:
-            indices, is_own = _places_in_part(shard.where, loader.shape, indices, self.kind)
+            indices, is_own = _indices_in_slice(shard.where, loader.shape, indices, self.kind)
             indices, values = indices[is_own], values[is_own]
         if self.kind == "rows":
-            part[indices] = values
-            return part
-        part = part.contiguous()
-        part.view(-1)[indices] = values
-        return part
+            stored[indices] = values
+            return stored
+        stored = stored.contiguous()
+        stored.view(-1)[indices] = values
+        return stored
 
 
 Change = TensorChange | LoraChange
@@ -181,17 +180,17 @@ class TensorChanges:
             raise _unpaired(base, found)
 
 
-def _places_in_part(
+def _indices_in_slice(
     where: TensorSlice, shape: tuple[int, ...], indices: torch.Tensor, kind: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices of a whole tensor as those of a part, and which of them lie in it."""
+    """Indices of a whole tensor as those of its slice, and which of them lie in it."""
     length = shape[where.dim]
     inner = 1 if kind == "rows" else prod(shape[where.dim + 1 :])
     place = torch.full((length,), -1, dtype=torch.int64, device=indices.device)
+    slice_len = sum(map(len, where.ranges))
     place[torch.cat([torch.arange(each.start, each.stop) for each in where.ranges])] = torch.arange(
-        sum(map(len, where.ranges)), device=indices.device
+        slice_len, device=indices.device
     )
-    part_length = sum(map(len, where.ranges))
     along = place[(indices // inner) % length]
     outer = indices // (inner * length)
-    return (outer * part_length + along) * inner + indices % inner, along >= 0
+    return (outer * slice_len + along) * inner + indices % inner, along >= 0

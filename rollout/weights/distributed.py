@@ -96,7 +96,7 @@ class DistributedSource:
             yield from bucket.unflatten()
 
     def sliced(self, needed: Slices) -> Iterator[tuple[str, torch.Tensor]]:
-        """The needed parts of the tensors: sent alone, or cut out of broadcast ones."""
+        """The needed slices of the tensors: sent alone, or cut out of broadcast ones."""
         self._needed = needed
         for name, tensor in self:
             where = None if self._is_sliced else needed.get(name)

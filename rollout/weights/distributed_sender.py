@@ -64,10 +64,6 @@ class DistributedSender:
             # Whoever comes now is too late for it.
             self._group.notes.put("announcement", {"number": number, "over": True})
 
-    @property
-    def _receivers(self) -> range:
-        return self._group.receivers
-
     def _transfer(
         self, number: int, source: WeightSource, manifest: Manifest, seconds: float
     ) -> None:
@@ -108,7 +104,7 @@ class DistributedSender:
         self, number: int, kind: str, seconds: float, what: str
     ) -> dict[int, dict[str, Any]]:
         """Every receiver's note, without an error in it, by rank."""
-        keys = {f"{kind}/{rank}": rank for rank in self._receivers}
+        keys = {f"{kind}/{rank}": rank for rank in self._group.receivers}
         notes = self._group.notes.collect(keys, seconds, lambda note: note["number"] == number)
         errors = [
             f"rank {rank}: {notes[key]['error']}"
@@ -151,11 +147,11 @@ class DistributedSender:
             else:
                 same.append(rank)
         whole = layouts(manifest, self._bucket_bytes)
-        parts = [[sliced_layout(layout, slices) for layout in whole] for slices, _ in kinds]
-        sizes = [max((layout.num_bytes for layout in each), default=0) for each in parts]
+        sliced = [[sliced_layout(layout, slices) for layout in whole] for slices, _ in kinds]
+        sizes = [max((layout.num_bytes for layout in each), default=0) for each in sliced]
         flats = [torch.empty(n, dtype=torch.uint8, device=self._group.device) for n in sizes]
         with closed_iterator(source) as stream:
-            for layout, *of_kinds in zip(whole, *parts, strict=True):
+            for layout, *of_kinds in zip(whole, *sliced, strict=True):
                 packed = [
                     FlattenedBucket(flat, each) for flat, each in zip(flats, of_kinds, strict=True)
                 ]

@@ -30,8 +30,8 @@ from rollout.weights.published_version import Place, PublishedVersion, opened
 class LocalCheckpoint:
     """The checkpoint in ``folder``; ``base`` is version 0, ``source`` holds the published ones.
 
-    What is read is checked before the version that is there is given up: a version's files and
-    their headers, not their values.
+    A new version's files and their headers, not their values, are checked before the version that
+    is there is given up.
     """
 
     def __init__(

@@ -80,10 +80,9 @@ class LoraChange:
                 "lora_scaling", None, "adapters need it: lora_alpha / r, or / sqrt(r) for rsLoRA"
             )
 
-    def applied(self, part: torch.Tensor, loader: WeightLoader) -> torch.Tensor:
-        """This rank's part of weight plus adapter: ``part`` of the weight alone, changed in
-        place."""
+    def applied(self, stored: torch.Tensor, loader: WeightLoader) -> torch.Tensor:
+        """This rank's slice of weight plus adapter. Changes ``stored``, its slice of the weight."""
         assert self.scaling is not None
-        a, b = self.a.to(part.device), self.b.to(part.device)
-        part += loader.own(lora_delta(a, b, self.scaling))
-        return part
+        a, b = self.a.to(stored.device), self.b.to(stored.device)
+        stored += loader.own(lora_delta(a, b, self.scaling))
+        return stored

@@ -115,7 +115,7 @@ class SlicedSource(WeightSource, Protocol):
     """A WeightSource that brings a rank what it needs in place of whole tensors."""
 
     def sliced(self, needed: Slices) -> Iterator[tuple[str, torch.Tensor]]:
-        """The needed parts of these tensors, each valid until the next is asked for. Others may
+        """The needed slices of these tensors, each valid until the next is asked for. Others may
         be left out."""
         ...
 
@@ -221,7 +221,7 @@ class UpdateOptions:
     # the target alone leaves all of it alone too.
     flush_cache: bool = True
     abort_all_requests: bool = False  # requests in flight end with what they have
-    # Of the target where the update reaches it, else of the parts it reaches. Default: one more
+    # The target's where the update reaches it, else that of the parts it reaches. Default: one more
     # than the one in use.
     weight_version: int | None = None
     partial: bool = False  # names that do not come keep their values; else each must come

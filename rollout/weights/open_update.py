@@ -71,7 +71,7 @@ class OpenUpdate:
         return name in self.weight_loaders or not self.passes_over(name)
 
     def taken(self, manifest: Manifest) -> Manifest:
-        """The part of a manifest that this update takes."""
+        """The entries of a manifest that this update takes."""
         return {name: spec for name, spec in manifest.items() if self.takes(name)}
 
     def announce(self, manifest: Manifest) -> None:
@@ -219,7 +219,7 @@ class OpenUpdate:
                 refuse_not_finite(change.name, values.to(loader.dtype))
 
     def _take_change(self, name: str, tensor: torch.Tensor, check_finite: bool) -> None:
-        """Write a change when it is whole: of an adapted weight its base and the adapter's part."""
+        """Write a change when it is whole: of an adapted weight its base plus the adapter."""
         change = self.changes.add(name, tensor, self.options.lora_scaling)
         if change is None:
             return
@@ -227,14 +227,14 @@ class OpenUpdate:
         self._check_change(change, check_finite)
         loader = self.weight_loaders[change.name]
         own = loader if loader.shard is None else loader.shard.loader
-        part = own.read()
+        stored = own.read()
         if isinstance(change, LoraChange):
             if change.name not in self.lora_bases:
-                self.lora_bases[change.name] = part
-            part = self.lora_bases[change.name].clone()
+                self.lora_bases[change.name] = stored
+            stored = self.lora_bases[change.name].clone()
             self.adapted.add(change.name)
         self.is_loading = True
-        own.write(change.applied(part, loader))
+        own.write(change.applied(stored, loader))
         self.loaded[change.name] = self.checked[change.name]
         self.num_bytes += change.num_bytes
 

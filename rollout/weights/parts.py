@@ -54,7 +54,7 @@ class WeightParts(Mapping[str, WeightPart]):
     A checkpoint name that several parts have is one tensor in one place, as a draft's embedding may
     be the target's. It belongs to the first of them: the others follow it and never change it.
 
-    What a selector names:
+    Selectors:
 
     - ``all``: every part that is not frozen.
     - a part's own name: that part, frozen or not.

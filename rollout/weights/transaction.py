@@ -50,7 +50,8 @@ class WeightTransaction:
 
     ``parts``: by the names selectors use, the target first; see `WeightParts`. ``passes_over``:
     of a name no part in question has, whether checkpoints have it all the same: then what comes
-    under it goes nowhere. ``ranks``: those that run the same models, each a part.
+    under it goes nowhere. ``ranks``: those that run the same models, each with its own slices of
+    the tensors.
     """
 
     def __init__(
@@ -210,7 +211,7 @@ class WeightTransaction:
                 self._number += 1
                 self._post("begin", error)
             elif (
-                self._ranks.size > 1  # the others take the call for a part of the update
+                self._ranks.size > 1  # the others take the call for one of the update
                 and self._update is update is not None
                 and update.num_loads == num_loads
             ):

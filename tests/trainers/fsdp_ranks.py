@@ -207,7 +207,7 @@ def exchanges() -> bool:
         for name, where in needed[RANK].items():
             value = whole[name].view(manifest[name].shape)
             wanted = value if where is None else where.of(value)
-            same &= torch.equal(exchange.part(name, pieces[name]), wanted)
+            same &= torch.equal(exchange.needed_slice(name, pieces[name]), wanted)
     return same
 
 

@@ -1,9 +1,10 @@
 """New weights over HTTP, and looks at the ones there are.
 
-A call is an update of its own, a part of what /begin_weight_update opened, or, while generation is
-paused, a bucket (`open_update`). Requests in flight fare as ``abort_all_requests``, ``flush_cache``
-and the mode of the pause say. What fails before its first byte leaves the old weights serving; what
-fails later leaves the engine refusing to generate until a full update.
+A call is an update of its own, or brings tensors of one that is open: /begin_weight_update opens
+one, and so does the first bucket while generation is paused (`HttpWeightUpdate`). Requests in
+flight fare as ``abort_all_requests``, ``flush_cache`` and the mode of the pause say. What fails
+before its first byte leaves the old weights serving; what fails later leaves the engine refusing to
+generate until a full update.
 
 Tensors come as safetensors bytes, by a path below a configured root, through a group or through
 shared memory. Never as a pickle.
@@ -61,7 +62,7 @@ def routes(serving: Serving) -> APIRouter:
     update = serving.open_update
     root = weights_root(serving)
 
-    load = partial(load_part, serving)
+    load = partial(load_tensors, serving)
 
     @router.post(
         "/update_weights_from_tensor",
@@ -183,7 +184,7 @@ def routes(serving: Serving) -> APIRouter:
     return router
 
 
-async def load_part(
+async def load_tensors(
     serving: Serving,
     options: dict[str, Any],
     function: Callable[[Engine, dict[str, Any]], None],
@@ -214,7 +215,7 @@ async def receive_tensors(
         )  # fmt: skip
         received(engine)
 
-    return await load_part(serving, body.options, receive, lambda: _announced(body))
+    return await load_tensors(serving, body.options, receive, lambda: _announced(body))
 
 
 def weights_root(serving: Serving) -> AllowedPaths:

@@ -11,18 +11,17 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from fastapi import APIRouter
-from fastapi.exceptions import RequestValidationError
 from pydantic import Field, ValidationError
 
 from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError
 from rollout.server.body_fields import CHANGED, Body, Listed
-from rollout.server.json_route import JsonAnswer, JsonRoute
+from rollout.server.json_route import JsonAnswer, JsonRoute, request_error
 from rollout.server.received_tensors import PerTensor
 from rollout.server.serving import Serving
 from rollout.server.sglang.control import Answer, change, refuse
 from rollout.server.sglang.weight_bodies import DistributedBody, UpdateFields, Version
-from rollout.server.sglang.weights import load_part, receive_tensors, weights_root
+from rollout.server.sglang.weights import load_tensors, receive_tensors, weights_root
 
 BodyType = TypeVar("BodyType", bound=Body)
 
@@ -138,7 +137,7 @@ def routes(serving: Serving) -> APIRouter:
 
     @router.post("/update_weights", responses=CHANGED)
     async def update_weights(body: UpdateBody) -> JsonAnswer:
-        """Take a part of the open update; without one, an update of its own."""
+        """Take tensors of the open update; without one, an update of its own."""
         return await transfer.update(body)
 
     @router.post("/finish_weight_update", responses=CHANGED)
@@ -237,7 +236,7 @@ class _Transfer:
             engine.update_weights_from_disk(self._root.folder("weight_dir", folder), **options)
             self._note_version(engine)
 
-        return await load_part(self._serving, body.options, read)
+        return await load_tensors(self._serving, body.options, read)
 
     async def finish(self, body: FinishBody) -> JsonAnswer:
         def end(engine: Engine) -> Answer:
@@ -277,7 +276,4 @@ def _validated(model: type[BodyType], kwargs: Mapping[str, Any]) -> BodyType:
     try:
         return model.model_validate(kwargs)
     except ValidationError as error:
-        wrong = error.errors(include_url=False, include_input=False, include_context=False)
-        raise RequestValidationError(
-            [{**each, "loc": ("body", "kwargs", *each["loc"])} for each in wrong]
-        ) from None
+        raise request_error(error, "kwargs") from None
