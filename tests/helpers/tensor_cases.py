@@ -51,7 +51,7 @@ def numbers(rollouts) -> list:
     return [[r.prompt_ids, r.token_ids, r.logprobs] for r in rollouts]
 
 
-def stored(folder: str) -> dict[str, torch.Tensor]:
+def stored(folder: str | Path) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint."""
     return {name: tensor.clone() for name, tensor in Checkpoint(Path(folder))}
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
 from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.ports import free_port
 
 
 class TorchTrainer:
@@ -43,3 +46,22 @@ class TorchTrainer:
 
     def close(self) -> None:
         dist.destroy_process_group(self.group)
+
+
+@contextmanager
+def joined_trainer(
+    join: Callable[[dict[str, Any]], object], group_name: str = "weights", world_size: int = 2
+) -> Iterator[TorchTrainer]:
+    """The trainer's end of a group. ``join``, given the address, makes the others join it."""
+    address = {
+        "master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1,
+        "world_size": world_size, "backend": "gloo",
+    }  # fmt: skip
+    with ThreadPoolExecutor(1) as threads:
+        joining = threads.submit(join, address)
+        trainer = TorchTrainer(address["master_port"], world_size, group_name)
+        joining.result(HANG_SECONDS)
+    try:
+        yield trainer
+    finally:
+        trainer.close()

@@ -64,6 +64,19 @@ def opened(kind: str, engine: RolloutEngine, folder: Path) -> Iterator[Update]:
         yield lambda tensors, **options: _here(kind, engine, folder, tensors, options)
 
 
+def member(store: TCPStore, rank: int = 0, world_size: int = 2) -> WeightGroup:
+    """A member of the group ``weights``, whose rank 0 has this store."""
+    return WeightGroup(
+        master_address="127.0.0.1",
+        master_port=store.port,
+        rank=rank,
+        world_size=world_size,
+        group_name="weights",
+        timeout=HANG_SECONDS,
+        store=store if rank == 0 else None,
+    )
+
+
 @contextmanager
 def group_of(
     engine: RolloutEngine,
@@ -75,16 +88,7 @@ def group_of(
     """The engine at rank 1 and this process's sender at rank 0, with a thread to send from."""
     store = store or listen("127.0.0.1", HANG_SECONDS)
     with ThreadPoolExecutor(1) as threads:
-        joined = threads.submit(
-            WeightGroup,
-            master_address="127.0.0.1",
-            master_port=store.port,
-            rank=0,
-            world_size=world_size,
-            group_name="weights",
-            timeout=HANG_SECONDS,
-            store=store,
-        )
+        joined = threads.submit(member, store, world_size=world_size)
         engine.init_weights_update_group(
             "127.0.0.1", store.port, 1, world_size, "weights", timeout=engine_timeout
         )

@@ -29,6 +29,12 @@ def outputs(engine: RolloutEngine) -> list[list[int]]:
     return [rollout.token_ids for rollout in engine.generate(PROMPTS, PARAMS)]
 
 
+def assert_serves(engine: RolloutEngine, policy: Policy) -> None:
+    assert engine.can_run
+    assert engine.weights_digest() == policy.digest
+    assert outputs(engine) == policy.outputs
+
+
 @pytest.fixture(scope="session")
 def policies(tmp_path_factory: pytest.TempPathFactory) -> list[Policy]:
     found = []

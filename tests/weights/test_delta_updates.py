@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from rollout import InvalidInputError, RolloutEngine, WeightUpdateError
-from rollout.models.checkpoint import Checkpoint
-from tests.helpers.tensor_cases import changed
+from tests.helpers.tensor_cases import changed, stored
 from tests.helpers.thread_ranks import on_ranks
 from tests.helpers.weight_transports import TRANSPORTS, opened
 from tests.weights.conftest import PARAMS, Policy, outputs
@@ -163,7 +162,7 @@ def test_a_stream_that_ends_between_the_two_leaves_the_engine_torn(engine, polic
 def test_a_rank_writes_what_of_a_change_it_stores(case: str, tmp_path: Path) -> None:
     save, size = CASES[case]
     folder = save(tmp_path)
-    first = {name: tensor.clone() for name, tensor in Checkpoint(folder)}
+    first = stored(folder)
     new = stepped(first, 0.05)
     changes = delta(first, new)
     assert any(name.endswith(":elements") for name in changes)
@@ -185,7 +184,7 @@ def test_a_rank_adds_its_part_of_an_adapter_to_its_base(case: str, tmp_path: Pat
     """Twice: the second replaces the first, and what it leaves out is the base again."""
     save, size = CASES[case]
     folder = save(tmp_path)
-    first = {name: tensor.clone() for name, tensor in Checkpoint(folder)}
+    first = stored(folder)
     names = [name for name in first if name.endswith(("q_proj.weight", "o_proj.weight"))]
     generator = torch.Generator().manual_seed(2)
 

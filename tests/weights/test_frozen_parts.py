@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollout import RolloutEngine
 from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.runner.memory_saver import MemorySaver
 from rollout.types import MemoryTag
 from rollout.weights.manifest import UpdateOptions
 from rollout.weights.transaction import WeightState, WeightTransaction
 from tests.helpers.plain_part import PlainPart
-from tests.weights.conftest import outputs
 
 
 def filled(*size: int, value: float) -> torch.Tensor:
@@ -185,30 +183,3 @@ def test_a_frozen_part_that_cannot_be_brought_back_is_torn(chain):
     send(chain, TARGET)
     assert "could not be brought back" in chain.reason
     assert not chain.serves
-
-
-@pytest.fixture
-def with_draft(policies) -> RolloutEngine:
-    """An engine whose worker has a frozen draft that is never asked."""
-    own = RolloutEngine.from_pretrained(policies[0].folder, spec="none", max_running=4)
-    draft = PlainPart(
-        {"draft.fc.weight": torch.ones(6, 8)},
-        {"model.norm.weight": own.worker.target.model.final_norm_E},
-    )
-    own.worker.weights.parts.add("draft", draft, frozen=True)
-    return own
-
-
-def test_every_update_of_a_trainer_leaves_the_draft_as_it_was(with_draft, policies):
-    """Streams of the target alone, sleep at both levels between them, as RL trainers do."""
-    engine, draft = with_draft, with_draft.worker.weights.parts["draft"]
-    before = draft.own["draft.fc.weight"].clone()
-    for round_, policy in enumerate(policies[1:] + policies[:1]):
-        engine.release_memory(keep_weights=bool(round_ % 2))
-        assert not draft.own["draft.fc.weight"].untyped_storage().nbytes()
-        engine.resume_memory(["weights"])
-        engine.update_weights_from_tensor(policy.tensors.items())
-        engine.resume_memory(["kv_cache"])
-        assert engine.weights_digest("target") == policy.digest
-        assert torch.equal(draft.own["draft.fc.weight"], before)
-        assert outputs(engine) == policy.outputs

@@ -11,13 +11,12 @@ import torch
 
 from rollout.config import DType
 from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
-from rollout.models.checkpoint import Checkpoint
 from rollout.models.layers.weight_loader import TensorSlice
 from rollout.models.loader import load_model
 from rollout.parallel import ModelRanks
 from rollout.weights.bucket_layout import layouts, sliced_layout
 from rollout.weights.distributed_sender import DistributedSender
-from rollout.weights.group import WeightGroup, listen
+from rollout.weights.group import listen
 from rollout.weights.joined_groups import JoinedGroups
 from rollout.weights.manifest import (
     TensorSpec,
@@ -32,11 +31,11 @@ from rollout.weights.transaction import WeightState, WeightTransaction
 from tests.helpers.biased_llama import save_biased_llama
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.live_bytes import LiveBytes
-from tests.helpers.tensor_cases import changed
+from tests.helpers.tensor_cases import changed, stored
 from tests.helpers.thread_ranks import on_ranks
 from tests.helpers.tiny_hybrid import save_tiny_hybrid
 from tests.helpers.tiny_moe import save_tiny_moe
-from tests.helpers.weight_transports import TensorSource
+from tests.helpers.weight_transports import TensorSource, arguments, member
 
 BUCKET_BYTES = 16_384
 CASES = {
@@ -82,11 +81,11 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def received(rank_model, port, group, arguments):
+def received(rank_model, port, group, call):
     """An update through a weight group: the bytes that came, the most of them held at once."""
     groups = JoinedGroups()
     groups.init("127.0.0.1", port, 1 + group.rank, 1 + group.size, "weights", "gloo", HANG_SECONDS)
-    with groups.source(**arguments, timeout=HANG_SECONDS) as source, LiveBytes() as live:
+    with groups.source(**call, timeout=HANG_SECONDS) as source, LiveBytes() as live:
         rank_model.update(source)
     num_bytes = groups.num_bytes("weights")
     groups.close()
@@ -108,27 +107,18 @@ def test_a_rank_gets_its_part_of_whole_tensors_by_every_transport(case, tmp_path
     monkeypatch.setattr("rollout.weights.rank_stream.CACHED_BUCKET_BYTES", BUCKET_BYTES)
     save, size = CASES[case]
     folder = save(tmp_path)
-    first = {name: tensor.clone() for name, tensor in Checkpoint(folder)}
+    first = stored(folder)
     new = changed(first)
     store = listen("127.0.0.1", HANG_SECONDS)
 
     def send():
-        group = WeightGroup(
-            master_address="127.0.0.1", master_port=store.port, rank=0, world_size=1 + size,
-            group_name="weights", timeout=HANG_SECONDS, store=store,
-        )  # fmt: skip
+        group = member(store, world_size=1 + size)
         with LiveBytes() as live:
             DistributedSender(group, BUCKET_BYTES).send(TensorSource(new))
         group.close()
         return live.peak
 
-    arguments = {
-        "names": list(new),
-        "dtypes": [str(tensor.dtype) for tensor in new.values()],
-        "shapes": [list(tensor.shape) for tensor in new.values()],
-        "group_name": "weights",
-        "load_format": "flattened_bucket",
-    }
+    call = arguments(new) | {"load_format": "flattened_bucket"}
     largest = max(tensor.nbytes for tensor in new.values())
     bucket = max(BUCKET_BYTES, largest) + 64 * len(new)
 
@@ -144,7 +134,7 @@ def test_a_rank_gets_its_part_of_whole_tensors_by_every_transport(case, tmp_path
 
             rank.update(list(first.items()))
             assert not same(rank.own(), wanted)
-            num_bytes, peak = received(rank, store.port, group, arguments)
+            num_bytes, peak = received(rank, store.port, group, call)
             assert same(rank.own(), wanted)
             assert share <= num_bytes <= share + 64 * len(new)
             assert peak <= bucket + 8192
@@ -195,7 +185,7 @@ def untied(tensors):
 def test_what_one_rank_refuses_is_written_by_none(fault, transport, tmp_path):
     """Only the last rank is given, or stores, what is wrong."""
     folder = save_biased_llama(tmp_path, tied=True)
-    first = {name: tensor.clone() for name, tensor in Checkpoint(folder)}
+    first = stored(folder)
     good, bad = changed(first), changed(first)
     fault(bad)
 
@@ -227,7 +217,7 @@ def test_what_one_rank_refuses_is_written_by_none(fault, transport, tmp_path):
 def test_a_call_of_several_ends_on_all_ranks_together(tmp_path):
     """Its tensors may be gone when it returns, so no rank returns while another reads."""
     folder = save_biased_llama(tmp_path)
-    tensors = {name: tensor.clone() for name, tensor in Checkpoint(folder)}
+    tensors = stored(folder)
     first_is_through = threading.Event()
 
     def on_rank(group):
@@ -254,7 +244,7 @@ def test_a_call_of_several_ends_on_all_ranks_together(tmp_path):
 
 def test_a_call_that_is_refused_on_one_rank_ends_the_update_on_all(tmp_path):
     folder = save_biased_llama(tmp_path)
-    tensors = {name: tensor.clone() for name, tensor in Checkpoint(folder)}
+    tensors = stored(folder)
 
     def on_rank(group):
         rank = RankModel(folder, group)
@@ -277,7 +267,7 @@ def test_a_call_that_is_refused_on_one_rank_ends_the_update_on_all(tmp_path):
 @pytest.mark.parametrize("who", ["rank 0 reads", "rank 0 is given", "rank 1 reads"])
 def test_a_stream_that_breaks_off_ends_on_all_ranks(who, tmp_path):
     folder = save_biased_llama(tmp_path)
-    tensors = {name: tensor.clone() for name, tensor in Checkpoint(folder)}
+    tensors = stored(folder)
 
     def pairs():
         for index, pair in enumerate(tensors.items()):
@@ -320,7 +310,7 @@ def test_a_stream_that_breaks_off_ends_on_all_ranks(who, tmp_path):
 def test_a_stream_without_shared_memory_sends_bytes(reason, tmp_path, monkeypatch):
     monkeypatch.setattr("rollout.weights.rank_stream.CACHED_BUCKET_BYTES", BUCKET_BYTES)
     folder = save_biased_llama(tmp_path)
-    new = changed({name: tensor.clone() for name, tensor in Checkpoint(folder)})
+    new = changed(stored(folder))
     if reason == "no room":
         full = WeightUpdateError("/dev/shm is full")
         monkeypatch.setattr(SharedMemorySender, "next_flat", lambda *_: raised(full))
@@ -357,30 +347,17 @@ def test_a_receiver_that_needs_all_is_sent_all_beside_one_that_does_not(tmp_path
     }
     store = listen("127.0.0.1", HANG_SECONDS)
 
-    def member(rank):
-        options = {"store": store} if rank == 0 else {}
-        return WeightGroup(
-            master_address="127.0.0.1", master_port=store.port, rank=rank, world_size=3,
-            group_name="weights", timeout=HANG_SECONDS, **options,
-        )  # fmt: skip
-
     def receive(rank, needed):
         groups = JoinedGroups()
         groups.init("127.0.0.1", store.port, rank, 3, "weights", "gloo", HANG_SECONDS)
-        call = {
-            "names": list(tensors), "dtypes": ["float32"] * 3,
-            "shapes": [list(each.shape) for each in tensors.values()],
-        }  # fmt: skip
-        load_format = "flattened_bucket"
-        with groups.source(
-            **call, group_name="weights", load_format=load_format, timeout=HANG_SECONDS
-        ) as source:
+        call = arguments(tensors) | {"load_format": "flattened_bucket"}
+        with groups.source(**call, timeout=HANG_SECONDS) as source:
             return {name: values.clone() for name, values in source.sliced(needed)}
 
     with ThreadPoolExecutor(2) as threads:
         alone = threads.submit(receive, 1, dict.fromkeys(tensors))
         part = threads.submit(receive, 2, slices)
-        group = member(0)
+        group = member(store, world_size=3)
         DistributedSender(group, 128).send(TensorSource(tensors))
         assert same(alone.result(HANG_SECONDS), tensors)
         wanted = {

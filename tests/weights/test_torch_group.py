@@ -12,29 +12,22 @@ from rollout.weights import distributed
 from rollout.weights.joined_groups import JoinedGroups
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.ports import free_port
-from tests.helpers.torch_trainer import TorchTrainer
-
-
-def announced(tensors):
-    return {
-        "names": list(tensors),
-        "dtypes": [str(tensor.dtype) for tensor in tensors.values()],
-        "shapes": [list(tensor.shape) for tensor in tensors.values()],
-        "group_name": "weights",
-    }
+from tests.helpers.torch_trainer import joined_trainer
+from tests.helpers.weight_transports import arguments
 
 
 @pytest.fixture
 def pair():
     """A trainer, and the groups of a receiver that has joined its own."""
-    port, groups = free_port(), JoinedGroups()
-    with ThreadPoolExecutor(1) as threads:
-        other = threads.submit(TorchTrainer, port)
-        groups.init("127.0.0.1", port, 1, 2, "weights", "gloo", HANG_SECONDS, sender="torch")
-        trainer = other.result(HANG_SECONDS)
-    yield trainer, groups
-    groups.close()
-    trainer.close()
+    groups = JoinedGroups()
+
+    def join(address):
+        host, port = address["master_address"], address["master_port"]
+        groups.init(host, port, 1, 2, "weights", "gloo", HANG_SECONDS, sender="torch")
+
+    with joined_trainer(join) as trainer:
+        yield trainer, groups
+        groups.close()
 
 
 def test_tensors_of_any_dtype_come_as_they_were_broadcast(pair):
@@ -47,7 +40,7 @@ def test_tensors_of_any_dtype_come_as_they_were_broadcast(pair):
     with ThreadPoolExecutor(1) as threads:
         for _ in range(2):
             sent = threads.submit(trainer.send, tensors.values())
-            source = groups.source(**announced(tensors), load_format=None, timeout=HANG_SECONDS)
+            source = groups.source(**arguments(tensors), load_format=None, timeout=HANG_SECONDS)
             with source as received:
                 for name, tensor in received:
                     assert torch.equal(tensor, tensors[name])
@@ -70,7 +63,7 @@ def test_buffers_that_vllm_packs(pair, monkeypatch):
     with ThreadPoolExecutor(1) as threads:
         sent = threads.submit(trainer.send, buffers)
         with groups.source(
-            **announced(tensors), load_format="packed", timeout=HANG_SECONDS
+            **arguments(tensors), load_format="packed", timeout=HANG_SECONDS
         ) as received:
             for name, tensor in received:
                 assert torch.equal(tensor, tensors[name])
@@ -85,7 +78,7 @@ def test_a_refusal_takes_what_was_sent_off_the_wire(pair):
     with ThreadPoolExecutor(1) as threads:
         sent = threads.submit(trainer.send, tensors.values())
         refusal = pytest.raises(ValueError, match="refused")
-        with refusal, groups.source(**announced(tensors), load_format=None, timeout=HANG_SECONDS):
+        with refusal, groups.source(**arguments(tensors), load_format=None, timeout=HANG_SECONDS):
             raise ValueError("refused")
         sent.result(HANG_SECONDS)
 

@@ -22,7 +22,7 @@ from rollout.errors import (
 from rollout.weights.bucket import buckets
 from rollout.weights.shared_memory import SharedMemorySender
 from tests.helpers.weight_transports import TRANSPORTS, opened
-from tests.weights.conftest import PARAMS, PROMPTS, outputs
+from tests.weights.conftest import PARAMS, PROMPTS, assert_serves, outputs
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
@@ -75,12 +75,6 @@ def assert_old_or_refuses(engine, old, before):
     for call in (lambda: engine.generate(PROMPTS, PARAMS), lambda: engine.score([1], [2])):
         with pytest.raises((WeightUpdateError, EngineStateError), match="torn"):
             call()
-
-
-def assert_serves(engine, policy):
-    assert engine.can_run
-    assert engine.weights_digest() == policy.digest
-    assert outputs(engine) == policy.outputs
 
 
 @pytest.mark.parametrize("kind", TRANSPORTS)

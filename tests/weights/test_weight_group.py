@@ -13,22 +13,16 @@ import torch
 from rollout.errors import WeightUpdateError
 from rollout.parallel.time_limit import within
 from rollout.weights import group as group_module
-from rollout.weights.group import WeightGroup, listen
+from rollout.weights.group import listen
 from tests.helpers.hang import HANG_SECONDS
-
-
-def joined(rank, store):
-    return WeightGroup(
-        master_address="127.0.0.1", master_port=store.port, rank=rank, world_size=2,
-        group_name="weights", timeout=HANG_SECONDS, store=store if rank == 0 else None,
-    )  # fmt: skip
+from tests.helpers.weight_transports import member
 
 
 def test_members_are_connected_when_they_have_joined():
     store = listen("127.0.0.1", HANG_SECONDS)
     with ThreadPoolExecutor(1) as threads:
-        other = threads.submit(joined, 0, store)
-        receiver, sender = joined(1, store), other.result(HANG_SECONDS)
+        other = threads.submit(member, store)
+        receiver, sender = member(store, 1), other.result(HANG_SECONDS)
         tensor = torch.zeros(3)
         sent = threads.submit(sender.broadcast, torch.arange(3.0))
         receiver.broadcast(tensor)
@@ -49,8 +43,8 @@ def test_members_that_meet_and_do_not_connect(monkeypatch):
     store = listen("127.0.0.1", HANG_SECONDS)
     try:
         with ThreadPoolExecutor(1) as threads:
-            other = threads.submit(joined, 0, store)
-            for join in (partial(joined, 1, store), partial(other.result, HANG_SECONDS)):
+            other = threads.submit(member, store)
+            for join in (partial(member, store, 1), partial(other.result, HANG_SECONDS)):
                 with pytest.raises(WeightUpdateError, match="did not connect"):
                     join()
     finally:

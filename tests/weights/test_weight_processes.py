@@ -23,7 +23,7 @@ from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.ports import free_port
 from tests.helpers.weight_peer import peer, receive, send, share
 from tests.helpers.weight_transports import TensorSource, group_of
-from tests.weights.conftest import outputs
+from tests.weights.conftest import assert_serves, outputs
 
 CLOSED = r"onnection (closed|reset|refused)|roken pipe|cannot be reached"
 """What is said of a member whose connections have ended, unlike of one that is late."""
@@ -45,9 +45,12 @@ def assert_refuses(engine):
         outputs(engine)
 
 
-def assert_serves(engine, policy):
-    assert engine.weights_digest() == policy.digest
-    assert outputs(engine) == policy.outputs
+def update(engine, sender, threads, policy):
+    """A whole update through the sender's group."""
+    source = TensorSource(policy.tensors)
+    sent = threads.submit(sender.send, source)
+    engine.update_weights_from_distributed(**sender.arguments(source))
+    sent.result(HANG_SECONDS)
 
 
 def test_shared_memory_of_a_sender_that_dies(engine, policies):
@@ -102,11 +105,7 @@ def test_a_group_whose_sender_dies(engine, policies):
         engine.update_weights_from_distributed(**call, timeout=2.0)
     engine.destroy_weights_update_group("weights")
     with group_of(engine) as (group, threads):
-        source = TensorSource(policies[2].tensors)
-        sender = DistributedSender(group, 8192)
-        sent = threads.submit(sender.send, source)
-        engine.update_weights_from_distributed(**sender.arguments(source))
-        sent.result(HANG_SECONDS)
+        update(engine, DistributedSender(group, 8192), threads, policies[2])
     assert_serves(engine, policies[2])
 
 
@@ -318,10 +317,7 @@ def test_receivers_that_say_nothing(engine, policies):
         with pytest.raises(WeightUpdateError, match=r"no answer in 0\.5 seconds from rank 1"):
             sender.send(TensorSource(policies[1].tensors), timeout=0.5)
         # What it gave up is forgotten: the next update is taken for itself.
-        source = TensorSource(policies[2].tensors)
-        sent = threads.submit(sender.send, source)
-        engine.update_weights_from_distributed(**sender.arguments(source))
-        sent.result(HANG_SECONDS)
+        update(engine, sender, threads, policies[2])
     assert_serves(engine, policies[2])
 
 
@@ -331,12 +327,9 @@ def test_notes_are_written_over_and_never_removed(engine, policies):
     with group_of(engine, store=store) as (group, threads):
         sender, counts = DistributedSender(group, 8192), []
         for policy in (policies[1], policies[2], policies[1]):
-            source = TensorSource(policy.tensors)
             with pytest.raises(WeightUpdateError, match="no answer"):
-                sender.send(source, timeout=0.05)
-            sent = threads.submit(sender.send, source)
-            engine.update_weights_from_distributed(**sender.arguments(source))
-            sent.result(HANG_SECONDS)
+                sender.send(TensorSource(policy.tensors), timeout=0.05)
+            update(engine, sender, threads, policy)
             counts.append(store.num_keys())
         assert len(set(counts)) == 1
         assert not hasattr(group.notes, "remove")
