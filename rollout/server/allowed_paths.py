@@ -12,9 +12,9 @@ from rollout.errors import InvalidInputError
 class AllowedPaths:
     """Folders below which a client may name files.
 
-    What is checked is the path with every link resolved, and that path is what is handed on: a link
-    that is changed afterwards changes nothing. Whoever may write below a root can still replace
-    what lies there; that is theirs to do.
+    Every link of a path is resolved before the path is checked, and the resolved path is returned:
+    a link that is changed afterwards changes nothing. Whoever may write below a root can still
+    replace the files there.
 
     Errors name the folders, which are configured, and say the same of all that lies elsewhere,
     whether it exists or not.

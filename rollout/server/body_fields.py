@@ -114,7 +114,7 @@ Rid = Annotated[
 
 
 class Body(BaseModel):
-    """A field there is not is refused: it would be without the effect its sender expects."""
+    """A body that refuses unknown fields: they would lack the effect that their sender expects."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 _PREFIX = "specrollout_"
 
-# Of the engine's life. Tokens emitted per verify step, the accept length, is
-# generated_tokens / target_forwards; draft tokens accepted of those verified, accepted / drafted.
+# Totals since the engine started. The accept length, tokens emitted per verify step, is
+# generated_tokens / target_forwards; the accept rate of draft tokens is accepted / drafted.
 _COUNTERS: dict[str, tuple[str, Callable[[EngineMetrics], float]]] = {
     "steps": ("Steps run", lambda m: m.steps),
     "target_forwards": ("Verify steps, one per request sampled", lambda m: m.target_forwards),

@@ -92,9 +92,9 @@ class SameOrigin:
         self._hosts = _LOOPBACK | {own} if config.api_key is None else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        unavailable_reason = self._why_not(Request(scope)) if scope["type"] == "http" else ""
-        if unavailable_reason:
-            await ErrorResponse(HTTPException(403, unavailable_reason))(scope, receive, send)
+        refusal = self._why_not(Request(scope)) if scope["type"] == "http" else ""
+        if refusal:
+            await ErrorResponse(HTTPException(403, refusal))(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 

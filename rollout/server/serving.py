@@ -130,7 +130,7 @@ class Serving:
         """Raises InvalidInputError for what could never run; nothing is queued."""
         self.require_batch(len(samples))
         for sample in samples:
-            self.check_prompt_len(len(sample.prompt_ids) + len(sample.partial_ids))
+            self.check_prompt_len(len(sample.prompt_ids))
         for params in {id(sample.params): sample.params for sample in samples}.values():
             check_params(params, self.vocab_size, self.encoder.tokenizer is not None)
 
@@ -177,7 +177,7 @@ class Serving:
         await self.prepare(samples)
         handles = self._submit(samples, [None] * len(samples))
         try:
-            return await asyncio.gather(*(asyncio.wrap_future(t.future) for t in handles))
+            return await asyncio.gather(*(asyncio.wrap_future(each.future) for each in handles))
         finally:
             for handle in handles:
                 handle.future.cancel()  # which aborts it; does nothing to one that has ended
@@ -278,7 +278,6 @@ class Serving:
             sample.prompt_ids,
             sample.params,
             request_seed=sample.request_seed,
-            partial_ids=sample.partial_ids,
             prompt_index=sample.prompt_index,
             sample_index=sample.sample_index,
             on_tokens=listener,

@@ -33,7 +33,6 @@ class SampleRequest:
     prompt_index: int = 0
     sample_index: int = 0
     request_seed: int | None = None  # instead of the one derived from params.seed and the indices
-    partial_ids: Sequence[int] = ()  # emitted before; see RolloutEngine.submit
     rid: str | None = None  # the client's name for it, to abort it by; may be shared
     is_probe: bool = False  # of the server's health: its latency is not counted
 
@@ -60,9 +59,9 @@ class Delta:
 class DeltaStream(AsyncIterator[Delta]):
     """The deltas of several samples as they come; ends after each has had its rollout.
 
-    What a reader does not take in time is joined, so a slow one holds no more than the outputs
-    themselves. Raises what a sample's future does. `aclose` aborts what is unfinished; whoever
-    opens a stream must close it.
+    Deltas that a reader does not take in time are joined, so a slow one holds no more than the
+    outputs themselves. Raises what a sample's future does. `aclose` aborts unfinished samples;
+    whoever opens a stream must close it.
     """
 
     def __init__(self) -> None:

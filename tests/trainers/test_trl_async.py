@@ -222,7 +222,7 @@ def test_rollouts_in_flight_go_on_under_the_new_weights(
         return future
 
     call(held.hold).result()
-    tickets = [loop.submit([7, 8], params, sample_index=index) for index in range(4)]
+    handles = [loop.submit([7, 8], params, sample_index=index) for index in range(4)]
     assert held.waits.wait(HANG_SECONDS)
     transfer.init_weight_transfer()
     monkeypatch.setattr(loop, "call", call_and_go_on)
@@ -230,7 +230,7 @@ def test_rollouts_in_flight_go_on_under_the_new_weights(
     assert loop.call(lambda engine: engine.is_paused).result()
     transfer.send_weights(iter(weights))
     transfer.resume()
-    rollouts = [ticket.future.result(timeout=HANG_SECONDS) for ticket in tickets]
+    rollouts = [handle.future.result(timeout=HANG_SECONDS) for handle in handles]
     assert {len(rollout.token_ids) for rollout in rollouts} == {100}
     assert any(
         [version for version, *_ in each.weight_version_spans] == [0, 1] for each in rollouts
@@ -252,11 +252,11 @@ def test_a_failed_transfer_is_raised_and_nothing_is_served_from_it(
     with pytest.raises(ConnectionError):
         transfer.send_weights(breaking())
     transfer.resume()
-    ticket = loop.submit([7, 8], SamplingParams(max_new_tokens=4))
+    handle = loop.submit([7, 8], SamplingParams(max_new_tokens=4))
     assert not loop.call(lambda engine: engine.can_run).result()
-    assert not ticket.future.done()
+    assert not handle.future.done()
     transfer.send_weights(iter(weights))
-    assert len(ticket.future.result(timeout=HANG_SECONDS).token_ids) > 0
+    assert len(handle.future.result(timeout=HANG_SECONDS).token_ids) > 0
 
 
 def test_the_rest_of_a_failed_transfer_is_taken(model: Path, loop: EngineLoop) -> None:

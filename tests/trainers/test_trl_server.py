@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,12 @@ def url(model: Path) -> Iterator[str]:
         yield url
 
 
+def served_by(url: str) -> dict[str, Any]:
+    return {
+        "vllm_mode": "server", "vllm_server_base_url": url, "vllm_server_timeout": HANG_SECONDS,
+    }  # fmt: skip
+
+
 def seen(rollouts: list[Rollout]) -> list[tuple[object, ...]]:
     return [
         (each.token_ids, each.logprobs, each.extras.top_logprobs, each.finish_reason)
@@ -55,13 +62,7 @@ def test_rollouts_are_those_of_an_engine_in_the_process(
 
 def test_a_run_is_that_of_an_engine_in_the_process(model: Path, url: str, tmp_path: Path) -> None:
     own = run(by_generation(model, tmp_path / "own"))
-    trainer = by_generation(
-        model,
-        tmp_path / "served",
-        vllm_mode="server",
-        vllm_server_base_url=url,
-        vllm_server_timeout=HANG_SECONDS,
-    )
+    trainer = by_generation(model, tmp_path / "served", **served_by(url))
     trainer.train()
     assert trainer.reward_funcs[0].completion_ids == own.completion_ids
     engine = trainer.vllm_generation.engine
@@ -85,14 +86,7 @@ def test_adapters_come_alone(model: Path, url: str, tmp_path: Path) -> None:
     lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     peft = {"arguments": {"peft_config": lora}}
     own = run(by_generation(model, tmp_path / "own", **peft))
-    trainer = by_generation(
-        model,
-        tmp_path / "served",
-        **peft,
-        ours={"adapters_only": True},
-        vllm_mode="server",
-        vllm_server_base_url=url,
-        vllm_server_timeout=HANG_SECONDS,
-    )
+    alone = {"ours": {"adapters_only": True}}
+    trainer = by_generation(model, tmp_path / "served", **peft, **alone, **served_by(url))
     trainer.train()
     assert trainer.reward_funcs[0].completion_ids == own.completion_ids

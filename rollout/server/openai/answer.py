@@ -115,7 +115,7 @@ def finish(rollout: Rollout) -> dict[str, Any]:
     return fields
 
 
-def sampling_mask(tokens: EmittedTokens, is_asked: bool) -> dict[str, Any]:
+def sampling_mask(tokens: EmittedTokens, is_asked: bool | None) -> dict[str, Any]:
     """vLLM's field for the tokens that truncation left at each position; none where not asked."""
     return {"sampling_mask": list(tokens.extras.sampling_masks)} if is_asked else {}
 
@@ -160,10 +160,6 @@ class Answer(ABC, Generic[BodyType]):
     def answer_fields(self) -> dict[str, Any]:
         """Fields that are said once, beside the choices."""
         return {}
-
-    def sampling_mask(self, tokens: EmittedTokens) -> dict[str, Any]:
-        """See the function of this name."""
-        return sampling_mask(tokens, bool(self.body.return_sampling_mask))
 
     def text(self, index: int, rollout: Rollout) -> str:
         """The text of a choice."""

@@ -10,7 +10,14 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from rollout.server.body_fields import EVENTS
-from rollout.server.openai.answer import Answer, Heading, OutputTexts, WritePart, finish
+from rollout.server.openai.answer import (
+    Answer,
+    Heading,
+    OutputTexts,
+    WritePart,
+    finish,
+    sampling_mask,
+)
 from rollout.server.openai.chat_body import ChatBody
 from rollout.server.openai.chat_format import ChatFormat, MessageFormat
 from rollout.server.openai.logprobs import ScoredTokens
@@ -100,7 +107,7 @@ class ChatAnswer(Answer[ChatBody]):
             fields["logprobs"] = self.writer.of_chat(ScoredTokens.of(tokens))
         if self.body.return_token_ids:
             fields["token_ids"] = list(tokens.token_ids)
-        return fields | self.sampling_mask(tokens)
+        return fields | sampling_mask(tokens, self.body.return_sampling_mask)
 
 
 class _PartWriter:

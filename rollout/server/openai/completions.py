@@ -17,6 +17,7 @@ from rollout.server.openai.answer import (
     OutputTexts,
     WritePart,
     finish,
+    sampling_mask,
 )
 from rollout.server.openai.logprobs import NO_TOKENS, ScoredTokens, TextOffsets
 from rollout.server.openai.prompt_logprobs import (
@@ -100,24 +101,6 @@ class Echo:
     tokens: ScoredTokens | None  # where logprobs are asked for
 
 
-async def echo_of(
-    serving: Serving,
-    prompt: str | Sequence[int],
-    prompt_ids: Sequence[int],
-    params: SamplingParams,
-    *,
-    with_logprobs: bool,
-) -> Echo:
-    """A prompt given as text is echoed as it was given."""
-    if isinstance(prompt, str):
-        text = prompt
-    else:
-        text = "" if serving.encoder.tokenizer is None else serving.encoder.decode(prompt_ids)
-    if not with_logprobs:
-        return Echo(text, None)
-    return Echo(text, await score_prompt(serving, prompt_ids, params))
-
-
 @dataclass(frozen=True, kw_only=True)
 class CompletionAnswer(Answer[CompletionBody]):
     """One text completion for each sample of each prompt."""
@@ -128,7 +111,7 @@ class CompletionAnswer(Answer[CompletionBody]):
     def choice(self, index: int, rollout: Rollout) -> dict[str, Any]:
         tokens = ScoredTokens.of(rollout)
         part = _Choice(self, index).part(self.text(index, rollout), tokens, rollout)
-        return part | self.sampling_mask(rollout)
+        return part | sampling_mask(rollout, self.body.return_sampling_mask)
 
     def part_writers(self) -> list[WritePart]:
         return [_Choice(self, index).next_part for index in range(len(self.samples))]
@@ -161,7 +144,7 @@ class _Choice:
     def next_part(self, text: str, delta: Delta) -> dict[str, Any] | None:
         """The next part of a stream; None if it would say nothing."""
         part = self.part(text, ScoredTokens.of(delta.tokens), delta.rollout)
-        mask = self._answer.sampling_mask(delta.tokens)
+        mask = sampling_mask(delta.tokens, self._answer.body.return_sampling_mask)
         says_something = part["text"] or part["logprobs"] or part["finish_reason"] or mask
         return part | mask if says_something or self._answer.body.return_token_ids else None
 
@@ -240,17 +223,17 @@ async def _echoes(
 ) -> list[Echo]:
     if not body.echo:
         return []
-    firsts = samples[:: body.num_samples]
-    return [
-        await echo_of(
-            serving,
-            prompt,
-            sample.prompt_ids,
-            sample.params,
-            with_logprobs=body.num_logprobs is not None,
-        )
-        for prompt, sample in zip(body.prompts, firsts, strict=True)
-    ]
+    encoder, echoes = serving.encoder, []
+    for prompt, first in zip(body.prompts, samples[:: body.num_samples], strict=True):
+        if isinstance(prompt, str):  # echoed as it was given
+            text = prompt
+        else:
+            text = "" if encoder.tokenizer is None else encoder.decode(first.prompt_ids)
+        tokens = None
+        if body.num_logprobs is not None:
+            tokens = await score_prompt(serving, first.prompt_ids, first.params)
+        echoes.append(Echo(text, tokens))
+    return echoes
 
 
 async def _prompt_logprobs(

@@ -20,7 +20,7 @@ HARMLESS = frozenset(
         # Caches and scheduling: no token depends on them
         "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_salt",
         "priority", "stream_interval",
-        # Of tools, which text completions refuse themselves
+        # Says how to use tools, which text completions refuse
         "parallel_tool_calls",
     }
 )  # fmt: skip

@@ -179,7 +179,7 @@ def admin_routes(serving: Serving) -> APIRouter:
                 message = f"{serving.num_unfinished} requests are running or waiting"
                 return JsonAnswer({"success": False, "message": message}, 400)
             await asyncio.sleep(0.05)
-        return JsonAnswer({"success": True, "message": "Cache flushed."})
+        return success("Cache flushed.")
 
     return router
 

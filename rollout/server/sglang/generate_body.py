@@ -29,7 +29,7 @@ _HARMLESS = frozenset(
         "bootstrap_host", "bootstrap_port", "bootstrap_room", "conversation_id",
         "data_parallel_rank", "disagg_prefill_dp_rank", "extra_key", "priority", "routed_dp_rank",
         "routing_key", "session_id",
-        # What is noted of it
+        # How it is logged
         "external_trace_header", "log_metrics", "no_logs", "return_bytes",
         "sampling_logprobs_mode", "use_audio_in_video",
     }

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -100,7 +100,7 @@ def _load(serving: Serving, status: EngineStatus) -> dict[str, Any]:
 
 def _server_arguments(serving: Serving) -> dict[str, Any]:
     config = serving.serve_config
-    own = {name: value for name, value in _as_dict(config.server).items() if name not in _SECRETS}
+    own = {name: value for name, value in asdict(config.server).items() if name not in _SECRETS}
     return {
         # sglang's names
         "model_path": serving.model_path,
@@ -121,10 +121,10 @@ def _server_arguments(serving: Serving) -> dict[str, Any]:
         # ours
         "server": own,
         "spec": config.spec,
-        "cluster": _as_dict(config.cluster),
-        "parallel": _as_dict(config.parallel),
-        "memory": _as_dict(config.memory),
-        "scheduler": _as_dict(config.scheduler) | _as_dict(serving.limits),
+        "cluster": asdict(config.cluster),
+        "parallel": asdict(config.parallel),
+        "memory": asdict(config.memory),
+        "scheduler": asdict(config.scheduler) | asdict(serving.limits),
         "exact": config.exact,
     }
 
@@ -142,7 +142,3 @@ def _model_info(serving: Serving) -> dict[str, Any]:
         "model_type": config.get("model_type"),
         "architectures": config.get("architectures"),
     }
-
-
-def _as_dict(config: Any) -> dict[str, Any]:
-    return dataclasses.asdict(config)

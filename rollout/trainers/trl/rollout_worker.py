@@ -226,8 +226,8 @@ class _GenerationLoop(_AsyncRolloutLoop):  # type: ignore[misc]  # trl is untype
 
     async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
         seed = next(_turn_seeds.get())
-        ticket = self._engine_loop.submit(prompt_ids, self._params, request_seed=seed)
-        rollout = await asyncio.wrap_future(ticket.future)
+        handle = self._engine_loop.submit(prompt_ids, self._params, request_seed=seed)
+        rollout = await asyncio.wrap_future(handle.future)
         if rollout.finish_reason is FinishReason.ERROR:
             _log.warning(
                 "a rollout failed after %d tokens: %s", len(rollout.token_ids), rollout.error
