@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from rollout.server.config import ServeConfig, ServerConfig
 from rollout.server.serving import Serving
 from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.text_model import save_text_model
+from tests.server.policies import Policy, policy, read_policy
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,12 @@ def text_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_text_model(tmp_path_factory.mktemp("text-model"), max_positions=512)
 
 
+@pytest.fixture(scope="session")
+def offline(text_model_path: Path) -> RolloutEngine:
+    """An engine of the same model that drafts nothing: what servers must answer."""
+    return RolloutEngine.from_pretrained(text_model_path, "none")
+
+
 @pytest.fixture
 def open_server(text_model_path: Path) -> Iterator[OpenServer]:
     """``open_server(engine={...}, **server)``: a server with those options, closed after the test.
@@ -75,6 +83,57 @@ def live(text_model_path: Path) -> Iterator[Live]:
     """One server without keys for all tests of a file; each must leave it idle."""
     with run_server(text_model_path, {}, {}) as live:
         yield live
+
+
+@pytest.fixture(scope="module")
+def client(live: Live) -> Iterator[httpx.Client]:
+    with live.client() as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def weights_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("weights-root")
+
+
+@pytest.fixture(scope="session")
+def first(text_model_path: Path) -> Policy:
+    """The policy that every server of the text model starts with."""
+    return read_policy(text_model_path)
+
+
+@pytest.fixture(scope="session")
+def second(weights_root: Path, first: Policy) -> Policy:
+    """Another one, in the folder ``second`` below the root."""
+    found = policy(weights_root / "second", 1)
+    assert found.output_ids != first.output_ids
+    return found
+
+
+@pytest.fixture(scope="module")
+def weights_live(text_model_path: Path, weights_root: Path) -> Iterator[Live]:
+    """One server for all tests of a file that may read weights below the root."""
+    options = {"weights_root": str(weights_root)}
+    with run_server(text_model_path, {"num_threads": 1}, options) as live:
+        yield live
+
+
+def post(client: httpx.Client, path: str, **body: Any) -> Any:
+    """The answer to a call that must succeed."""
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def events_of(stream: httpx.Response) -> Iterator[Any]:
+    """The events of a stream as they come, up to its ``[DONE]``."""
+    lines = (line.removeprefix("data: ") for line in stream.iter_lines() if line)
+    for line in lines:
+        if line == "[DONE]":
+            assert next(lines, None) is None
+            return
+        yield json.loads(line)
+    raise AssertionError("a stream that breaks off")
 
 
 @contextmanager

@@ -30,7 +30,11 @@ class Policy:
     def safetensors(self) -> bytes:
         return save(dict(self.tensors))
 
-    def part(self, *, last: bool) -> dict[str, torch.Tensor]:
+    @property
+    def halves(self) -> list[dict[str, torch.Tensor]]:
+        return [self.half(last=False), self.half(last=True)]
+
+    def half(self, *, last: bool) -> dict[str, torch.Tensor]:
         """One half of the tensors, or the other."""
         names = sorted(self.tensors)
         half = names[len(names) // 2 :] if last else names[: len(names) // 2]

@@ -10,7 +10,11 @@ from rollout.errors import InvalidInputError
 from rollout.server.config import ServerConfig
 
 USER_CALLS = [("GET", "/v1/loads"), ("GET", "/get_server_info"), ("POST", "/generate")]
-ADMIN_CALLS = [("POST", "/continue_generation"), ("GET", "/flush_cache")]
+ADMIN_CALLS = [
+    ("POST", "/continue_generation"),
+    ("GET", "/flush_cache"),
+    ("POST", "/weights_checker"),
+]
 ABORT_ALL = {"abort_all": True}
 BODY = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import resource
 import signal
 import socket
 import sys
@@ -17,7 +19,7 @@ from rollout.cli import main
 from rollout.config import EngineConfig
 from rollout.errors import InvalidInputError
 from rollout.offline.hydra_config import register_schema
-from rollout.server.command import serve_config_from
+from rollout.server.command import allow_open_files, serve_config_from
 from rollout.server.config import ServeConfig, ServerConfig
 from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.http_raw import open_request, read_status
@@ -147,3 +149,34 @@ def test_a_second_signal_ends_with_what_there_is(text_model_path):
         log = process.stdout.read()
         assert "Traceback" not in log
         assert "stopping: 1 requests" in log
+
+
+OPEN_FILES = resource.RLIMIT_NOFILE
+
+
+@pytest.fixture
+def open_files_as_before() -> Iterator[None]:
+    before = resource.getrlimit(OPEN_FILES)
+    yield
+    resource.setrlimit(OPEN_FILES, before)
+
+
+@pytest.mark.usefixtures("open_files_as_before")
+def test_the_limit_of_open_files_is_raised_and_not_lowered() -> None:
+    allowed, most = resource.getrlimit(OPEN_FILES)
+    resource.setrlimit(OPEN_FILES, (allowed - 100, most))
+    allow_open_files(allowed - 50)
+    assert resource.getrlimit(OPEN_FILES) == (allowed - 50, most)
+    allow_open_files(10)
+    assert resource.getrlimit(OPEN_FILES) == (allowed - 50, most)
+
+
+@pytest.mark.usefixtures("open_files_as_before")
+def test_more_open_files_than_there_may_be_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    most = resource.getrlimit(OPEN_FILES)[1]
+    if most == resource.RLIM_INFINITY:
+        pytest.skip("any number may be open")
+    with caplog.at_level(logging.WARNING):
+        allow_open_files(most + 1)
+    assert resource.getrlimit(OPEN_FILES) == (most, most)
+    assert "server.max_connections" in caplog.text

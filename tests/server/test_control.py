@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,14 +11,9 @@ import pytest
 
 from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.held_engine import held
+from tests.server.conftest import events_of, post
 
 LONG = {"temperature": 0.9, "max_new_tokens": 400, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def client(live):
-    with live.client() as client:
-        yield client
 
 
 @pytest.fixture(autouse=True)
@@ -27,12 +21,6 @@ def running_again(live, client):
     yield
     client.post("/continue_generation", json={})
     live.wait_until_idle()
-
-
-def post(client, path, **body):
-    answer = client.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
 
 
 @contextmanager
@@ -43,12 +31,6 @@ def in_flight(live, **body):
         future = pool.submit(post, client, "/generate", **body)
         wait_until(lambda: live.serving.loop.num_unfinished != before or future.done())
         yield future
-
-
-def events_of(stream):
-    for line in stream.iter_lines():
-        if line and line != "data: [DONE]":
-            yield json.loads(line.removeprefix("data: "))
 
 
 def test_requests_wait_while_generation_is_paused(live, client):

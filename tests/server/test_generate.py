@@ -2,44 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rollout import RolloutEngine, SamplingParams
+from rollout import SamplingParams
+from tests.server.conftest import events_of, post
 
 PROMPTS = [[3 + i % 7, 10 + i, 11, 3 + i % 5] for i in range(12)]
 SAMPLING = {"temperature": 0.9, "max_new_tokens": 12, "seed": 5}
 
 
 @pytest.fixture(scope="module")
-def offline(text_model_path):
-    """``offline(prompts, **params)``: what an engine in this process generates."""
-    engine = RolloutEngine.from_pretrained(text_model_path)
-    return lambda prompts, **params: engine.generate(prompts, SamplingParams(**params))
-
-
-@pytest.fixture(scope="module")
-def client(live):
-    with live.client() as client:
-        yield client
+def generated(offline):
+    """``generated(prompts, **params)``: what an engine in this process generates."""
+    return lambda prompts, **params: offline.generate(prompts, SamplingParams(**params))
 
 
 def ask(client, **body):
-    answer = client.post("/generate", json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return post(client, "/generate", **body)
 
 
-def events_of(client, **body):
+def stream_of(client, **body):
     with client.stream("POST", "/generate", json={"stream": True, **body}) as answer:
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith("text/event-stream")
-        lines = [line for line in answer.iter_lines() if line]
-    assert lines[-1] == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+        return list(events_of(answer))
 
 
 def same(answer, rollout):
@@ -52,8 +41,8 @@ def same(answer, rollout):
     assert meta["request_seed"] == rollout.seed
 
 
-def test_a_batch_is_bitwise_that_of_offline_generation(client, offline):
-    expected = offline(PROMPTS, **SAMPLING, n=3)
+def test_a_batch_is_bitwise_that_of_offline_generation(client, generated):
+    expected = generated(PROMPTS, **SAMPLING, n=3)
     answers = ask(
         client, input_ids=PROMPTS, sampling_params={**SAMPLING, "n": 3}, return_logprob=True
     )
@@ -62,14 +51,14 @@ def test_a_batch_is_bitwise_that_of_offline_generation(client, offline):
         same(answer, rollout)
 
 
-def test_concurrent_requests_are_bitwise_those_of_offline_generation(live, offline):
+def test_concurrent_requests_are_bitwise_those_of_offline_generation(live, generated):
     """Whole ones and streams, in any order, each the only prompt of its call."""
     jobs = [
         (prompt, seed, stream) for prompt in PROMPTS[:6] for seed in (1, 2) for stream in (0, 1)
     ]
     random.Random(0).shuffle(jobs)
     expected = {
-        (tuple(prompt), seed): offline([prompt], **{**SAMPLING, "seed": seed})[0]
+        (tuple(prompt), seed): generated([prompt], **{**SAMPLING, "seed": seed})[0]
         for prompt in PROMPTS[:6]
         for seed in (1, 2)
     }
@@ -82,7 +71,7 @@ def test_concurrent_requests_are_bitwise_those_of_offline_generation(live, offli
             "return_logprob": True,
         }
         with live.client() as client:
-            return events_of(client, **body)[-1] if stream else ask(client, **body)
+            return stream_of(client, **body)[-1] if stream else ask(client, **body)
 
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(run, jobs))
@@ -90,8 +79,8 @@ def test_concurrent_requests_are_bitwise_those_of_offline_generation(live, offli
         same(answer, expected[tuple(prompt), seed])
 
 
-def test_each_sample_can_be_asked_for_alone_by_its_request_seed(client, offline):
-    expected = offline(PROMPTS[:2], **SAMPLING, n=2)[3]
+def test_each_sample_can_be_asked_for_alone_by_its_request_seed(client, generated):
+    expected = generated(PROMPTS[:2], **SAMPLING, n=2)[3]
     sampling = {"temperature": 0.9, "max_new_tokens": 12, "request_seed": expected.seed}
     answer = ask(client, input_ids=PROMPTS[1], sampling_params=sampling, return_logprob=True)
     same(answer, expected)
@@ -110,8 +99,8 @@ def test_without_a_seed_every_request_has_another(client):
     )
 
 
-def test_an_aborted_rollout_resubmitted_with_its_partial_goes_on_as_if_never_cut(client, offline):
-    (whole,) = offline([PROMPTS[0]], **{**SAMPLING, "ignore_eos": True})
+def test_an_aborted_rollout_resubmitted_with_its_partial_goes_on_as_if_never_cut(client, generated):
+    (whole,) = generated([PROMPTS[0]], **{**SAMPLING, "ignore_eos": True})
     rest = ask(
         client,
         input_ids=PROMPTS[0] + whole.token_ids[:5],
@@ -128,7 +117,7 @@ def test_an_aborted_rollout_resubmitted_with_its_partial_goes_on_as_if_never_cut
 def test_events_say_all_there_is_so_far(client):
     sampling = {**SAMPLING, "max_new_tokens": 40, "ignore_eos": True}
     body = {"text": "one two three", "sampling_params": sampling, "return_logprob": True}
-    events = events_of(client, **body)
+    events = stream_of(client, **body)
     whole = ask(client, **body)
     assert len(events) > 1
     for event in events:
@@ -142,9 +131,9 @@ def test_events_say_all_there_is_so_far(client):
     assert events[-1]["text"] == whole["text"]
 
 
-def test_a_streamed_batch_names_each_events_sample(client, offline):
-    expected = offline(PROMPTS[:2], **SAMPLING, n=2)
-    events = events_of(
+def test_a_streamed_batch_names_each_events_sample(client, generated):
+    expected = generated(PROMPTS[:2], **SAMPLING, n=2)
+    events = stream_of(
         client, input_ids=PROMPTS[:2], sampling_params={**SAMPLING, "n": 2}, return_logprob=True
     )
     last = {event["index"]: event for event in events if event["meta_info"]["finish_reason"]}
@@ -153,8 +142,8 @@ def test_a_streamed_batch_names_each_events_sample(client, offline):
         same(last[index], rollout)
 
 
-def test_prompt_tokens_are_scored_bitwise_as_generated_ones(client, offline):
-    (rollout,) = offline([PROMPTS[0]], temperature=1.0, max_new_tokens=10, ignore_eos=True)
+def test_prompt_tokens_are_scored_bitwise_as_generated_ones(client, generated):
+    (rollout,) = generated([PROMPTS[0]], temperature=1.0, max_new_tokens=10, ignore_eos=True)
     ids = PROMPTS[0] + rollout.token_ids
     zero = {"max_new_tokens": 0, "temperature": 0}
     answer = ask(
@@ -196,15 +185,15 @@ def test_top_logprobs_of_prompt_and_output(client):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_ended_it_is_no_text_unless_asked_for(client, offline, stream):
-    (rollout,) = offline(["one two"], temperature=0, max_new_tokens=10, ignore_eos=True)
+def test_what_ended_it_is_no_text_unless_asked_for(client, generated, stream):
+    (rollout,) = generated(["one two"], temperature=0, max_new_tokens=10, ignore_eos=True)
     words = rollout.text.split()
     place = next(i for i in range(2, 10) if words[i] not in words[:i])
 
     def text(**sampling):
         sampling = {"temperature": 0, "max_new_tokens": 10, "ignore_eos": True, **sampling}
         body = {"text": "one two", "sampling_params": sampling}
-        answer = events_of(client, **body)[-1] if stream else ask(client, **body)
+        answer = stream_of(client, **body)[-1] if stream else ask(client, **body)
         assert len(answer["output_ids"]) == place + 1
         return answer["text"], answer["meta_info"]["finish_reason"]
 
@@ -234,45 +223,6 @@ def test_meta_info_has_what_trainers_read(client):
     assert meta["spec_draft_token_num"] >= meta["spec_accept_token_num"]
     assert meta["cached_tokens"] >= 0
     assert meta["e2e_latency"] > 0
-
-
-def test_the_bodies_of_slime_and_areal_are_understood(client):
-    slime = {
-        "sampling_params": {
-            "temperature": 1.0,
-            "top_p": 1.0,
-            "top_k": -1,
-            "max_new_tokens": 4,
-            "stop": None,
-            "stop_token_ids": None,
-            "skip_special_tokens": False,
-            "no_stop_trim": True,
-            "spaces_between_special_tokens": False,
-            "sampling_seed": 42,
-        },
-        "return_logprob": True,
-        "input_ids": [5, 6, 7],
-    }
-    areal = {
-        "input_ids": [5, 6, 7],
-        "image_data": [],
-        "sampling_params": {
-            "top_p": 1.0,
-            "top_k": 100_000_000,
-            "max_new_tokens": 4,
-            "temperature": 1.0,
-            "stop_token_ids": [2, 0],
-            "ignore_eos": False,
-            "skip_special_tokens": True,
-            "frequency_penalty": 0.0,
-        },
-        "return_logprob": True,
-        "stream": False,
-    }
-    for body in (slime, areal):
-        answer = ask(client, **body)
-        pairs = answer["meta_info"]["output_token_logprobs"]
-        assert [token for _, token, _ in pairs] == answer["output_ids"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Bodies that are long, or wrong in very many places, hold up nobody else."""
+"""Long or wrong bodies hold up nobody else; answers are JSON whatever they repeat of a client's."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import asyncio
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from starlette.types import Message
 
 from rollout.server.body_fields import Listed
-from rollout.server.json_route import Integers, JsonRequest
+from rollout.server.json_route import Integers, JsonRequest, json_bytes
 from rollout.server.openai.completions import CompletionBody
 from rollout.server.sglang.generate_body import GenerateBody
 from tests.server.conftest import Live
@@ -102,3 +103,25 @@ def test_lists_that_end_at_an_error_are_documented_as_lists() -> None:
     integers = {"type": "array", "items": {"type": "integer"}}
     assert schema == [integers, {"type": "array", "items": integers}, {"type": "null"}]
     assert hash(Listed[int]) == hash(Listed[int])  # as members of unions must be
+
+
+@pytest.mark.parametrize(
+    "text", ["plain", "naïve 日本", "\ud800", "a\udfffb", '"\\\n\0', "\U0001f600"]
+)
+def test_text_comes_back_as_it_was(text):
+    written = json_bytes({text: [text]})
+    written.decode("utf-8")  # strictly
+    assert json.loads(written) == {text: [text]}
+
+
+def test_numbers_that_json_does_not_have_are_null():
+    value = {"a": float("nan"), "b": [1.5, (float("-inf"), float("inf"))], "c": "NaN"}
+    found = json.loads(json_bytes(value), parse_constant=pytest.fail)
+    assert found == {"a": None, "b": [1.5, [None, None]], "c": "NaN"}
+
+
+def test_numbers_of_numpy_are_numbers():
+    value = {"a": np.float32(0.5), "b": [np.float64(1.5), np.int64(3)], "c": np.float64("nan")}
+    assert json.loads(json_bytes(value)) == {"a": 0.5, "b": [1.5, 3], "c": None}
+    with pytest.raises(TypeError):
+        json_bytes({"a": object()})

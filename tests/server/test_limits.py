@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 from contextlib import ExitStack
+from itertools import product
 
 import pytest
 
@@ -118,12 +119,13 @@ def test_a_full_queue_is_429_and_takes_all_of_a_call_or_none(open_server):
     pause(live)
     with live.client() as client:
         three = {"input_ids": [[5]] * 3, "sampling_params": {"max_new_tokens": 2}}
+        calls = {"/generate": three, "/v1/completions": {"prompt": [5], "n": 3, "max_tokens": 2}}
         waiting = threading.Thread(target=client.post, args=("/generate",), kwargs={"json": three})
         waiting.start()
         wait_until(lambda: live.serving.num_unfinished == 3)
         with live.client() as other:
-            for stream in (False, True):
-                full = other.post("/generate", json={**three, "stream": stream})
+            for path, stream in product(calls, (False, True)):
+                full = other.post(path, json={**calls[path], "stream": stream})
                 assert full.status_code == 429
                 assert full.headers["Retry-After"] == "1"
                 assert "max_queue" in full.json()["error"]["message"]
@@ -133,22 +135,28 @@ def test_a_full_queue_is_429_and_takes_all_of_a_call_or_none(open_server):
         waiting.join(HANG_SECONDS)
 
 
+GENERATE = ("/generate", {"input_ids": [[5, 6], [7, 8]], "sampling_params": LONG})
+COMPLETE = ("/v1/completions", {"prompt": [5, 6], "n": 2, "max_tokens": 500, "ignore_eos": True})
+
+
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("paused", [False, True])
-def test_a_client_that_leaves_frees_its_requests(live, stream, paused):
+@pytest.mark.parametrize(
+    ("call", "paused"), [(GENERATE, False), (GENERATE, True), (COMPLETE, False)]
+)
+def test_a_client_that_leaves_frees_its_requests(live, call, stream, paused):
     """Before its first token, or in the middle of its answer."""
     if paused:
         pause(live)
-    asked = {"input_ids": [[5, 6], [7, 8]], "stream": stream, "sampling_params": LONG}
-    body = json.dumps(asked).encode()
+    path, asked = call
+    body = json.dumps(asked | {"stream": stream}).encode()
     headers = {"Content-Type": "application/json", "Content-Length": str(len(body))}
     before = live.serving.loop.call(lambda engine: engine.metrics().finished).result(HANG_SECONDS)
     with held(live.serving.loop):
-        with open_request(live.url, "POST", "/generate", headers) as sent:
+        with open_request(live.url, "POST", path, headers) as sent:
             sent.sendall(body)
             wait_until(lambda: live.serving.loop.num_unfinished == 2)
             if stream and not paused:
-                assert sent.recv(1000)
+                assert sent.recv(1000).startswith(b"HTTP/1.1 200 ")
         wait_until(lambda: not live.serving.loop.num_unfinished)  # although it may be paused
     if paused:
         go_on(live)

@@ -19,11 +19,6 @@ SAMPLING = {"temperature": 0.9, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def weights_root(tmp_path_factory: pytest.TempPathFactory):
-    return tmp_path_factory.mktemp("policies")
-
-
-@pytest.fixture(scope="module")
 def policies(text_model_path, weights_root) -> list[Policy]:
     return [policy(weights_root / f"policy{seed}", seed) for seed in (1, 2, 3)]
 

@@ -5,19 +5,12 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 from safetensors.torch import load_file, save
 
 from tests.helpers.hang import HANG_SECONDS
 from tests.server.policies import output_ids
 
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
-
-
-@pytest.fixture
-def client(live):
-    with live.client() as client:
-        yield client
 
 
 def test_requests_wait_for_the_memory_and_have_the_same_tokens(client, live):

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
 from rollout import RolloutEngine, SamplingParams
 from tests.server.conftest import Live
 from tests.server.openai_clients import client_of, joined_parts, top_of
@@ -14,11 +10,6 @@ MESSAGES = [
     {"role": "system", "content": "one two"},
     {"role": "user", "content": "three four"},
 ]
-
-
-@pytest.fixture(scope="module")
-def offline(text_model_path: Path) -> RolloutEngine:
-    return RolloutEngine.from_pretrained(text_model_path, "none")
 
 
 def test_the_tokens_of_offline_generation_bit_for_bit(live: Live, offline: RolloutEngine) -> None:

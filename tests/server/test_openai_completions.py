@@ -16,11 +16,6 @@ PROMPT = "one two three"
 IDS = [7, 8, 9]
 
 
-@pytest.fixture(scope="module")
-def offline(text_model_path: Path) -> RolloutEngine:
-    return RolloutEngine.from_pretrained(text_model_path, "none")
-
-
 def one(engine: RolloutEngine, prompt: str | list[int], **params: object) -> Rollout:
     (rollout,) = engine.generate([prompt], SamplingParams(**params))
     return rollout

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from rollout.server.body_fields import refuse_unknown
 from rollout.server.openai.sampling_body import HARMLESS
-from tests.helpers.hang import HANG_SECONDS
-from tests.server.conftest import Live, OpenServer
+from tests.server.conftest import Live
 from tests.server.openai_clients import client_of
 
 JSON = {"Content-Type": "application/json"}
@@ -181,36 +179,6 @@ def test_exceptions_of_the_official_client(live: Live) -> None:
         client.completions.create(model=live.serving.model_name, prompt=[7] * 512)
     assert long.value.code == "context_length_exceeded"  # agents end a conversation by these
     assert "is longer than the model's context length" in str(long.value)
-
-
-def test_a_key_is_asked_for(open_server: OpenServer) -> None:
-    live = open_server(api_key="secret")
-    asked = {"model": live.serving.model_name, "prompt": "one", "max_tokens": 1}
-    with pytest.raises(openai.AuthenticationError):
-        client_of(live, key="wrong").completions.create(**asked)
-    with pytest.raises(openai.AuthenticationError):
-        client_of(live, key="wrong").models.list()
-    assert client_of(live, key="secret").completions.create(**asked).choices
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_full_queue_is_a_rate_limit(open_server: OpenServer, stream: bool) -> None:
-    live = open_server(max_queue=4, max_batch=4)
-    client = client_of(live)
-    asked = {"model": live.serving.model_name, "prompt": "one", "n": 4, "max_tokens": 400}
-    running = client.completions.create(**asked, stream=True, extra_body={"ignore_eos": True})
-    next(running)
-    with pytest.raises(openai.RateLimitError) as full:
-        client.completions.create(**asked, stream=stream)
-    assert int(full.value.response.headers["Retry-After"]) > 0
-    running.close()
-    live.wait_until_idle()
-    assert client.completions.create(**{**asked, "max_tokens": 1}).choices
-
-
-def test_the_openapi_document_knows_these_calls(live: Live) -> None:
-    document = httpx.get(f"{live.url}/openapi.json", timeout=HANG_SECONDS).json()
-    assert {"/v1/completions", "/v1/chat/completions", "/v1/models"} <= document["paths"].keys()
 
 
 def test_nesting_that_a_chat_template_cannot_follow_is_bad_input(live: Live) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.types import Rollout
-from tests.helpers.hang import HANG_SECONDS, wait_until
+from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.held_engine import held
 from tests.helpers.text_model import save_byte_model
 from tests.server.conftest import Live, run_server
@@ -211,28 +210,6 @@ def test_many_clients_at_once_get_their_own_tokens(live: Live, offline: RolloutE
     for prompt, own in zip(prompts, params, strict=True):
         expected += offline.generate([prompt], own)
     assert asyncio.run(ask_all()) == [rollout.text for rollout in expected]
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_slots(live: Live, stream: bool) -> None:
-    body = {"prompt": "x", "n": 4, "max_tokens": 400, "ignore_eos": True, "stream": stream}
-    content = json.dumps(body).encode()
-    host, port = live.url.removeprefix("http://").split(":")
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    )
-    before = live.serving.loop.call(lambda engine: engine.metrics().finished).result(HANG_SECONDS)
-    with held(live.serving.loop):
-        with socket.create_connection((host, int(port)), HANG_SECONDS) as connection:
-            connection.sendall(head.encode() + content)
-            wait_until(lambda: live.serving.loop.num_unfinished == 4)
-            if stream:
-                assert b"200 OK" in connection.recv(4096)
-        wait_until(lambda: not live.serving.loop.num_unfinished)
-    live.wait_until_idle()
-    after = live.serving.loop.call(lambda engine: engine.metrics().finished).result(HANG_SECONDS)
-    assert after == before  # none ran to its end
 
 
 def test_an_aborted_request_says_so(live: Live) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -15,7 +16,7 @@ from rollout.engine.grammars import Grammars
 from tests.helpers.chain_model import save_chain_model
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.text_model import save_byte_model
-from tests.server.conftest import Live, run_server
+from tests.server.conftest import Live, post, run_server
 from tests.server.openai_clients import client_of
 
 TEMPLATE = (
@@ -250,30 +251,23 @@ def test_definitions_that_differ_are_named(byte_live: Live) -> None:
             ask(byte_live, tools=tools, tool_choice="required")
 
 
-def test_a_chat_in_tokens_has_the_same_calls(live: Live) -> None:
+def test_a_chat_in_tokens_has_the_same_calls(client: httpx.Client) -> None:
     """By vLLM's calls, for clients that hold the ids of a chat themselves."""
     chat = {
         "messages": MESSAGES, "tools": TOOLS, "temperature": 0, "max_tokens": 40,
         "return_token_ids": True,
     }  # fmt: skip
-
-    def post(path: str, **body: Any) -> Any:
-        with live.client() as client:
-            answer = client.post(path, json=body)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    answered = post("/v1/chat/completions", **chat)
+    answered = post(client, "/v1/chat/completions", **chat)
     ids = answered["prompt_token_ids"]
-    assert post("/tokenize", messages=MESSAGES, tools=TOOLS)["tokens"] == ids
-    assert post("/v1/chat/completions/render", **chat)["token_ids"] == ids
-    of_tokens = post("/v1/chat/completions/tokens", **chat, tokens=ids)
+    assert post(client, "/tokenize", messages=MESSAGES, tools=TOOLS)["tokens"] == ids
+    assert post(client, "/v1/chat/completions/render", **chat)["token_ids"] == ids
+    of_tokens = post(client, "/v1/chat/completions/tokens", **chat, tokens=ids)
     for answer in (answered, of_tokens):
         for call in answer["choices"][0]["message"]["tool_calls"]:
             del call["id"]  # another one each time
     assert of_tokens["choices"] == answered["choices"]
     assert of_tokens["choices"][0]["finish_reason"] == "tool_calls"
-    forced = post("/v1/chat/completions/render", **chat, tool_choice="required")
+    forced = post(client, "/v1/chat/completions/render", **chat, tool_choice="required")
     schema = json.loads(forced["sampling_params"]["structured_outputs"]["json"])
     assert schema["type"] == "array"
 

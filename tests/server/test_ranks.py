@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -21,10 +22,10 @@ from rollout.weights.shared_memory import SharedMemorySender
 from tests.helpers.forked import forked, run_module
 from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.ports import free_port
-from tests.helpers.torch_trainer import TorchTrainer
+from tests.helpers.torch_trainer import joined_trainer
 from tests.server.conftest import Live, run_server
 from tests.server.fresh_status import fresh_metrics, fresh_status
-from tests.server.policies import PROMPT, Policy, announced, ok, output_ids, policy, read_policy
+from tests.server.policies import PROMPT, announced, ok, output_ids
 from tests.server.server_process import SMALL, paused_request, served
 
 RANKS = ("parallel=tensor", "parallel.size=2", "parallel.check=true")
@@ -52,16 +53,6 @@ def one(text_model_path: Path) -> Iterator[Live]:
     options = {"num_threads": 1, "max_kv_tokens": 2048, "spec_options": {"calibration_seconds": 0}}
     with run_server(text_model_path, options, {}) as live:
         yield live
-
-
-@pytest.fixture(scope="module")
-def first(text_model_path: Path) -> Policy:
-    return read_policy(text_model_path)
-
-
-@pytest.fixture(scope="module")
-def second(tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    return policy(tmp_path_factory.mktemp("second"), 1)
 
 
 def digest(client: httpx.Client) -> str:
@@ -143,11 +134,11 @@ def test_weights_come_to_all_ranks_by_every_way(client, first, second):
     }
     ok(client.post("/begin_weight_update", json={"manifest": manifest, "weight_version": 40}))
     for last in (True, False):
-        ok(client.post(UPDATE, content=save(first.part(last=last)), headers=RAW))
+        ok(client.post(UPDATE, content=save(first.half(last=last)), headers=RAW))
     assert ok(client.post("/end_weight_update"))["message"] == "the weights are version 40"
     ok(client.post("/pause_generation", json={"mode": "in_place"}))
     for last in (True, False):  # buckets between pause and continue are one update
-        ok(client.post(UPDATE, content=save(second.part(last=last)), headers=RAW))
+        ok(client.post(UPDATE, content=save(second.half(last=last)), headers=RAW))
     ok(client.post("/continue_generation", json={}))
     assert digest(client) == second.digest
     assert output_ids(client) == second.output_ids
@@ -166,7 +157,7 @@ def test_weights_that_one_rank_would_refuse_are_refused_on_all(client, first, se
         assert answer.json()["state"] == ""
     assert digest(client) == first.digest
     ok(client.post("/begin_weight_update", json={}))
-    ok(client.post(UPDATE, content=save(second.part(last=True)), headers=RAW))
+    ok(client.post(UPDATE, content=save(second.half(last=True)), headers=RAW))
     torn = client.post("/end_weight_update")
     assert "torn" in torn.json()["state"]
     ok(client.post(UPDATE, content=first.safetensors, headers=RAW))
@@ -193,29 +184,23 @@ def test_a_paused_server_waits_and_a_sleeping_one_wakes(client, first):
 def test_vllms_calls_reach_all_ranks(client, first, second):
     world_size = client.get("/get_world_size").json()["world_size"]
     assert world_size == 2
-    port = free_port()
-    info = {
-        "master_address": "127.0.0.1", "master_port": port, "rank_offset": 1,
-        "world_size": world_size + 1, "backend": "gloo", "packed": True,
-    }  # fmt: skip
-    with ThreadPoolExecutor(1) as threads:
-        joining = threads.submit(
-            client.post, "/init_weight_transfer_engine", json={"init_info": info}
+
+    def join(address: dict[str, Any]) -> None:
+        info = address | {"packed": True}
+        ok(client.post("/init_weight_transfer_engine", json={"init_info": info}))
+
+    with joined_trainer(join, "weight_update_group", world_size + 1) as trainer:
+        ok(client.post("/pause", params={"mode": "keep"}))
+        ok(client.post("/start_weight_update", json={}))
+        fields = announced(second.tensors)
+        update_info = fields | {"dtype_names": fields.pop("dtypes")}
+        flat = [tensor.reshape(-1).view(torch.uint8) for tensor in second.tensors.values()]
+        trainer.send_during(
+            lambda: ok(client.post("/update_weights", json={"update_info": update_info})),
+            {"packed": torch.cat(flat)},
         )
-        trainer = TorchTrainer(port, world_size + 1, group_name="weight_update_group")
-        ok(joining.result(HANG_SECONDS))
-    ok(client.post("/pause", params={"mode": "keep"}))
-    ok(client.post("/start_weight_update", json={}))
-    fields = announced(second.tensors)
-    update_info = fields | {"dtype_names": fields.pop("dtypes")}
-    flat = [tensor.reshape(-1).view(torch.uint8) for tensor in second.tensors.values()]
-    trainer.send_during(
-        lambda: ok(client.post("/update_weights", json={"update_info": update_info})),
-        {"packed": torch.cat(flat)},
-    )
-    ok(client.post("/finish_weight_update"))
-    ok(client.post("/resume"))
-    trainer.close()
+        ok(client.post("/finish_weight_update"))
+        ok(client.post("/resume"))
     assert digest(client) == second.digest
     assert output_ids(client) == second.output_ids
     ok(client.post("/sleep", params={"level": 2}))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from transformers import AutoTokenizer
 
 from rollout import RolloutEngine, SamplingParams
 from tests.helpers.tiny_moe import save_tiny_moe
-from tests.server.conftest import run_server
+from tests.server.conftest import events_of, run_server
 
 PROMPTS = [[5, 6, 7, 8], [9, 10]]
 SAMPLING = {"temperature": 0.9, "max_new_tokens": 6, "seed": 5, "ignore_eos": True}
@@ -54,8 +53,8 @@ def test_a_stream_ends_with_them(client):
     body = {"input_ids": PROMPTS[0], "sampling_params": SAMPLING, "return_routed_experts": True}
     whole = client.post("/generate", json=body).json()
     with client.stream("POST", "/generate", json=body | {"stream": True}) as answer:
-        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
-    assert np.array_equal(routes_of(json.loads(lines[-2])), routes_of(whole))
+        *_, last = events_of(answer)
+    assert np.array_equal(routes_of(last), routes_of(whole))
 
 
 def test_openais_and_vllms_calls_have_them_in_numpys_form(client, folder):

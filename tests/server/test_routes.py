@@ -69,12 +69,6 @@ OPENAI_CLIENTS = ("/v1/c", "/inference/", "/skyrl/v1/generate", "/tokenize", "/d
 
 
 @pytest.fixture(scope="module")
-def client(live):
-    with live.client() as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
 def methods(client) -> dict[str, set[str]]:
     """By path, of all routes."""
     paths = client.get("/openapi.json").json()["paths"]

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import base64
-import json
-from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollout import Rollout, RolloutEngine, SamplingParams
-from tests.server.conftest import Live
+from tests.server.conftest import events_of
 
 PROMPT = [5, 6, 7]
 SAMPLING = {"temperature": 0.9, "top_p": 0.8, "top_k": 20, "seed": 5}
@@ -25,16 +22,9 @@ CHAT = {"messages": [{"role": "user", "content": "one two"}], "max_tokens": 9} |
 
 
 @pytest.fixture(scope="module")
-def client(live: Live) -> Iterator[httpx.Client]:
-    with live.client() as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def expected(text_model_path: Path) -> Rollout:
+def expected(offline: RolloutEngine) -> Rollout:
     """What all calls but the chat must tell."""
-    engine = RolloutEngine.from_pretrained(text_model_path, "none")
-    (rollout,) = engine.generate(
+    (rollout,) = offline.generate(
         [PROMPT],
         SamplingParams(
             **SAMPLING, max_new_tokens=9, sampling_mask=True, sampling_logprobs=True,
@@ -56,9 +46,7 @@ def post(client: httpx.Client, path: str, *bodies: dict[str, Any], **fields: Any
 
 def events(client: httpx.Client, path: str, body: dict[str, Any]) -> list[Any]:
     with client.stream("POST", path, json=body | {"stream": True}) as answer:
-        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line) for line in lines]
+        return list(events_of(answer))
 
 
 def int32(text: str) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -19,33 +19,21 @@ from rollout.config import DType
 from rollout.errors import CheckpointError
 from rollout.models.loader import load_model
 from tests.helpers.hang import HANG_SECONDS, wait_until
-from tests.helpers.ports import free_port
-from tests.helpers.torch_trainer import TorchTrainer
-from tests.server.conftest import Live, run_server
-from tests.server.policies import PROMPT, SAMPLING, Policy, announced, policy, read_policy
+from tests.helpers.torch_trainer import TorchTrainer, joined_trainer
+from tests.server.conftest import Live
+from tests.server.policies import PROMPT, SAMPLING, Policy, announced
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("weights-root")
-
-
-@pytest.fixture(scope="module")
-def policies(text_model_path: Path, root: Path) -> tuple[Policy, Policy]:
-    return read_policy(text_model_path), policy(root / "second", 1)
-
-
-@pytest.fixture(scope="module")
-def shared(text_model_path: Path, root: Path) -> Iterator[Live]:
-    with run_server(text_model_path, {"num_threads": 1}, {"weights_root": str(root)}) as live:
-        yield live
+def policies(first: Policy, second: Policy) -> tuple[Policy, Policy]:
+    return first, second
 
 
 @pytest.fixture
-def post(shared: Live) -> Iterator[Callable[..., Any]]:
+def post(weights_live: Live) -> Iterator[Callable[..., Any]]:
     """Posts JSON as the trainers' clients do: any status but 200 is an error, the answer is
     JSON."""
-    with shared.client() as client:
+    with weights_live.client() as client:
 
         def post(path: str, payload: dict | None = None) -> Any:
             return checked(client.post(path, json=payload or {}))
@@ -58,15 +46,9 @@ def checked(answer: httpx.Response) -> Any:
     return answer.json()
 
 
-def halves(tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    names = list(tensors)
-    middle = len(names) // 2
-    return [{name: tensors[name] for name in part} for part in (names[:middle], names[middle:])]
-
-
-def test_a_step_of_slime(shared, post, policies):
+def test_a_step_of_slime(weights_live, post, policies):
     first, second = policies
-    with shared.client() as client:
+    with weights_live.client() as client:
         assert client.get("/health_generate").status_code == 200
         assert client.get("/flush_cache").status_code == 200
         arguments = client.get("/get_server_info").json()
@@ -92,10 +74,10 @@ def test_a_step_of_slime(shared, post, policies):
         unknown = client.post("/destroy_weights_update_group", json={"group_name": "slime-pp_0"})
         assert unknown.status_code == 400  # it goes on: the engine is new
         for number, weights in enumerate((second, first), start=1):
-            with slime_group(post) as trainer:
+            with joined(post, "slime-pp_0") as trainer:
                 post("/pause_generation")
                 assert client.get("/flush_cache").status_code == 200
-                for bucket in halves(dict(weights.tensors)):
+                for bucket in weights.halves:
                     payload = announced(bucket) | {
                         "group_name": "slime-pp_0",
                         "flush_cache": False,
@@ -113,9 +95,9 @@ def test_a_step_of_slime(shared, post, policies):
             assert answer["meta_info"]["weight_version"] == str(number)
 
 
-def test_slime_with_a_shared_disk_and_sleep(shared, post, policies):
+def test_slime_with_a_shared_disk_and_sleep(weights_live, post, policies):
     first, second = policies
-    with shared.client() as client:
+    with weights_live.client() as client:
         for number, weights in enumerate((second, first), start=10):
             assert client.get("/flush_cache").status_code == 200
             post("/release_memory_occupation")
@@ -130,17 +112,17 @@ def test_slime_with_a_shared_disk_and_sleep(shared, post, policies):
             assert answer["output_ids"] == weights.output_ids
 
 
-def test_slime_with_differences(shared, post, policies, root, tmp_path):
+def test_slime_with_differences(weights_live, post, policies, weights_root, tmp_path):
     pytest.importorskip("zstandard")
     pytest.importorskip("blake3")
     from tests.helpers.slime_publisher import publish
 
     first, second = policies
-    local, source = root / "local", root / "published"
+    local, source = weights_root / "local", weights_root / "published"
     source.mkdir()
     pull = {"local_checkpoint_dir": str(local), "source_dir": str(source)}
     post("/pull_weights", pull | {"target_version": 0})
-    with shared.client() as client:
+    with weights_live.client() as client:
         for number, (old, new) in enumerate([(first, second), (second, first)], start=1):
             publish(source, number, old.tensors, new.tensors)
             post("/pull_weights", pull | {"target_version": number})
@@ -153,7 +135,7 @@ def test_slime_with_differences(shared, post, policies, root, tmp_path):
             assert answer["output_ids"] == new.output_ids
         for wrong, named in (
             ({"local_checkpoint_dir": "/tmp/elsewhere"}, "local_checkpoint_dir"),
-            ({"source_dir": str(root / "absent")}, "source_dir"),
+            ({"source_dir": str(weights_root / "absent")}, "source_dir"),
             ({"target_version": 7}, "version 7 was not published"),
             ({"local_checkpoint_dir": str(second.folder)}, "something else"),
         ):
@@ -170,22 +152,22 @@ def test_slime_with_differences(shared, post, policies, root, tmp_path):
             link.unlink()
 
 
-def test_pulls_that_wait_leave_chats_alone(shared, post, root):
-    source = root / "nothing-published"
+def test_pulls_that_wait_leave_chats_alone(weights_live, post, weights_root):
+    source = weights_root / "nothing-published"
     source.mkdir()
-    folder = root / "pulled-late"
+    folder = weights_root / "pulled-late"
     pull = {"local_checkpoint_dir": str(folder), "source_dir": str(source), "target_version": 0}
     post("/pull_weights", pull)
     pulls = 40  # asyncio's own threads are at most 32
     with (
         (folder / ".weight_sync" / "lock").open() as lock,
         ThreadPoolExecutor(pulls) as threads,
-        shared.client() as client,
+        weights_live.client() as client,
     ):
         fcntl.flock(lock, fcntl.LOCK_EX)
         waiting = [threads.submit(client.post, "/pull_weights", json=pull) for _ in range(pulls)]
         try:
-            in_flight = shared.serving.http_metrics.in_flight
+            in_flight = weights_live.serving.http_metrics.in_flight
             wait_until(lambda: in_flight.collect()[0].samples[0].value >= pulls)
             model = client.get("/v1/models").json()["data"][0]["id"]
             chat = {"model": model, "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
@@ -200,9 +182,9 @@ def test_pulls_that_wait_leave_chats_alone(shared, post, root):
         assert all(pull.result(HANG_SECONDS).status_code == 200 for pull in waiting)
 
 
-def test_a_step_of_areal(shared, post, policies):
+def test_a_step_of_areal(weights_live, post, policies):
     first, second = policies
-    with shared.client() as client:
+    with weights_live.client() as client:
         assert client.get("/health").status_code == 200
     sampling = {
         "top_p": 1.0, "top_k": 100000000, "max_new_tokens": 12, "temperature": 0.0,
@@ -228,19 +210,10 @@ def test_a_step_of_areal(shared, post, policies):
     expected = [logprob for logprob, *_ in meta["output_token_logprobs"]]
     assert [logprob for logprob, *_ in scored] == pytest.approx(expected, abs=1e-6)
 
-    port = free_port()
-    init = {
-        "master_address": "127.0.0.1", "master_port": str(port), "rank_offset": 1,
-        "world_size": 2, "backend": "gloo", "group_name": "update_weight_group",
-    }  # fmt: skip
-    with ThreadPoolExecutor(1) as threads:
-        joining = threads.submit(post, "/init_weights_update_group", init)
-        trainer = TorchTrainer(port, group_name="update_weight_group")
-        joining.result(HANG_SECONDS)
-    try:
+    with joined(post, "update_weight_group", port_of=str) as trainer:
         for weights in (second, first):
             post("/pause_generation")
-            for bucket in halves(dict(weights.tensors)):
+            for bucket in weights.halves:
                 payload = announced(bucket) | {
                     "group_name": "update_weight_group",
                     "abort_all_requests": True,
@@ -251,9 +224,6 @@ def test_a_step_of_areal(shared, post, policies):
             post("/continue_generation")
             answer = post("/generate", {"input_ids": PROMPT, "sampling_params": seeded()})
             assert answer["output_ids"] == weights.output_ids
-    finally:
-        trainer.close()
-        post("/destroy_weights_update_group", {"group_name": "update_weight_group"})
     post(
         "/update_weights_from_disk", {"model_path": str(second.folder), "abort_all_requests": True}
     )
@@ -266,24 +236,17 @@ def seeded() -> dict[str, Any]:
     return SAMPLING | {"sampling_seed": 4}
 
 
-class slime_group:  # noqa: N801 (a context manager)
-    """The trainer's end of the group, joined and left as slime does for each new set of engines."""
+@contextmanager
+def joined(
+    post: Callable[..., Any], group_name: str, port_of: Callable[[int], object] = int
+) -> Iterator[TorchTrainer]:
+    """The trainer's end of a group, joined and left as for each new set of engines."""
+    group = {"group_name": group_name}
 
-    def __init__(self, post: Callable[..., Any]) -> None:
-        self._post = post
+    def join(address: dict[str, Any]) -> None:
+        port = {"master_port": port_of(address["master_port"])}
+        post("/init_weights_update_group", address | port | group)
 
-    def __enter__(self) -> TorchTrainer:
-        port = free_port()
-        body = {
-            "master_address": "127.0.0.1", "master_port": port, "rank_offset": 1,
-            "world_size": 2, "group_name": "slime-pp_0", "backend": "gloo",
-        }  # fmt: skip
-        with ThreadPoolExecutor(1) as threads:
-            joining = threads.submit(self._post, "/init_weights_update_group", body)
-            self._trainer = TorchTrainer(port, group_name="slime-pp_0")
-            joining.result(HANG_SECONDS)
-        return self._trainer
-
-    def __exit__(self, *_: object) -> None:
-        self._post("/destroy_weights_update_group", {"group_name": "slime-pp_0"})
-        self._trainer.close()
+    with joined_trainer(join, group_name) as trainer:
+        yield trainer
+        post("/destroy_weights_update_group", group)

@@ -4,43 +4,24 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from transformers import AutoTokenizer
 
-from rollout import RolloutEngine, SamplingParams
+from rollout import SamplingParams
 from tests.helpers.hang import HANG_SECONDS, wait_until
-from tests.server.conftest import Live
+from tests.server.conftest import events_of, post
 
 GENERATE = "/inference/v1/generate"
 CONVERSATION = [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "three"}]
 
 
 @pytest.fixture(scope="module")
-def client(live: Live) -> Iterator[httpx.Client]:
-    with live.client() as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def offline(text_model_path: Path) -> RolloutEngine:
-    return RolloutEngine.from_pretrained(text_model_path, "none")
-
-
-@pytest.fixture(scope="module")
 def tokenizer(text_model_path: Path) -> Any:
     return AutoTokenizer.from_pretrained(text_model_path)
-
-
-def post(client: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
-    answer = client.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
 
 
 def logprobs_of(choice: dict[str, Any]) -> list[float]:
@@ -90,12 +71,9 @@ def test_several_samples_and_their_stream(client, offline):
         each.token_ids for each in expected
     ]
     streamed: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    with client.stream(
-        "POST", GENERATE, json=body | {"stream": True, "stream_options": {"include_usage": True}}
-    ) as answer:
-        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
-    assert lines.pop() == "[DONE]"
-    events = [json.loads(line) for line in lines]
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    with client.stream("POST", GENERATE, json=body | options) as answer:
+        events = list(events_of(answer))
     assert events.pop()["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
     for event in events:
         for choice in event["choices"]:

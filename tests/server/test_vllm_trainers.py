@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,45 +18,25 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rollout import SamplingParams
 from tests.helpers.hang import HANG_SECONDS
-from tests.helpers.ports import free_port
-from tests.helpers.torch_trainer import TorchTrainer
-from tests.server.conftest import Live, run_server
-from tests.server.policies import (
-    PROMPT,
-    SAMPLING,
-    SEED,
-    Policy,
-    announced,
-    output_ids,
-    policy,
-    read_policy,
-)
+from tests.helpers.torch_trainer import TorchTrainer, joined_trainer
+from tests.server.conftest import Live
+from tests.server.policies import PROMPT, SAMPLING, SEED, Policy, announced, output_ids
 
 JOIN = "/init_weight_transfer_engine"
 RPC = "/collective_rpc"
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("weights-root")
-
-
-@pytest.fixture(scope="module")
-def policies(text_model_path: Path, root: Path) -> tuple[Policy, Policy]:
+def policies(first: Policy, second: Policy) -> tuple[Policy, Policy]:
     """Those of two training steps; the server begins with the second."""
-    return policy(root / "second", 1), read_policy(text_model_path)
+    return second, first
 
 
 @pytest.fixture(scope="module")
-def shared(text_model_path: Path, root: Path) -> Iterator[Live]:
-    with run_server(text_model_path, {"num_threads": 1}, {"weights_root": str(root)}) as live:
-        yield live
-
-
-@pytest.fixture
-def client(shared: Live) -> Iterator[httpx.Client]:
-    with shared.client() as client:
+def client(weights_live: Live) -> Iterator[httpx.Client]:
+    with weights_live.client() as client:
         yield client
 
 
@@ -81,19 +60,13 @@ def send_packed(trainer: TorchTrainer, tensors: Iterator[tuple[str, torch.Tensor
 @contextmanager
 def joined(client: httpx.Client) -> Iterator[TorchTrainer]:
     """The trainer's end of a group that the server has joined."""
-    port = free_port()
-    info = {
-        "master_address": "127.0.0.1", "master_port": port, "rank_offset": 1,
-        "world_size": client.get("/get_world_size").json()["world_size"] + 1, "backend": "gloo",
-    }  # fmt: skip
-    with ThreadPoolExecutor(1) as threads:
-        joining = threads.submit(post, client, JOIN, {"init_info": info})
-        trainer = TorchTrainer(port, group_name="weight_update_group")
-        joining.result(HANG_SECONDS)
-    try:
+    world_size = client.get("/get_world_size").json()["world_size"] + 1
+
+    def join(address: dict[str, Any]) -> None:
+        post(client, JOIN, {"init_info": address})
+
+    with joined_trainer(join, "weight_update_group", world_size) as trainer:
         yield trainer
-    finally:
-        trainer.close()
 
 
 @pytest.fixture
@@ -112,8 +85,36 @@ def trl(monkeypatch: pytest.MonkeyPatch) -> Any:
     return found
 
 
-def test_trl(shared, client, trl, policies):
-    theirs = trl.VLLMClient(base_url=shared.url)
+def test_trl_generates(weights_live, trl, offline):
+    client = trl.VLLMClient(base_url=weights_live.url)
+    prompts = [[7, 8], [9, 10, 11]]
+    answer = client.generate(
+        prompts, n=2, temperature=0.9, max_tokens=12, logprobs=0, generation_kwargs={"seed": 3}
+    )
+    expected = offline.generate(
+        prompts, SamplingParams(n=2, temperature=0.9, max_new_tokens=12, seed=3)
+    )
+    assert answer["prompt_ids"] == prompts
+    assert answer["completion_ids"] == [rollout.token_ids for rollout in expected]
+    assert answer["logprob_token_ids"] == [[[t] for t in rollout.token_ids] for rollout in expected]
+    assert answer["logprobs"] == [[[lp] for lp in rollout.logprobs] for rollout in expected]
+
+
+def test_trl_chats(weights_live, trl, offline):
+    client = trl.VLLMClient(base_url=weights_live.url)
+    conversation = [{"role": "user", "content": "one two"}]
+    answer = client.chat(
+        [conversation], n=2, max_tokens=8, logprobs=2, generation_kwargs={"seed": 4}
+    )
+    expected = offline.generate([conversation], SamplingParams(n=2, max_new_tokens=8, seed=4))
+    assert answer["prompt_ids"] == [expected[0].prompt_ids]
+    assert answer["completion_ids"] == [rollout.token_ids for rollout in expected]
+    for likeliest, rollout in zip(answer["logprobs"], expected, strict=True):
+        assert all(lp in top for lp, top in zip(rollout.logprobs, likeliest, strict=True))
+
+
+def test_trl_trains(weights_live, client, trl, policies):
+    theirs = trl.VLLMClient(base_url=weights_live.url)
     with pytest.raises(RuntimeError, match="no weight-transfer engine"):
         theirs.init_communicator(device="cpu")  # it would wait for a communicator of CUDA
     info = theirs.get_server_info()
@@ -152,9 +153,9 @@ def metadata(tensors: list[tuple[str, torch.Tensor]]) -> list[tuple[str, str, li
     ]
 
 
-def test_trl_asynchronous(shared, client, policies):
+def test_trl_asynchronous(weights_live, client, policies):
     found = pytest.importorskip("trl.experimental.async_grpo.vllm_client")
-    theirs = found.VLLMClient(shared.url)
+    theirs = found.VLLMClient(weights_live.url)
     assert theirs.get_max_model_len() == 512
     assert theirs.get_dtype() == "torch.float32"
     assert theirs.get_server_info()["lora_config"] is None
@@ -221,7 +222,7 @@ def test_vllm_sparse(client, policies):
         for number, (before, after) in enumerate([(old, new), (new, old)], start=94):
             post(client, "/start_weight_update")
             for last in (False, True):
-                chunk = after.part(last=last)
+                chunk = after.half(last=last)
                 answer = send_sparse(client, trainer, before.tensors, chunk)
                 assert answer.status_code == 200, answer.text
             post(client, "/finish_weight_update", {"weight_version": str(number)})
@@ -271,14 +272,14 @@ def test_prime_rl(client, policies):
         assert output_ids(client) == weights.output_ids
 
 
-def test_prime_rl_with_an_adapter(client, policies, root):
+def test_prime_rl_with_an_adapter(client, policies, weights_root):
     peft = pytest.importorskip("peft")
     base = AutoModelForCausalLM.from_pretrained(policies[1].folder, dtype=torch.float32)
     config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     model = peft.get_peft_model(base, config)
-    model.save_pretrained(root / "adapter")
-    model.merge_and_unload().save_pretrained(root / "merged")
-    load = {"lora_name": "policy", "lora_path": (root / "adapter").as_posix()}
+    model.save_pretrained(weights_root / "adapter")
+    model.merge_and_unload().save_pretrained(weights_root / "merged")
+    load = {"lora_name": "policy", "lora_path": (weights_root / "adapter").as_posix()}
     post(client, "/load_lora_adapter", load)
     adapted = output_ids(client)
     assert adapted != policies[1].output_ids
@@ -292,7 +293,7 @@ def test_prime_rl_with_an_adapter(client, policies, root):
     post(client, "/load_lora_adapter", load)  # each step of training, under one name
     assert output_ids(client) == adapted
     for path, wrong, status in (
-        ("/load_lora_adapter", load | {"lora_path": str(root / "late")}, 404),
+        ("/load_lora_adapter", load | {"lora_path": str(weights_root / "late")}, 404),
         ("/v1/load_lora_adapter", load | {"lora_path": "/etc"}, 400),
         ("/v1/load_lora_adapter", {"lora_name": "x"}, 422),
         ("/v1/unload_lora_adapter", {"lora_name": "x"}, 404),
@@ -302,7 +303,7 @@ def test_prime_rl_with_an_adapter(client, policies, root):
     assert output_ids(client) == policies[1].output_ids
     post(client, "/v1/completions", asked | {"model": "policy"}, status=404)
     post(client, "/v1/load_lora_adapter", load)
-    post(client, "/update_weights_from_disk", {"model_path": str(root / "merged")})
+    post(client, "/update_weights_from_disk", {"model_path": str(weights_root / "merged")})
     assert output_ids(client) == adapted
     post(client, "/v1/completions", asked | {"model": "policy"}, status=404)
     post(client, "/update_weights", {"weight_dir": str(policies[1].folder)})
@@ -335,7 +336,7 @@ def test_what_fails_is_named_and_commits_nothing(client, policies):
     with joined(client) as trainer:
         post(client, "/start_weight_update")
         assert client.post("/start_weight_update").status_code == 400
-        some = policies[0].part(last=False)
+        some = policies[0].half(last=False)
         body = update_info(some)
         trainer.send_during(lambda: post(client, "/update_weights", body), some)
         refused = client.post("/finish_weight_update")

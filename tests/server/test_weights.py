@@ -7,11 +7,13 @@ import gc
 import io
 import os
 import pickle
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -22,52 +24,20 @@ from rollout.server import received_tensors as tensor_count
 from rollout.weights.shared_memory import SharedMemorySender
 from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.held_engine import held
-from tests.helpers.ports import free_port
-from tests.helpers.torch_trainer import TorchTrainer
-from tests.server.conftest import Live, run_server
+from tests.helpers.http_raw import open_request
+from tests.helpers.torch_trainer import TorchTrainer, joined_trainer
+from tests.server.conftest import Live
 from tests.server.fresh_status import scrape
-from tests.server.policies import (
-    Policy,
-    announced,
-    generate,
-    ok,
-    output_ids,
-    policy,
-    read_policy,
-)
+from tests.server.policies import Policy, announced, generate, ok, output_ids
 
 RAW = {"Content-Type": "application/octet-stream"}
 QUERY = "/update_weights_from_tensor"
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("weights-root")
-
-
-@pytest.fixture(scope="module")
-def first(text_model_path: Path) -> Policy:
-    """The policy that every server of these tests starts with."""
-    return read_policy(text_model_path)
-
-
-@pytest.fixture(scope="module")
-def second(root: Path, first: Policy) -> Policy:
-    found = policy(root / "second", 1)
-    assert found.output_ids != first.output_ids
-    return found
-
-
-@pytest.fixture(scope="module")
-def shared(text_model_path: Path, root: Path) -> Iterator[Live]:
-    with run_server(text_model_path, {"num_threads": 1}, {"weights_root": str(root)}) as live:
-        yield live
-
-
 @pytest.fixture
-def client(shared: Live, first: Policy) -> Iterator[httpx.Client]:
+def client(weights_live: Live, first: Policy) -> Iterator[httpx.Client]:
     """A client of a server that serves the first policy."""
-    with shared.client() as client:
+    with weights_live.client() as client:
         client.post("/abandon_weight_update", json={})
         ok(client.post(QUERY, content=first.safetensors, headers=RAW))
         ok(client.post("/continue_generation", json={}))
@@ -104,7 +74,7 @@ def test_raw_bytes_with_options_in_the_query(client, second):
 def test_base64_of_equal_ranks_and_of_several_files(client, first, second):
     ok(client.post(QUERY, json=in_base64(second.safetensors, second.safetensors)))
     assert output_ids(client) == second.output_ids
-    halves = [save(first.part(last=last)) for last in (False, True)]
+    halves = [save(half) for half in first.halves]
     ok(client.post(QUERY, json=in_base64(*halves) | {"load_format": "direct"}))
     assert output_ids(client) == first.output_ids
 
@@ -145,19 +115,31 @@ def test_shared_memory(client, second):
     assert output_ids(client) == second.output_ids
 
 
+GROUP = {"group_name": "weights"}
+
+
+@contextmanager
+def joined(client: httpx.Client) -> Iterator[TorchTrainer]:
+    """The trainer's end of a group that the server joins, and leaves in the end."""
+
+    def join(address: dict[str, Any]) -> None:
+        ok(client.post("/init_weights_update_group", json=address | GROUP))
+
+    try:
+        with joined_trainer(join) as trainer:
+            yield trainer
+    finally:
+        client.post("/destroy_weights_update_group", json=GROUP)
+
+
 def test_a_group_of_a_trainer_that_has_torch_alone(client, second):
-    with ThreadPoolExecutor(1) as threads:
-        trainer = joined(client, threads)
-        try:
-            sent = threads.submit(trainer.send, second.tensors.values())
-            body = announced(second.tensors) | {"group_name": "weights"}
-            ok(client.post("/update_weights_from_distributed", json=body))
-            sent.result(HANG_SECONDS)
-        finally:
-            trainer.close()
-            ok(client.post("/destroy_weights_update_group", json={"group_name": "weights"}))
+    body = announced(second.tensors) | GROUP
+    with joined(client) as trainer:
+        trainer.send_during(
+            lambda: ok(client.post("/update_weights_from_distributed", json=body)), second.tensors
+        )
     assert output_ids(client) == second.output_ids
-    gone = client.post("/destroy_weights_update_group", json={"group_name": "weights"})
+    gone = client.post("/destroy_weights_update_group", json=GROUP)
     assert "is no group" in refused(gone)
 
 
@@ -166,39 +148,21 @@ def test_a_trainer_whose_tensors_are_refused_is_not_left_waiting(client, first, 
     wrong = {"model.norm.weight": torch.ones(48), "nothing.of.that.name": torch.ones(3)}
     if is_paused:
         client.post("/pause_generation", json={})
-    with ThreadPoolExecutor(1) as threads:
-        trainer = joined(client, threads)
-        try:
-            body = announced(wrong) | {"group_name": "weights"}
-            refusal = threads.submit(client.post, "/update_weights_from_distributed", json=body)
-            trainer.send(wrong.values())
-            answer = refusal.result(HANG_SECONDS)
-            assert "nothing.of.that.name" in refused(answer)
-            assert "torn" not in answer.json()["state"]
-            fine = announced(first.tensors) | {"group_name": "weights"}
-            update = threads.submit(client.post, "/update_weights_from_distributed", json=fine)
-            trainer.send(first.tensors.values())
-            ok(update.result(HANG_SECONDS))
-        finally:
-            trainer.close()
-            client.post("/destroy_weights_update_group", json={"group_name": "weights"})
+    with joined(client) as trainer:
+        answers = []
+
+        def update(tensors):
+            body = announced(tensors) | GROUP
+            answers.append(client.post("/update_weights_from_distributed", json=body))
+
+        for tensors in (wrong, first.tensors):
+            trainer.send_during(partial(update, tensors), tensors)
+        refusal, fine = answers
+        assert "nothing.of.that.name" in refused(refusal)
+        assert "torn" not in refusal.json()["state"]
+        ok(fine)
     ok(client.post("/continue_generation", json={}))
     assert output_ids(client) == first.output_ids
-
-
-def joined(client: httpx.Client, threads: ThreadPoolExecutor) -> TorchTrainer:
-    port = free_port()
-    trainer = threads.submit(TorchTrainer, port)
-    body = {
-        "master_address": "127.0.0.1",
-        "master_port": str(port),
-        "rank_offset": 1,
-        "world_size": 2,
-        "group_name": "weights",
-        "backend": "gloo",
-    }
-    ok(client.post("/init_weights_update_group", json=body))
-    return trainer.result(HANG_SECONDS)
 
 
 # Updates of several calls
@@ -209,7 +173,7 @@ def test_buckets_between_pause_and_continue_are_one_update(client, first, second
     client.post("/pause_generation", json={"mode": "retract"})
     for last in (False, True):
         answer = client.post(
-            QUERY, content=save(second.part(last=last)), headers=RAW, params={"weight_version": 77}
+            QUERY, content=save(second.half(last=last)), headers=RAW, params={"weight_version": 77}
         )
         assert "/continue_generation commits" in ok(answer)["message"]
         assert version(client) == before
@@ -229,9 +193,9 @@ def test_a_whole_update_while_paused_is_committed_at_once(client, second):
 
 def test_continuing_without_the_last_bucket(client, second):
     client.post("/pause_generation", json={})
-    ok(client.post(QUERY, content=save(second.part(last=False)), headers=RAW))
+    ok(client.post(QUERY, content=save(second.half(last=False)), headers=RAW))
     message = refused(client.post("/continue_generation", json={}))
-    assert sorted(second.part(last=True))[0] in message
+    assert sorted(second.half(last=True))[0] in message
     for _ in range(2):  # clients try again
         assert "torn" in refused(client.post("/continue_generation", json={}))
     ok(client.post(QUERY, content=second.safetensors, headers=RAW))
@@ -243,7 +207,7 @@ def test_begin_and_end_with_options_that_the_first_call_brings(client, second):
     ok(client.post("/begin_weight_update", json={"selector": "all"}))
     options = {"weight_version": 50, "flush_cache": False}
     for last in (False, True):
-        body = in_base64(save(second.part(last=last))) | options
+        body = in_base64(save(second.half(last=last))) | options
         assert "/end_weight_update commits" in ok(client.post(QUERY, json=body))["message"]
     assert ok(client.post("/end_weight_update"))["message"] == "the weights are version 50"
     assert output_ids(client) == second.output_ids
@@ -251,7 +215,7 @@ def test_begin_and_end_with_options_that_the_first_call_brings(client, second):
 
 def test_a_part_that_contradicts_the_update(client, first, second):
     ok(client.post("/begin_weight_update", json={"weight_version": 60}))
-    halves = [save(second.part(last=last)) for last in (False, True)]
+    halves = [save(half) for half in second.halves]
     ok(client.post(QUERY, content=halves[0], headers=RAW, params={"weight_version": 60}))
     answer = client.post(QUERY, content=halves[1], headers=RAW, params={"weight_version": 61})
     assert "are set by begin_weight_update alone" in refused(answer)
@@ -316,7 +280,7 @@ def test_one_call_names_so_many_tensors_and_no_more(client, first, monkeypatch):
         assert answer.status_code in (400, 422)
         assert "at most 20 tensors" in answer.json()["error"]["message"]
         assert answer.json()["error"]["param"]
-    halves = [save(first.part(last=last)) for last in (False, True)]
+    halves = [save(half) for half in first.halves]
     ok(client.post("/begin_weight_update", json={}))
     for half in halves:
         ok(client.post(QUERY, content=half, headers=RAW))
@@ -374,7 +338,7 @@ def test_bytes_that_are_no_tensors(client, first, data):
     assert output_ids(client) == first.output_ids
 
 
-def test_bodies_that_are_not_as_they_should_be(client, root):
+def test_bodies_that_are_not_as_they_should_be(client, weights_root):
     def post(path: str = QUERY, **what: object) -> int:
         return client.post(path, **what).status_code
 
@@ -398,10 +362,10 @@ def test_bodies_that_are_not_as_they_should_be(client, root):
     assert post("/weights_checker", json={"action": "reset_tensors"}) == 400
 
 
-def test_paths_that_lead_elsewhere(client, root, second, tmp_path, first):
-    (root / "link").symlink_to(tmp_path)
-    (root / "inside").mkdir()
-    (root / "inside" / "model.safetensors").symlink_to(tmp_path / "model.safetensors")
+def test_paths_that_lead_elsewhere(client, weights_root, second, tmp_path, first):
+    (weights_root / "link").symlink_to(tmp_path)
+    (weights_root / "inside").mkdir()
+    (weights_root / "inside" / "model.safetensors").symlink_to(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").write_bytes(second.safetensors)
     (tmp_path / "config.json").write_text((second.folder / "config.json").read_text())
     for path in ("link", str(tmp_path), "../" + tmp_path.name, "inside", "nothing", "/etc"):
@@ -410,9 +374,9 @@ def test_paths_that_lead_elsewhere(client, root, second, tmp_path, first):
     assert output_ids(client) == first.output_ids
 
 
-def test_a_damaged_folder(client, root, second, first):
-    (root / "damaged").mkdir()
-    (root / "damaged" / "model.safetensors").write_bytes(second.safetensors[:-100])
+def test_a_damaged_folder(client, weights_root, second, first):
+    (weights_root / "damaged").mkdir()
+    (weights_root / "damaged" / "model.safetensors").write_bytes(second.safetensors[:-100])
     answer = client.post("/update_weights_from_disk", json={"model_path": "damaged"})
     assert "truncated or damaged" in refused(answer)
     assert output_ids(client) == first.output_ids
@@ -432,13 +396,11 @@ def test_what_came_is_given_back_at_once(client, first, second):
         gc.enable()
 
 
-def test_a_sender_that_leaves_in_the_middle_leaves_nothing(client, shared, first, second):
+def test_a_sender_that_leaves_in_the_middle_leaves_nothing(client, weights_live, first, second):
     wait_until(lambda: not memory_files())
-    host, port = shared.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as sender:
-        head = f"POST {QUERY} HTTP/1.1\r\nHost: {host}:{port}\r\n"
-        head += f"Content-Type: {RAW['Content-Type']}\r\nContent-Length: 1000000\r\n\r\n"
-        sender.sendall(head.encode() + second.safetensors[:50_000])
+    headers = RAW | {"Content-Length": "1000000"}
+    with open_request(weights_live.url, "POST", QUERY, headers) as sender:
+        sender.sendall(second.safetensors[:50_000])
         wait_until(memory_files)
     wait_until(lambda: not memory_files())
     assert output_ids(client) == first.output_ids
@@ -467,31 +429,21 @@ def test_larger_bodies_for_weights_alone(open_server, second):
         assert client.post("/update_weights_from_disk", json=body).status_code == 413
 
 
-def test_only_the_admin_key_changes_weights(open_server, second):
-    live = open_server(api_key="user", admin_key="admin")
-    for key, status in ((None, 401), ("user", 403), ("admin", 200)):
-        with live.client(key) as client:
-            answer = client.post(QUERY, content=second.safetensors, headers=RAW)
-            assert answer.status_code == status
-            answer = client.post("/weights_checker", json={})
-            assert answer.status_code == status
-
-
 # Requests in flight
 
 
-def test_a_torn_update_lets_requests_wait_until_a_whole_one(client, shared, first, second):
+def test_a_torn_update_lets_requests_wait_until_a_whole_one(client, weights_live, first, second):
     ok(client.post("/begin_weight_update", json={}))
-    ok(client.post(QUERY, content=save(second.part(last=False)), headers=RAW))
+    ok(client.post(QUERY, content=save(second.half(last=False)), headers=RAW))
     answer = client.post("/end_weight_update")
-    assert sorted(second.part(last=True))[0] in refused(answer)
+    assert sorted(second.half(last=True))[0] in refused(answer)
     assert answer.json()["state"].startswith("the weights are torn")
     partial = {"partial": "true"}
-    rest = client.post(QUERY, content=save(second.part(last=True)), headers=RAW, params=partial)
+    rest = client.post(QUERY, content=save(second.half(last=True)), headers=RAW, params=partial)
     assert "cannot heal" in refused(rest)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(output_ids, client)
-        wait_until(lambda: shared.serving.loop.num_unfinished == 1)
+        wait_until(lambda: weights_live.serving.loop.num_unfinished == 1)
         assert client.get("/health").status_code == 200
         health = client.get("/health_generate")
         assert health.status_code == 503
@@ -503,10 +455,13 @@ def test_a_torn_update_lets_requests_wait_until_a_whole_one(client, shared, firs
         assert waiting.result(HANG_SECONDS) == second.output_ids
 
 
-def test_requests_in_flight_end_or_go_on(client, shared, second):
-    running = lambda: shared.serving.loop.call(lambda e: e.status().running).result(HANG_SECONDS)  # noqa: E731
+def test_requests_in_flight_end_or_go_on(client, weights_live, second):
+    def running() -> int:
+        asked = weights_live.serving.loop.call(lambda engine: engine.status().running)
+        return asked.result(HANG_SECONDS)
+
     with ThreadPoolExecutor(1) as threads:
-        with held(shared.serving.loop):
+        with held(weights_live.serving.loop):
             long = threads.submit(generate, client, max_new_tokens=480)
             wait_until(lambda: running() == 1)
             query = {"abort_all_requests": "true"}
@@ -520,22 +475,17 @@ def test_requests_in_flight_end_or_go_on(client, shared, second):
 
 
 def test_a_slow_sender_blocks_nobody_but_the_engine(client, second):
-    with ThreadPoolExecutor(2) as threads:
-        trainer = joined(client, threads)
-        try:
-            body = announced(second.tensors) | {"group_name": "weights"}
-            update = threads.submit(
-                client.post, "/update_weights_from_distributed", json=body, timeout=HANG_SECONDS
-            )
-            # What may not wait for the engine.
-            wait_until(lambda: scrape(client)["status_age_seconds", ()] > 0.5)
-            assert client.get("/health").status_code == 200
-            assert not update.done()
-            trainer.send(second.tensors.values())
-            ok(update.result(HANG_SECONDS))
-        finally:
-            trainer.close()
-            client.post("/destroy_weights_update_group", json={"group_name": "weights"})
+    with joined(client) as trainer, ThreadPoolExecutor(1) as threads:
+        body = announced(second.tensors) | GROUP
+        update = threads.submit(
+            client.post, "/update_weights_from_distributed", json=body, timeout=HANG_SECONDS
+        )
+        # What may not wait for the engine.
+        wait_until(lambda: scrape(client)["status_age_seconds", ()] > 0.5)
+        assert client.get("/health").status_code == 200
+        assert not update.done()
+        trainer.send(second.tensors.values())
+        ok(update.result(HANG_SECONDS))
     assert output_ids(client) == second.output_ids
 
 
