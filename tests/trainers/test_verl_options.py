@@ -8,7 +8,7 @@ import pytest
 
 from rollout.config import DType, ParallelMode
 from rollout.errors import InvalidInputError
-from rollout.trainers.verl.options import HARMLESS, HONOURED, REFUSED, server_options
+from rollout.trainers.verl.options import REFUSED, server_options
 from rollout.trainers.verl.sampling import ResponseLimits, engine_params
 
 LIMITS = ResponseLimits(prompt_length=10, response_length=20)
@@ -96,11 +96,6 @@ def test_the_ranks_of_a_replica_are_verls(options):
     parallel = options(tensor_model_parallel_size=2).engine_config().parallel
     assert (parallel.mode, parallel.size) == (ParallelMode.tensor, 2)
     assert options().engine_config().parallel.size == 1
-
-
-def test_every_field_is_sorted_once():
-    assert not HONOURED & HARMLESS
-    assert not (HONOURED | HARMLESS) & REFUSED.keys()
 
 
 @pytest.mark.parametrize(

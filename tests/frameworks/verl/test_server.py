@@ -23,7 +23,7 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.trainers.verl.adapter import SEGMENTS, ServerAdapter, send_weights
-from rollout.trainers.verl.options import HARMLESS, HONOURED, NAME, REFUSED, server_name
+from rollout.trainers.verl.options import NAME, REFUSED, server_name
 from rollout.trainers.verl.sampling import RequestSeeds
 from rollout.trainers.verl.server import Server
 from rollout.weights.shared_memory import SharedMemoryHandle, SharedMemoryReceiver
@@ -116,9 +116,32 @@ def tensors(checkpoint):
     return list(load_file(checkpoint / "model.safetensors").items())
 
 
-def test_every_field_of_verls_configuration_is_sorted():
+HONOURED = frozenset({
+    "name", "prompt_length", "response_length", "seed", "dtype", "gpu_memory_utilization",
+    "standalone_gpu_memory_utilization", "ignore_eos", "free_cache_engine", "enable_sleep_mode",
+    "max_num_batched_tokens", "max_num_seqs", "max_model_len", "logprobs_mode",
+    "enable_prefix_caching", "load_format", "engine_kwargs", "calculate_log_probs",
+    "full_determinism", "checkpoint_engine", "enable_rollout_routing_replay",
+    "tensor_model_parallel_size",
+})  # fmt: skip
+"""Fields of verl's RolloutConfig that reach the engine or its server."""
+
+HARMLESS = frozenset({
+    "mode", "nnodes", "n_gpus_per_node", "temperature", "top_k", "top_p", "do_sample", "n",
+    "val_kwargs", "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu",
+    "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu", "agent", "trace", "multi_turn",
+    "server", "custom", "checkpoint_manager_class", "enforce_eager", "enable_chunked_prefill",
+    "multi_stage_wake_up", "disable_log_stats", "layered_summon", "layer_name_map",
+    "sglang_engine_mode", "skip_tokenizer_init", "moe_load_balance_metrics_interval",
+    "router_config_path",
+})  # fmt: skip
+"""Read by verl itself, by another engine alone, or of no effect on what is generated."""
+
+
+def test_every_field_of_verls_configuration_is_sorted_once():
     names = {field.name for field in fields(RolloutConfig)} - {"_target_"}
     assert names == HONOURED | HARMLESS | REFUSED.keys()
+    assert len(names) == len(HONOURED) + len(HARMLESS) + len(REFUSED)
 
 
 def state(server, look):
