@@ -32,8 +32,8 @@ from rollout.weights.manifest import (
     UpdateOptions,
     closed_iterator,
     manifest_of,
+    refuse_not_finite,
 )
-from rollout.weights.refusals import refuse_not_finite
 from rollout.weights.versions import TARGET, next_versions
 
 log = logging.getLogger(__name__)

@@ -12,6 +12,7 @@ from rollout.models.layers.weight_loader import WeightLoader, mismatches, same_v
 from rollout.weights.delta import Change, TensorChanges, changed_specs, split_name
 from rollout.weights.lora import LoraChange
 from rollout.weights.manifest import (
+    LISTED,
     Manifest,
     NamedTensors,
     SlicedSource,
@@ -21,9 +22,10 @@ from rollout.weights.manifest import (
     UpdateOptions,
     checked_pair,
     closed_iterator,
+    refuse_mismatched,
+    refuse_not_finite,
     refuse_unreadable,
 )
-from rollout.weights.refusals import LISTED, refuse_mismatched, refuse_not_finite
 from rollout.weights.versions import TARGET
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
