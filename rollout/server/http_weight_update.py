@@ -81,10 +81,11 @@ class HttpWeightUpdate:
         options: Options,
         load: Callable[[Options], None],
     ) -> str:
-        """One call's tensors, by ``load``, which is given the options the engine is to hear; what
-        became of them.
+        """Load one call's tensors by ``load``, which gets the options to hand to the engine.
 
-        ``manifest``: what they are, where they may be a bucket. Whatever is wrong is left for
+        Returns a message that says what became of the tensors.
+
+        ``manifest``: of the tensors, where they may be a bucket. Whatever is wrong is left for
         ``load`` to raise: a sender may be waiting for it to receive.
         """
         if self._options is None and manifest is not None and engine.is_paused:
@@ -159,7 +160,8 @@ class HttpWeightUpdate:
 
 
 def _refuse_torn(engine: Engine) -> None:
-    """Tries what only whole weights allow. Released ones are neither whole nor torn."""
+    """Raises WeightUpdateError while the weights are torn: only whole ones allow a partial update.
+    Released weights are neither whole nor torn."""
     try:
         engine.begin_weight_update(partial=True)
     except EngineStateError:

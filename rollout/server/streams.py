@@ -145,7 +145,7 @@ class DeltaStream(AsyncIterator[Delta]):
 
 
 def call_soon(event_loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
-    """Run it on the event loop, from any thread; not at all where the loop has ended."""
+    """Run the function on the event loop, from any thread. A loop that has ended runs nothing."""
     with suppress(RuntimeError):
         event_loop.call_soon_threadsafe(function)
 

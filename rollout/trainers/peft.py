@@ -42,7 +42,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Adds adapters to a weight: inputs are that, then A and B of each."""
+    """Adds adapters to a weight. The inputs are the weight, then A and B of each adapter."""
 
     adapters: tuple[Adapter, ...]
 

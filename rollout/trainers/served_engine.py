@@ -78,7 +78,7 @@ class ServedEngine:
         await self.call(release)
 
     async def resume(self, tags: Iterable[str]) -> None:
-        """Take back the memory of those that are released."""
+        """Take back the memory of those tags that are released."""
         await self.call(
             lambda engine: engine.resume_memory(
                 [tag for tag in tags if tag in engine.released_tags]

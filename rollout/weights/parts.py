@@ -170,7 +170,7 @@ class WeightParts(Mapping[str, WeightPart]):
             yield name, weight_loaders[name].read()
 
     def lenders(self, parts: frozenset[str]) -> frozenset[str]:
-        """Other parts that own tensors of these."""
+        """Other parts that own tensors which these parts borrow."""
         owners = (self._owners[name] for part in parts for name in self[part].weight_loaders())
         return frozenset(owners) - parts
 

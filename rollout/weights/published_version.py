@@ -102,7 +102,7 @@ def opened(file: Path) -> Iterator[Opened]:
 
 
 class Difference:
-    """Changed tensors, of which ``names`` holds all; every file was there with its own."""
+    """The changed tensors of a version, whose files have all arrived. ``names``: of all tensors."""
 
     def __init__(
         self, folder: Path, metadata: Mapping[str, Any], weight_map: Mapping[str, str]

@@ -68,7 +68,7 @@ async def attempt(serving: Serving, function: Callable[[Engine], T]) -> T:
 
 
 async def change(serving: Serving, function: Callable[[Engine], Answer]) -> JsonAnswer:
-    """Run it between two steps; answer ``{"success", "message", ...}`` with what it returns.
+    """Run ``function`` between two steps; answer ``{"success", "message", ...}`` with its result.
 
     Where the engine refuses or fails the status is 400, and ``state`` says why no step can run now
     (empty: one can).

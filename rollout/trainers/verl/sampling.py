@@ -17,7 +17,7 @@ _LIMITS = ("max_tokens", "max_new_tokens")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResponseLimits:
-    """Tokens, of a whole response, as verl's rollout configuration gives them."""
+    """Limits of a whole response in tokens, as verl's rollout configuration gives them."""
 
     prompt_length: int
     response_length: int
@@ -40,7 +40,7 @@ def engine_params(
     raw_logprobs: bool = False,
     routed_experts: bool = False,
 ) -> tuple[SamplingParams, bool]:
-    """The engine's parameters, and whether logprobs are wanted. One sent as None was not given.
+    """The engine's parameters, and whether logprobs are wanted. None counts as not sent.
 
     ``partial_len`` tokens of the response exist; a limit that was sent counts what comes after
     them. Raises InvalidInputError for a parameter the engine has not, and for a prompt that leaves
