@@ -115,6 +115,3 @@ def open_requests(seed: int) -> Iterator[str]:
         for template, topics in remaining:
             yield template.format(topics.pop())
         remaining = [each for each in remaining if each[1]]
-
-
-NUM_OPEN_REQUESTS = sum(len(topics) for _, topics in TEMPLATES)

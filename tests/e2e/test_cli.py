@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
@@ -25,7 +24,7 @@ from tests.helpers.forked import forked
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.run_logs import run_lines, write_lines
 from tests.helpers.signalled_job import run_signalled
-from tests.helpers.small_jobs import small_files
+from tests.helpers.small_jobs import read_rows, small_files, write_rows
 from tests.helpers.tiny_model import save_tiny_llama
 
 ROWS = [{"prompt": [5, 6, 7], "id": 0}, {"prompt": [8, 9], "id": 1}]
@@ -75,16 +74,6 @@ def specrollout(
     yield run
     GlobalHydra.instance().clear()
     logging.getLogger().handlers[:] = handlers
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return sorted(rows, key=lambda row: (row["prompt_index"], row["sample_index"]))
 
 
 def test_a_run_and_the_same_run_again(
@@ -147,11 +136,7 @@ def test_help_and_cfg(specrollout: Command) -> None:
     ("override", "code", "message"),
     [
         ("sampling.temperature=nan", 2, "sampling.temperature=nan: must be a finite number"),
-        ("sampling.top_p=0", 2, "sampling.top_p=0.0: must be in (0, 1]"),
-        ("sampling.n=0", 2, "sampling.n=0: must be >= 1 samples per prompt"),
         ("data.path=nowhere.jsonl", 2, "data.path='nowhere.jsonl': there is no such file"),
-        ("data.path=???", 2, "data.path=None: must be given"),
-        ("+spec.nonsense=1", 2, "spec.nonsense=1: spec_workers.ngram.build knows"),
         ("spec.nonsense=1", 2, "spec.nonsense=1: spec_workers.ngram.build knows"),
         ("memory.kv_bytes=1", 1, "memory.kv_bytes=1"),
         ("model.path=nowhere", 1, "nowhere"),

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import signal
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -18,12 +16,12 @@ from rich.console import Console
 
 from ngram_native import Corpus
 from rollout import SamplingParams
-from rollout.config import MemoryConfig, ModelConfig, SchedulerConfig
 from rollout.engine.worker_factory import worker_factory
-from rollout.offline import DataConfig, OutputConfig, RunConfig, run_job
+from rollout.offline import OutputConfig, RunConfig, run_job
 from tests.helpers.forked import forked
 from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.signalled_job import signal_after
+from tests.helpers.small_jobs import output_rows, small_job
 
 NUM_PROMPTS = 60
 PARAMS = SamplingParams(temperature=0.9, max_new_tokens=24, n=4, seed=11)
@@ -31,28 +29,8 @@ PARAMS = SamplingParams(temperature=0.9, max_new_tokens=24, n=4, seed=11)
 
 @pytest.fixture
 def config(tmp_path: Path, tiny_model_path: Path) -> RunConfig:
-    prompts = tmp_path / "prompts.jsonl"
     rows = [{"prompt": list(range(5, 6 + i % 5)), "id": i} for i in range(NUM_PROMPTS)]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return RunConfig(
-        model=ModelConfig(path=str(tiny_model_path)),
-        data=DataConfig(path=str(prompts)),
-        sampling=PARAMS,
-        output=OutputConfig(path=str(tmp_path / "whole.jsonl")),
-        memory=MemoryConfig(max_kv_tokens=512),
-        scheduler=SchedulerConfig(max_running=4, max_step_tokens=16, chunk_len=8),
-        num_threads=1,
-    )
-
-
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    if path.suffix == ".parquet":
-        return pq.read_table(path).to_pylist()
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return sorted(rows, key=lambda row: (row["prompt_index"], row["sample_index"]))
+    return small_job(tiny_model_path, tmp_path, rows, PARAMS)
 
 
 def run(config: RunConfig, spec: str, killed_after: int = 0) -> None:
@@ -75,7 +53,7 @@ def wait_until_larger(path: Path, size: int, process: BaseProcess) -> None:
 @pytest.mark.parametrize(("suffix", "spec"), [(".jsonl", "ngram"), (".parquet", "none")])
 def test_killed_at_random_moments(config: RunConfig, suffix: str, spec: str) -> None:
     finish(config, "none")
-    whole = in_order(rows_of(Path(config.output.path or "")))
+    whole = output_rows(config)
     assert len(whole) == NUM_PROMPTS * PARAMS.n
 
     output = Path(config.output.path or "").with_name(f"killed{suffix}")
@@ -106,10 +84,9 @@ def test_killed_at_random_moments(config: RunConfig, suffix: str, spec: str) -> 
     finish(config, spec)
     finish(config, spec)  # complete: does nothing
 
-    rows = rows_of(output)
-    assert in_order(rows) == whole
+    assert output_rows(config) == whole
     if suffix == ".parquet":
-        assert rows == whole
+        assert pq.read_table(output).to_pylist() == whole
     names = sorted(path.name for path in output.parent.glob("killed*"))
     saved = [f"{output.name}.corpus", f"{output.name}.corpus.learned.json"]
     corpus = saved if spec == "ngram" else []

@@ -6,19 +6,19 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollout.cli import main
-from rollout.config import DType, MemoryConfig, ModelConfig, SchedulerConfig
-from rollout.engine.worker_factory import worker_factory
-from rollout.offline import DataConfig, LogConfig, OutputConfig, RunConfig, run_job
+from rollout.offline import LogConfig
 from rollout.report import write_report
 from rollout.types import SamplingParams
 from tests.helpers.browser import Tab, browser
 from tests.helpers.run_logs import learned_line
+from tests.helpers.small_jobs import run, small_job
 
 ATTACK = "</script><script>document.title = 'taken'</script><img src=x onerror='document.title=1'>"
 
@@ -28,20 +28,11 @@ def log(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     """The log of a job on the tiny model, with what a longer one would have learned, and with a
     rollout whose text is an attack."""
     folder = tmp_path_factory.mktemp("run")
-    prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": [5 + i, 6, 7]}) + "\n" for i in range(6)))
-    config = RunConfig(
-        model=ModelConfig(path=str(tiny_model_path), dtype=DType.float32),
-        data=DataConfig(path=str(prompts)),
-        sampling=SamplingParams(temperature=0.6, max_new_tokens=40, n=4, seed=3),
-        output=OutputConfig(path=str(folder / "rollouts.jsonl")),
-        log=LogConfig(jsonl=str(folder / "run.jsonl")),
-        memory=MemoryConfig(max_kv_tokens=1024),
-        scheduler=SchedulerConfig(max_running=8, max_step_tokens=64, chunk_len=16),
-        num_threads=1,
-    )
-    run_job(config, worker_factory("ngram"))
     path = folder / "run.jsonl"
+    prompts = [{"prompt": [5 + i, 6, 7]} for i in range(6)]
+    params = SamplingParams(temperature=0.6, max_new_tokens=40, n=4, seed=3)
+    config = small_job(tiny_model_path, folder, prompts, params)
+    run(replace(config, log=LogConfig(jsonl=str(path))), "ngram")
     with path.open("a") as file:
         file.write(json.dumps(learned_line()) + "\n")
     output = folder / "rollouts.jsonl"

@@ -66,14 +66,17 @@ def run(config: RunConfig, spec: str = "none", **options: Any) -> JobResult:
     return run_job(config, worker_factory(spec, **options), Console(file=io.StringIO()))
 
 
-def output_rows(config: RunConfig) -> list[dict[str, Any]]:
-    """In order of prompt and sample."""
-    path = Path(config.output.path or "")
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """A job's rows, in order of prompt and sample."""
     if path.suffix == ".parquet":
         rows = pq.read_table(path).to_pylist()
     else:
         rows = [json.loads(line) for line in path.read_text().splitlines()]
     return sorted(rows, key=lambda row: (row["prompt_index"], row["sample_index"]))
+
+
+def output_rows(config: RunConfig) -> list[dict[str, Any]]:
+    return read_rows(Path(config.output.path or ""))
 
 
 def with_output(config: RunConfig, **changes: Any) -> RunConfig:

@@ -50,6 +50,7 @@ def refused(config: RunConfig, message: str, folder: Path) -> None:
         ("q.parquet.partial.jsonl", "link/q.parquet"),
         ("q.jsonl.corpus.saving.jsonl", "q.jsonl"),
         ("q.jsonl.corpus.learned.json.saving.a.jsonl", "q.jsonl"),
+        ("q.jsonl", "q.jsonl"),
         ("q.jsonl", "link/q.jsonl"),
         ("q.jsonl", "symbolic.jsonl"),
         ("q.jsonl", "hard.jsonl"),

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from rollout.config import SchedulerConfig
-from rollout.errors import InvalidInputError
 from rollout.offline import JobStatus, OutputError, RunConfig
-from rollout.offline.output import output_lock
 from tests.helpers.small_jobs import PARAMS, PROMPTS, output_rows, run, with_output, write_rows
 from tests.helpers.text_model import save_text_model
 
@@ -55,32 +53,6 @@ def test_whatever_is_cut_off_is_made_again(config: RunConfig, suffix: str) -> No
         assert output_rows(config) == expected
         if suffix == ".parquet":
             assert not journal.exists()
-
-
-def test_rows_torn_off_a_complete_output_are_made_again(config: RunConfig) -> None:
-    run(config)
-    expected = output_rows(config)
-    path = Path(config.output.path or "")
-    path.write_bytes(path.read_bytes()[:-30])
-    assert run(config).status is JobStatus.COMPLETED
-    assert output_rows(config) == expected
-
-
-def test_rows_of_no_such_prompt_and_rows_twice_are_refused(config: RunConfig) -> None:
-    run(config)
-    path = Path(config.output.path or "")
-    lines = path.read_text().splitlines(keepends=True)
-    for wrong, reason in (
-        (lines[0], "is there twice"),
-        (lines[0].replace('"sample_index": ', '"sample_index": 9'), "is no rollout of this run"),
-    ):
-        path.write_text("".join([*lines, wrong]))
-        with pytest.raises(OutputError, match=f"{reason}: take that line out"):
-            run(config)
-    expected = output_rows(with_output(config, path=write_rows(path.with_name("x.jsonl"), [])))
-    assert expected == []
-    run(with_output(config, overwrite=True))
-    assert len(output_rows(config)) == 12
 
 
 @pytest.mark.parametrize(
@@ -137,21 +109,6 @@ def test_a_file_of_someone_else_is_refused(config: RunConfig) -> None:
     assert path.read_text() == "precious\n"
     run(with_output(config, overwrite=True))
     assert len(output_rows(config)) == 12
-
-
-def test_the_prompts_are_never_the_output(config: RunConfig) -> None:
-    config = with_output(config, path=config.data.path, overwrite=True)
-    with pytest.raises(InvalidInputError, match=r"is data\.path"):
-        run(config)
-    assert Path(config.data.path).exists()
-
-
-def test_one_job_per_output(config: RunConfig) -> None:
-    with (
-        output_lock(Path(config.output.path or "")),
-        pytest.raises(OutputError, match="is being written by another job"),
-    ):
-        run(config)
 
 
 def test_an_unfinished_output_of_this_run_survives_overwrite(config: RunConfig) -> None:
