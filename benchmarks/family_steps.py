@@ -19,7 +19,7 @@ from typing import Any
 
 from decoding import TIMED, open_engine, start, step_seconds, stop
 from harness.rows import Row, row
-from harness.shapes import LatentShape, Shape, change_config, write_config
+from harness.shapes import Shape, change_config, write_config
 from harness.timing import in_turns, no_garbage_collection, paired
 
 from rollout import RolloutEngine
@@ -31,11 +31,12 @@ DENSE = Shape(  # Qwen3-0.6B's, but for layers and vocabulary
     hidden_size=1024, num_layers=DEEP, num_heads=16, num_kv_heads=8, head_dim=128, ffn_size=3072,
     vocab_size=4096, tied=True,
 )  # fmt: skip
-_LATENT = LatentShape(  # its heads have the dims of DeepSeek-V2, V3 and Moonlight
-    hidden_size=1024, num_layers=DEEP, num_heads=16, num_kv_heads=1, head_dim=128, ffn_size=3072,
-    vocab_size=4096, tied=True, latent_dim=512, rotary_dim=64,
-)  # fmt: skip
-_QUERY_LATENT = replace(_LATENT, query_latent_dim=768)
+_LATENT = {  # its heads have the dims of DeepSeek-V2, V3 and Moonlight
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
+    "num_key_value_heads": DENSE.num_heads, "kv_lora_rank": 512, "q_lora_rank": None,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "first_k_dense_replace": DEEP,
+}  # fmt: skip
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
 
 Changes = Mapping[str, Any]
@@ -56,8 +57,8 @@ FAMILIES: Mapping[str, tuple[Shape, Changes, str, float]] = {
          "num_experts_per_tok": 2, "intermediate_size": 768},
         "Qwen3-MoE", 1.25,
     ),
-    "latent attention": (_LATENT, {}, "Qwen3", 1.5),
-    "latent attention, queries too": (_QUERY_LATENT, {}, "Qwen3", 1.5),
+    "latent attention": (DENSE, _LATENT, "Qwen3", 1.5),
+    "latent attention, queries too": (DENSE, _LATENT | {"q_lora_rank": 768}, "Qwen3", 1.5),
 }  # fmt: skip
 """By name: sizes, changes of the config, the dense model to compare with, and the bar."""
 

@@ -43,7 +43,6 @@ def case(text: str) -> tuple[int, int]:
 
 def shape_rows(name: str, shape: Shape, options: argparse.Namespace) -> Iterator[Row]:
     """One engine for each number of draft nodes."""
-    exact = not options.fast
     with config_folder(shape) as folder:
         for nodes in dict.fromkeys(nodes for _, nodes in options.case):
             loads = {
@@ -52,11 +51,11 @@ def shape_rows(name: str, shape: Shape, options: argparse.Namespace) -> Iterator
                 if of == nodes
             }
             engine = open_engine(
-                folder, [*loads.values()], device=options.device, exact=exact, nodes=nodes
+                folder, [*loads.values()], device=options.device, exact=True, nodes=nodes
             )
             for batch, lengths in loads.items():
                 load = f"{name}, {options.context} keys, batch {batch}"
-                label = f"profile, {load}, {step_kind(exact, nodes)}"
+                label = f"profile, {load}, {step_kind(True, nodes)}"
                 trace = None
                 if options.traces is not None:
                     trace = options.traces / f"trace-{name}-{batch}-{nodes}.json.gz"
@@ -128,7 +127,6 @@ def make_command() -> Command:
     usual = 2048 if torch.cuda.is_available() else 256
     limits = (MIN_CONTEXT, float("inf"))
     command.option("--context", usual, quick=80, limits=limits, help="tokens of a request")
-    command.flag("--fast", "exact=false")
     command.option("--traces", type=Path, metavar="FOLDER", help="one file for each case")
     return command
 

@@ -70,47 +70,6 @@ class Shape:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentShape(Shape):
-    """A dense model with DeepSeek-V3's latent attention.
-
-    Of a head's query ``head_dim`` dims are not rotated, and its output has as many.
-    """
-
-    latent_dim: int
-    rotary_dim: int
-    query_latent_dim: int | None = None  # None: queries are made of the hidden state itself
-
-    @property
-    def layer_parameters(self) -> int:
-        hidden, heads, query = self.hidden_size, self.num_heads, self.head_dim + self.rotary_dim
-        rank = self.query_latent_dim
-        queries = hidden * heads * query if rank is None else rank * (hidden + heads * query)
-        keys = hidden * self.kv_numbers + 2 * heads * self.head_dim * self.latent_dim
-        return queries + keys + (heads * self.head_dim + 3 * self.ffn_size) * hidden
-
-    @property
-    def kv_numbers(self) -> int:
-        """The latent and the rotated key, once for all heads."""
-        return self.latent_dim + self.rotary_dim
-
-    def config(self) -> dict[str, Any]:
-        """Fields of config.json. No layer has experts."""
-        fields = Shape.config(self)
-        del fields["head_dim"]
-        return fields | {
-            "architectures": ["DeepseekV3ForCausalLM"],
-            "model_type": "deepseek_v3",
-            "num_key_value_heads": self.num_heads,
-            "kv_lora_rank": self.latent_dim,
-            "q_lora_rank": self.query_latent_dim,
-            "qk_nope_head_dim": self.head_dim,
-            "qk_rope_head_dim": self.rotary_dim,
-            "v_head_dim": self.head_dim,
-            "first_k_dense_replace": self.num_layers,
-        }
-
-
 SHAPES = {
     "tiny": Shape(
         hidden_size=128, num_layers=8, num_heads=4, num_kv_heads=2, head_dim=32, ffn_size=256,
@@ -131,10 +90,6 @@ SHAPES = {
     "32b": Shape(
         hidden_size=5120, num_layers=64, num_heads=64, num_kv_heads=8, head_dim=128,
         ffn_size=25_600, vocab_size=151_936,
-    ),
-    "8b-latent": LatentShape(
-        hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=1, head_dim=128,
-        latent_dim=512, rotary_dim=64, ffn_size=14_336, vocab_size=128_256,
     ),
 }  # fmt: skip
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
-from math import prod
 from pathlib import Path
 
 import bench_step
@@ -17,20 +15,11 @@ from decoding import LENGTHS, context_lengths, open_engine
 from family_steps import family_rows
 from harness.roofline import Ceilings, bandwidth_name, rate_name
 from harness.rows import append_record
-from harness.shapes import LatentShape, Shape, write_config
-
-from rollout.config import DType, LoadFormat
-from rollout.memory.sizing import slot_bytes_of
-from rollout.models.loader import load_model
-from rollout.models.spec import ModelSpec
+from harness.shapes import Shape, write_config
 
 SHAPE = Shape(
     hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, ffn_size=48,
     vocab_size=300,
-)  # fmt: skip
-LATENT = LatentShape(
-    hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, ffn_size=48,
-    vocab_size=300, latent_dim=20, rotary_dim=8,
 )  # fmt: skip
 
 
@@ -91,6 +80,7 @@ def test_a_kind_of_step_that_fails_costs_no_other(monkeypatch, capsys) -> None:
 def test_families_are_timed_by_what_a_layer_adds(monkeypatch) -> None:
     plain = {"architectures": ["Qwen3ForCausalLM"]}
     windowed = {"architectures": ["MistralForCausalLM"], "sliding_window": 20}
+    latent = family_steps.FAMILIES["latent attention"][1] | {"num_key_value_heads": 2}
     monkeypatch.setattr(family_steps, "DEEP", 2)
     monkeypatch.setattr(family_steps, "SHALLOW", 1)
     monkeypatch.setattr(family_steps, "TIMED", 3)
@@ -98,7 +88,7 @@ def test_families_are_timed_by_what_a_layer_adds(monkeypatch) -> None:
     monkeypatch.setattr(
         family_steps,
         "FAMILIES",
-        {"windows": (SHAPE, windowed, "dense", 1e9), "latent": (LATENT, {}, "dense", 0.0)},
+        {"windows": (SHAPE, windowed, "dense", 1e9), "latent": (SHAPE, latent, "dense", 0.0)},
     )
     options = argparse.Namespace(context=80, device="cpu")
     rows = {row.name: row for row in family_rows(options)}
@@ -109,18 +99,6 @@ def test_families_are_timed_by_what_a_layer_adds(monkeypatch) -> None:
     }
     assert rows[f"{load}: windows / dense"].bar == 1e9
     assert rows[f"{load}: latent / dense"].unit == "x"
-
-
-@pytest.mark.parametrize("query_latent_dim", [None, 24])
-def test_a_latents_bytes_and_parameters_are_the_models(query_latent_dim, tmp_path) -> None:
-    shape = replace(LATENT, num_layers=2, query_latent_dim=query_latent_dim)
-    spec = ModelSpec.read(write_config(tmp_path, shape))
-    assert sum(slot_bytes_of(spec, torch.bfloat16)) == 2 * 2 * shape.kv_numbers
-    model = load_model(tmp_path, DType.auto, torch.device("cpu"), load_format=LoadFormat.dummy)
-    loaders = {name: each for name, each in model.weight_loaders().items() if each.required}
-    products = [each.shape for name, each in loaders.items() if len(each.shape) == 2]
-    embedding = shape.vocab_size * shape.hidden_size
-    assert sum(map(prod, products)) - embedding == shape.product_parameters
 
 
 @pytest.mark.parametrize(
@@ -158,7 +136,7 @@ def test_floors_are_those_of_the_same_device_and_measured_else(tmp_path: Path, m
 
 def test_a_profile_tells_operators_and_keeps_a_trace_that_fits(tmp_path, monkeypatch) -> None:
     options = argparse.Namespace(
-        case=[(1, 0)], context=80, device="cpu", fast=False, traces=tmp_path / "traces"
+        case=[(1, 0)], context=80, device="cpu", traces=tmp_path / "traces"
     )
     rows = {row.name: row.value for row in profile_step.shape_rows("tiny", SHAPE, options)}
     label = "profile, tiny, 80 keys, batch 1, exact"
