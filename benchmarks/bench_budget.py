@@ -7,10 +7,10 @@ drafts pay, and as fast as the best fixed number of draft tokens?
 Two engines decode the same work, one with drafts and one without, a step of this and a step of
 that, and change sides from stretch to stretch (`rollout/offline/compare`). A row with a bar is the
 lower end of the speedup's 95 % interval. On two idle cores the parts take 8 minutes for the open
-prompts of each kind of drafts (eagle and hybrid where --draft is there), 2 for the greedy one, 1 to
-2 for each second epoch, 5 for the GRPO step and 1 for the cold start. Traces, given with the
-speedup that is their bar, are replayed under a roofline's prices (`budget_replay.py`); one is
-sampled at temperature 1 and kept.
+prompts of each kind of drafts (eagle and hybrid where --draft is there), 1 to 2 for each second
+epoch, 5 for the GRPO step and 1 for the cold start. Traces, given with the speedup that is their
+bar, are replayed under a roofline's prices (`budget_replay.py`); one is sampled at temperature 1
+and kept.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import numpy as np
 from budget_replay import replay_rows
 from harness.command import POSITIVE, Command, Part, Parts
 from harness.engines import PLAIN, forget, hold, make_engine, warm_up
-from harness.prompts import OPEN_PROMPTS, REPETITIVE_PROMPTS, chat, reasoning_prompts
+from harness.prompts import OPEN_PROMPTS, chat, reasoning_prompts
 from harness.rows import Row, row
 from harness.traces import load_trace, synthetic_trace
 
@@ -105,19 +105,6 @@ def epoch_rows(options: argparse.Namespace, batch: int, bar: float) -> Iterator[
     teach(engines, work, 1)
     name = f"second epoch, T 0.7, batch {batch}"
     yield from rows_of(name, hold(Comparison(*engines), work.of_epoch(1), name), bar)
-
-
-def repetitive_rows(options: argparse.Namespace) -> Iterator[Row]:
-    engines = warm_engines(options.model, "ngram", options.draft)
-    prompts = [chat(text) for text in REPETITIVE_PROMPTS]
-    params = SamplingParams(temperature=0.0, max_new_tokens=192)
-    times = PairedTimes()
-    for _ in range(math.ceil(options.pairs / len(prompts))):
-        for engine in engines:
-            forget(engine)  # a greedy answer that was seen would be drafted whole
-        work = Work(prompts=prompts, params=params, width=1)
-        times.extend(hold(Comparison(*engines), work, "repetitive"))
-    yield from rows_of("greedy, repetitive, batch 1", times, 2.0)
 
 
 @contextmanager
@@ -233,7 +220,6 @@ def parts(options: argparse.Namespace) -> Parts:
     found: dict[str, Part] = {
         f"open prompts, {spec}": partial(open_rows, options, spec) for spec in specs
     }
-    found["greedy, repetitive"] = partial(repetitive_rows, options)
     for batch, bar in ((1, 1.25), (4, 1.1), (16, 1.0)):
         found[f"second epoch, batch {batch}"] = partial(epoch_rows, options, batch, bar)
     found[GRPO] = partial(grpo_rows, options)

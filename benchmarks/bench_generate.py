@@ -7,7 +7,7 @@ token counts?
 Our engine samples first, lengths as they fall; transformers then generates exactly as many tokens
 for each prompt: by `generate`, waiting in each batch for its longest row, as its users must, and by
 its continuous batching, which does not wait. The latter runs on a GPU, or with --continuous. Bars,
-on a CPU with exact=true: 1.3x at batch 1 and 8, 1.5x at 32, 2x for 64 rollouts of 8 prompts.
+on a CPU: 1.3x at batch 1 and 8, 1.5x at 32, 2x for 64 rollouts of 8 prompts.
 """
 
 from __future__ import annotations
@@ -135,13 +135,13 @@ def compare(
         yield row(f"{name}: ratio to it", min(continuously) / min(ours), "x")
 
 
-def shaped(name: str, device: str, *, exact: bool) -> tuple[RolloutEngine, Any]:
+def shaped(name: str, device: str) -> tuple[RolloutEngine, Any]:
     """An engine and transformers' model of that shape, with the same random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with config_folder(SHAPES[name]) as folder:
         engine = RolloutEngine.from_pretrained(
-            folder, spec="none", load_format="dummy", max_running=64, device=device, exact=exact
+            folder, spec="none", load_format="dummy", max_running=64, device=device
         )
         config = AutoConfig.from_pretrained(folder)
     with torch.device(device):
@@ -151,7 +151,7 @@ def shaped(name: str, device: str, *, exact: bool) -> tuple[RolloutEngine, Any]:
 
 
 def shaped_rows(options: argparse.Namespace) -> Iterator[Row]:
-    engine, model = shaped(options.shape, options.device, exact=not options.fast)
+    engine, model = shaped(options.shape, options.device)
     randomness = random.Random(0)
     prompts = [
         [randomness.randrange(engine.vocab_size) for _ in range(randomness.randint(32, 256))]
@@ -175,12 +175,12 @@ def model_rows(options: argparse.Namespace) -> Iterator[Row]:
 
     started = time.perf_counter()
     engine = RolloutEngine.from_pretrained(
-        options.model, spec="none", max_running=64, device=options.device, exact=not options.fast
+        options.model, spec="none", max_running=64, device=options.device
     )
     yield row("load the model", time.perf_counter() - started, "s")
     dtype, device = engine.worker.model_dtype, engine.worker.model_device
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval().to(device)
-    bars = BARS if device.type == "cpu" and not options.fast else {}
+    bars = BARS if device.type == "cpu" else {}
     open_prompts = [chat(text) for text in OPEN_PROMPTS]
     tasks = reasoning_prompts(24)
     engine.generate(open_prompts[:2], SamplingParams(max_new_tokens=8))  # warm
@@ -217,7 +217,6 @@ def make_command() -> Command:
     command.repeats(2)
     command.option("--tokens", 256, quick=4, limits=(1, 256), help="of a rollout, at most")
     command.option("--device", "cuda" if on_gpu else "cpu")
-    command.flag("--fast", "ours with exact=false")
     help = "transformers' continuous batching too; it is made for GPUs"
     command.option("--continuous", on_gpu, action=argparse.BooleanOptionalAction, help=help)
     command.option("--shape", choices=SHAPES, help="random weights instead of --model")

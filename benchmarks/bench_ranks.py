@@ -139,7 +139,6 @@ def parts(options: argparse.Namespace) -> Parts:
             name,
             SHAPES[name],
             options.cores,
-            batch=options.batch,
             steps=options.steps,
             repeats=options.turns,
         )
@@ -160,7 +159,6 @@ def make_command() -> Command:
     command = Command(__doc__)
     command.option("--shape", [], choices=SHAPES, action="append", help="of model and layer")
     command.option("--cores", [0, 1], nargs="+", help="one for each rank that decodes")
-    command.option("--batch", 1, limits=POSITIVE, help="requests that are decoded")
     command.option("--steps", 100, quick=3, limits=POSITIVE, help="of a turn")
     command.option("--turns", 9, quick=1, limits=POSITIVE, help="of each number of ranks")
     command.option("--ranks", [1, 2], quick=[2], nargs="+", limits=POSITIVE)

@@ -11,7 +11,7 @@ Legend: G trees, L levels, R rows of logits, D draft vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +31,6 @@ from spec_workers.neural.guesses import Guesses
 from spec_workers.neural.shared_noise import Tensors
 from spec_workers.neural.tree_proposer import TreesToGrow
 from spec_workers.target import TargetWorker
-
-Said = Callable[[Sequence[Request], NDArray[np.int64]], NDArray[np.int64]]
-"""The tokens that the draft is told, by requests and positions of theirs."""
 
 _CERTAIN = 1e4
 """Beside logits of order ten, at any temperature up to about a hundred."""

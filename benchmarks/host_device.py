@@ -147,7 +147,6 @@ class StandIn:
 
     def _noted(self, batch: Batch, trees: DraftTrees, **options: Any) -> Forwarded:
         self._phases.enter(DEVICE)
-        self._trees = trees
         self._tokens = self._recording.sampled(batch, trees)
         self._phases.leave()
         return self._forward(batch, trees, **options)

@@ -39,7 +39,6 @@ class Decoding:
 
     folder: str
     cores: tuple[int, ...]
-    batch: int
     steps: int
 
     @property
@@ -49,11 +48,9 @@ class Decoding:
         return ParallelConfig(mode=mode, size=size)
 
     def turn(self, engine: Any) -> float:
-        """Seconds of a step that decodes ``batch`` requests."""
-        params = SamplingParams(max_new_tokens=self.steps + 1, ignore_eos=True)
-        for index in range(self.batch):
-            engine.submit(PROMPT, params, prompt_index=index)
-        engine.step()  # the prompts
+        """Seconds of a step that decodes one request."""
+        engine.submit(PROMPT, SamplingParams(max_new_tokens=self.steps + 1, ignore_eos=True))
+        engine.step()  # the prompt
         started = time.perf_counter()
         while engine.has_unfinished:
             engine.step()
@@ -174,13 +171,13 @@ class RankProcesses:
 
 
 def decoding_rows(
-    name: str, shape: Shape, cores: Sequence[int], *, batch: int, steps: int, repeats: int
+    name: str, shape: Shape, cores: Sequence[int], *, steps: int, repeats: int
 ) -> Iterator[Row]:
     """One rank on the first core against one on each; the first turn of each does not count."""
     seconds: dict[int, list[float]] = {1: [], len(cores): []}
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), shape)
-        decodings = [Decoding(folder, tuple(cores[:size]), batch, steps) for size in seconds]
+        decodings = [Decoding(folder, tuple(cores[:size]), steps) for size in seconds]
         with RankProcesses(decodings[0]) as one, RankProcesses(decodings[1]) as several:
             turns = {1: one.turn, len(cores): several.turn}
             for repeat in range(repeats + 1):
@@ -189,7 +186,7 @@ def decoding_rows(
                     if repeat:
                         seconds[size].append(taken)
             outside = several.end()
-    label = f"{name}, batch {batch}: a step"
+    label = f"{name}, batch 1: a step"
     for size, each in seconds.items():
         yield row(f"{label}, ranks {size}, a core each", 1e3 * statistics.median(each), "ms")
     ratio = paired(seconds[1], seconds[len(cores)])
@@ -197,5 +194,5 @@ def decoding_rows(
     for rank, turns_of_rank in enumerate(outside):
         share = 100 * statistics.median(turns_of_rank[1:])
         bar = OUTSIDE_BAR if rank else None
-        label = f"{name}, batch {batch}: rank {rank} outside the forward"
+        label = f"{name}, batch 1: rank {rank} outside the forward"
         yield row(label, share, "%", bar, at_most=True)
