@@ -124,7 +124,7 @@ def open_engine(folder: Path, spec: str, batch: int, nodes: int, length: int) ->
             budget=FixedBudget(0.02) if spec == "fixed" else learned,
         )  # fmt: skip
     engine = RolloutEngine(config, worker)
-    send_random_weights(engine, target.model.weight_loaders())
+    send_random_weights(engine)
     if spec == "closed":  # nothing is probed for as long as anybody measures
         budget: Any = worker.budget
         budget._gate = ShutGate()

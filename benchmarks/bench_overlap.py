@@ -54,7 +54,7 @@ def measure(folder: Path, overlap: Overlap, options: argparse.Namespace) -> Time
     config = engine_config(str(folder), chosen)
     worker: Any = build(config, budget="fixed", calibration_seconds=0.0)
     engine = RolloutEngine(config, worker)
-    send_random_weights(engine, worker.target.model.weight_loaders())
+    send_random_weights(engine)
     proposing: list[float] = []
     propose = worker.propose
 

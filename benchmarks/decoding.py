@@ -122,9 +122,8 @@ def open_engine(
         ),
         exact=exact,
     )
-    worker = RandomTrees(TargetWorker(config), nodes)
-    engine = RolloutEngine(config, worker)
-    send_random_weights(engine, worker.target.model.weight_loaders())
+    engine = RolloutEngine(config, RandomTrees(TargetWorker(config), nodes))
+    send_random_weights(engine)
     return engine
 
 

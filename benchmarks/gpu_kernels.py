@@ -33,12 +33,11 @@ from harness.roofline import Ceilings
 from harness.shapes import SHAPES
 from triton.compiler import ASTSource, compile
 
-from rollout import RolloutEngine
-from rollout.models.layers.weight_loader import WeightLoader
 from rollout.ops.matmul.tiles import tiles
 from rollout.ops.matmul.triton import tiled_matmul
 from tests.helpers.fake_cuda import FakeGpu, pretended_gpu
 from tests.helpers.fake_cuda.launches import Launch
+from tests.helpers.fake_cuda.models import send_weights
 from tests.helpers.triton_compile import HOPPER
 
 _MAX_BYTES = 32 << 20
@@ -83,7 +82,7 @@ def recorded(parts: Sequence[Callable[[], None]]) -> list[Variant]:
     """The distinct variants of kernels that these parts launch."""
     found: dict[str, Launch] = {}
     with (
-        patch.object(decoding, "send_random_weights", send_empty_weights),
+        patch.object(decoding, "send_random_weights", send_weights),
         patch.object(gpu_smoke, "_rows_that_differ", lambda one, other: one.shape != other.shape),
         patch.object(Ceilings, "of", lambda device, floors=None: _CEILINGS),
     ):
@@ -95,16 +94,6 @@ def recorded(parts: Sequence[Callable[[], None]]) -> list[Variant]:
     return [
         (each.kernel.__module__, each.name, each.arguments, each.options) for each in found.values()
     ]
-
-
-def send_empty_weights(engine: RolloutEngine, weight_loaders: dict[str, WeightLoader]) -> None:
-    """A pretended device has no generator of random numbers."""
-    device = engine.worker.model_device
-    engine.update_weights_from_tensor(
-        (name, torch.empty(to.shape, dtype=torch.bfloat16, device=device))
-        for name, to in weight_loaders.items()
-        if to.required
-    )
 
 
 def build(variant: Variant) -> None:

@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from harness.command import Command, Parts
 from harness.rows import Row
 from rollout import RolloutEngine
-from rollout.models.layers.weight_loader import WeightLoader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,18 +178,18 @@ def random_engine(folder: Path, spec: str, **options: Any) -> RolloutEngine:
     ``options``: of `RolloutEngine.from_pretrained`.
     """
     engine = RolloutEngine.from_pretrained(str(folder), spec, load_format="dummy", **options)
-    worker: Any = engine.worker
-    send_random_weights(engine, worker.target.model.weight_loaders())
+    send_random_weights(engine)
     return engine
 
 
-def send_random_weights(engine: RolloutEngine, weight_loaders: dict[str, WeightLoader]) -> None:
-    """A whole update, tensor by tensor: activations stay of order one, logits small."""
+def send_random_weights(engine: RolloutEngine) -> None:
+    """Update the target, tensor by tensor: activations stay of order one, logits small."""
+    worker: Any = engine.worker
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        device = engine.worker.model_device
+        device = worker.model_device
         generator = torch.Generator(device).manual_seed(0)
-        for name, loader in weight_loaders.items():
+        for name, loader in worker.target.model.weight_loaders().items():
             if loader.required and name.endswith("bias"):
                 yield name, torch.zeros(loader.shape, dtype=torch.bfloat16, device=device)
             elif loader.required:

@@ -22,6 +22,7 @@ from harness.shapes import Shape
 
 from rollout.ops.glu import silu_mul
 from tests.helpers.fake_cuda import FakeGpu
+from tests.helpers.fake_cuda.models import send_weights
 
 SHAPE = Shape(
     hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, ffn_size=48,
@@ -32,7 +33,7 @@ SHAPE = Shape(
 @pytest.fixture(autouse=True)
 def _weights_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pretended device has no generator."""
-    monkeypatch.setattr(decoding, "send_random_weights", gpu_kernels.send_empty_weights)
+    monkeypatch.setattr(decoding, "send_random_weights", send_weights)
 
 
 def test_steps_are_judged_and_what_sleeps_is_captured_again(gpu: FakeGpu, monkeypatch) -> None:

@@ -6,8 +6,7 @@ Within ``pretended_gpu()`` torch has one GPU, an H200 by name. What is pretended
   noted as a stall, and raises. What mixes devices raises. The CPU's tensors are real.
 - ``torch.cuda``: streams, events, graphs, memory and properties (`runtime`). What CUDA refuses
   while a stream is captured raises.
-- Pinned memory is ordinary memory. What is read from the device is zeros, or what `Memory.fill`
-  says.
+- Pinned memory is ordinary memory. What is read from the device is zeros.
 - Kernels of Triton are not run but recorded as Triton would compile them (`launches`).
 - ``torch.equal`` of two of its tensors says yes: an engine that starts asks whether rows agree.
 
@@ -16,7 +15,7 @@ Not pretended: what kernels compute, order among streams, how much memory there 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from unittest.mock import patch
@@ -26,7 +25,7 @@ from torch._subclasses import fake_tensor
 from triton.runtime.jit import JITFunction
 
 from tests.helpers.fake_cuda.launches import Launches
-from tests.helpers.fake_cuda.runtime import GIB, cuda_functions
+from tests.helpers.fake_cuda.runtime import cuda_functions
 from tests.helpers.fake_cuda.seen import Event, Kind, Seen
 from tests.helpers.fake_cuda.tensors import Memory, modes, real_from_numpy
 
@@ -40,10 +39,7 @@ class FakeGpu:
 
 
 @contextmanager
-def pretended_gpu(
-    *, free_bytes: int = 100 * GIB, fill: Callable[[torch.Tensor], None] | None = None
-) -> Iterator[FakeGpu]:
-    """``fill``: writes what the host is to find in pinned memory that the device is read into."""
+def pretended_gpu() -> Iterator[FakeGpu]:
     seen = Seen()
     gpu = FakeGpu(seen, Launches(seen))
 
@@ -51,12 +47,12 @@ def pretended_gpu(
         gpu.launches.run(kernel, *args, **kwargs)
 
     with ExitStack() as stack:
-        for name, function in cuda_functions(seen, free_bytes).items():
+        for name, function in cuda_functions(seen).items():
             stack.enter_context(patch.object(torch.cuda, name, function))
         stack.enter_context(patch.object(torch, "from_numpy", real_from_numpy(torch.from_numpy)))
         stack.enter_context(patch.object(JITFunction, "run", run))
         # A torch that was built for CUDA would ask a driver.
         stack.enter_context(patch.object(fake_tensor, "init_gpu_context", lambda device: None))
-        for mode in modes(seen, Memory(fill)):
+        for mode in modes(seen, Memory()):
             stack.enter_context(mode)
         yield gpu

@@ -93,6 +93,7 @@ def make_engine(folder: Path, name: str, *, nodes: int = 0, **options: Any) -> R
 
 
 def send_weights(engine: RolloutEngine) -> None:
+    """An update of empty tensors: a pretended device has no generator of random numbers."""
     model = engine.worker.target.model
     engine.update_weights_from_tensor(
         (name, torch.empty(loader.shape, dtype=model.dtype, device=model.device))

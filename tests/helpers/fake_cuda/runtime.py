@@ -89,7 +89,7 @@ def forbid_in_capture(seen: Seen, what: str) -> None:
         raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
 
 
-def cuda_functions(seen: Seen, free_bytes: int) -> dict[str, Any]:
+def cuda_functions(seen: Seen) -> dict[str, Any]:
     """Replacements for functions of ``torch.cuda`` by name."""
     default = FakeStream(seen, "default stream")
     thread = SimpleNamespace(stream=default)
@@ -140,7 +140,7 @@ def cuda_functions(seen: Seen, free_bytes: int) -> dict[str, Any]:
 
     def mem_get_info(device: Any = None) -> tuple[int, int]:
         forbid_in_capture(seen, "torch.cuda.mem_get_info")
-        return free_bytes, 140 * GIB
+        return 100 * GIB, 140 * GIB
 
     def empty_cache() -> None:
         forbid_in_capture(seen, "torch.cuda.empty_cache")

@@ -36,14 +36,10 @@ class FakeDevice(FakeTensorMode):
 
 
 class Memory:
-    """Pinned memory, which is ordinary memory that is known to be pinned.
+    """Pinned memory, which is ordinary memory that is known to be pinned."""
 
-    ``fill``: what the host finds in memory that the device was read into; default: zeros.
-    """
-
-    def __init__(self, fill: Callable[[torch.Tensor], None] | None = None) -> None:
+    def __init__(self) -> None:
         self._pinned: set[int] = set()
-        self._fill = fill
 
     def pinned(self, *size: Any, **options: Any) -> torch.Tensor:
         tensor = torch.zeros(*size, **options)
@@ -53,11 +49,6 @@ class Memory:
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._pinned
-
-    def read_into(self, host: torch.Tensor) -> None:
-        host.zero_()
-        if self._fill is not None:
-            self._fill(host)
 
 
 class WatchedFunctions(TorchFunctionMode):
@@ -131,7 +122,7 @@ class WatchedFunctions(TorchFunctionMode):
             self._seen.note(Kind.FORBIDDEN, f"a copy to {towards}")
         if host is target:
             with _disable_current_modes():
-                self._memory.read_into(host)
+                host.zero_()
         return target
 
 
