@@ -186,7 +186,7 @@ class FeatureRing:
             rows_NF = (
                 torch.from_numpy(feature_bytes).view(self.dtype).view(num_rows, self.num_columns)
             )
-            _copy(rows, rows_NF)
+            torch.cat(list(rows), out=rows_NF)
         fields["num_bytes"], fields["is_skipped"] = num_bytes, 0
         fields["num_tokens"], fields["num_rows"] = len(token_ids), num_rows
         fields["first_position"], fields["prompt_len"] = first_position, prompt_len
@@ -325,10 +325,3 @@ def _aligned(num_bytes: int) -> int:
 
 def _sum(record: np.ndarray) -> int:
     return int(np.add.reduce(record.view("<u8"), dtype=np.uint64))
-
-
-def _copy(blocks: Sequence[torch.Tensor], rows_NF: torch.Tensor) -> None:
-    at = 0
-    for block in blocks:
-        rows_NF[at : at + len(block)] = block
-        at += len(block)

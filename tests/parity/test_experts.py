@@ -12,6 +12,7 @@ from rollout import Rollout, RolloutEngine, SamplingParams
 from rollout.config import engine_config
 from rollout.errors import InvalidInputError
 from tests.helpers.compared import numbers
+from tests.helpers.parity_models import prompts
 from tests.helpers.replaying import ReplayingCapture, plain_factory
 from tests.helpers.tiny_hybrid import save_tiny_hybrid, tiny_hybrid
 from tests.helpers.tiny_model import save_tiny_llama
@@ -28,13 +29,6 @@ FAMILIES = {
         lambda: tiny_hybrid("qwen3_next", experts=True),
     ),
 }
-
-
-def prompts() -> list[list[int]]:
-    rng = np.random.default_rng(3)
-    shared = rng.integers(3, 97, 40).tolist()
-    own = [rng.integers(3, 97, length).tolist() for length in (1, 5, 33)]
-    return [*own, shared, [*shared, 7], [*shared[:30], *own[1]]]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
