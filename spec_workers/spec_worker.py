@@ -8,19 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from rollout.engine.draft_corpus import DraftCorpus
 from rollout.engine.worker import FinishStep
-from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.ops import gpu
-from rollout.parallel import ModelRanks
-from rollout.runner.memory_saver import MemorySaver
 from rollout.runner.model_runner import Forwarded
 from rollout.sampling.sampler import TreeSamples
-from rollout.scheduler.step_limits import StepLimits
 from rollout.types import (
     Batch,
     DraftTrees,
@@ -30,7 +25,6 @@ from rollout.types import (
     StepTimes,
     TokenExtras,
 )
-from rollout.weights.transaction import WeightTransaction
 from spec_workers.budget import DraftBudget, FixedBudget, SelectedDrafts
 from spec_workers.budget.cost_run import calibrate
 from spec_workers.draft_tree import only_roots
@@ -63,6 +57,16 @@ class SpecWorker:
         """``budget``: how many draft nodes are verified; default: all that are proposed. For the
         others see `SpecOptions`."""
         self.target = target
+        # The parts of the target that the protocol `Worker` names.
+        self.memory = target.memory
+        self.memory_saver = target.memory_saver
+        self.weights = target.weights
+        self.ranks = target.ranks
+        self.limits = target.limits
+        self.vocab_size = target.vocab_size
+        self.max_context_len = target.max_context_len
+        self.eos_token_ids = target.eos_token_ids
+        self.model_dtype, self.model_device = target.model.dtype, target.model.device
         self.budget: DraftBudget = budget or FixedBudget()
         self.lockstep = lockstep or target.ranks.rows.size > 1
         self.recorder: FeatureRecorder | None = None
@@ -72,51 +76,6 @@ class SpecWorker:
         # Ranks learn at once: between their steps one may be asked what it learned, others not.
         is_deferred = gpu.runs_on(self.model_device) and target.ranks.all.size == 1
         self._learning = StepLearning(self.budget, is_deferred=is_deferred)
-
-    @property
-    def memory(self) -> KVCacheManager:
-        """Ownership of KV slots; the target's."""
-        return self.target.memory
-
-    @property
-    def vocab_size(self) -> int:
-        return self.target.vocab_size
-
-    @property
-    def max_context_len(self) -> int:
-        return self.target.max_context_len
-
-    @property
-    def weights(self) -> WeightTransaction:
-        """The weights of every model it runs: where updates begin and end."""
-        return self.target.weights
-
-    @property
-    def memory_saver(self) -> MemorySaver:
-        """The memory of those models, and of their KV."""
-        return self.target.memory_saver
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return self.target.eos_token_ids
-
-    @property
-    def model_dtype(self) -> torch.dtype:
-        return self.target.model.dtype
-
-    @property
-    def model_device(self) -> torch.device:
-        return self.target.model.device
-
-    @property
-    def limits(self) -> StepLimits:
-        """The limits of what the scheduler may give it in one step."""
-        return self.target.limits
-
-    @property
-    def ranks(self) -> ModelRanks:
-        """The processes that run its models."""
-        return self.target.ranks
 
     @property
     def overlaps(self) -> bool:
