@@ -7,17 +7,85 @@ import pytest
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import engine_config
+from rollout.models.aux_hidden_states import AuxHiddenStates
 from spec_workers.budget import FixedBudget, LearnedBudget
 from spec_workers.corpus.ngram_corpus import NgramCorpus
 from spec_workers.corpus.options import CorpusOptions
 from spec_workers.hybrid import HybridWorker, hybrid_sources
 from spec_workers.target import TargetWorker
 from tests.helpers.compared import numbers
-from tests.helpers.oracle_drafter import VOCAB, OracleDrafter
+from tests.helpers.requests import make_trees
 from tests.helpers.tree_checks import check_trees, paths_of
 
 PROMPTS = [[5, 9, 11, 3, 70], [1, 2, 3], [40, 41]]
 PARAMS = SamplingParams(max_new_tokens=24, seed=4, n=2, ignore_eos=True)
+VOCAB = 97
+
+
+class OracleDrafter:
+    """A stand-in for `NeuralDrafter` that knows the rollouts: it grows chains of ``depth`` recorded
+    tokens, each with a wrong sibling."""
+
+    sources = ("oracle",)
+    features = AuxHiddenStates()
+    lockstep = False
+    is_warm = True
+
+    def __init__(self, recorded, *, depth, right) -> None:
+        """
+        Args:
+            recorded: (prompt_index, sample_index) -> all tokens of that rollout, prompt included.
+            right: the probability that a recorded token is likelier than its sibling.
+        """
+        self._recorded = recorded
+        self._depth = depth
+        self._right = right
+        self._rng = np.random.default_rng(0)
+        self.max_draft_tokens = 2 * depth
+        self.num_asked = self.num_observed = self.num_released = 0
+
+    def propose(self, batch, floors_B, entries, token_ms_B=None):
+        shapes, probs = [], []
+        for b, entry in enumerate(batch.entries):
+            tokens, parents = [], []
+            if entry.samples and b in entries:
+                tokens, parents = self._tree(entry.request, len(entry.draft_slots))
+                self.num_asked += 1
+            # Nodes come in pairs, the likelier first; below that one the next pair.
+            joint = [0.8 ** (j // 2) * (0.8, 0.1)[j % 2] for j in range(len(tokens))]
+            order = sorted(range(len(tokens)), key=lambda j: -joint[j])
+            number = {0: 0} | {j + 1: rank for rank, j in enumerate(order, start=1)}
+            shapes.append(([tokens[j] for j in order], [number[parents[j]] for j in order]))
+            probs += [joint[j] for j in order]
+        trees = make_trees(shapes)
+        trees.probs_N = np.array(probs, dtype=np.float32)
+        return trees
+
+    def _tree(self, request, room):
+        truth = self._recorded[request.prompt_index, request.sample_index][len(request.tokens) :]
+        tokens, parents, parent = [], [], 0
+        for token in truth[: min(self._depth, room // 2)]:
+            wrong = (token + 1) % VOCAB
+            first, second = (token, wrong) if self._rng.random() < self._right else (wrong, token)
+            tokens += [first, second]
+            parents += [parent, parent]
+            parent = len(tokens) - 1
+        return tokens, parents
+
+    def observe(self, step, *, prompts_alone=False) -> None:
+        self.num_observed += not prompts_alone
+
+    def release(self, request) -> None:
+        self.num_released += 1
+
+    def weights_changed(self) -> None: ...
+
+    def check_integrity(self, running) -> None: ...
+
+    def counters(self):
+        return {"draft/asked": self.num_asked}
+
+
 SOURCES = hybrid_sources(OracleDrafter.sources)
 
 
