@@ -6,8 +6,8 @@ token counts?
 
 Our engine samples first, lengths as they fall; transformers then generates exactly as many tokens
 for each prompt: by `generate`, waiting in each batch for its longest row, as its users must, and by
-its continuous batching, which does not wait. The latter runs on a GPU, or with --continuous. Bars,
-on a CPU: 1.3x at batch 1 and 8, 1.5x at 32, 2x for 64 rollouts of 8 prompts.
+its continuous batching, which does not wait. The latter runs on a GPU only. Bars on a CPU: 1.3x at
+batch 1 and 8, 1.5x at 32, 2x for 64 rollouts of 8 prompts.
 """
 
 from __future__ import annotations
@@ -108,7 +108,6 @@ def compare(
     *,
     batch_sizes: Sequence[int],
     repeats: int,
-    continuous: bool,
     bar: float | None = None,
 ) -> Iterator[Row]:
     """The best of the repeats on all sides; for `generate` the best of ``batch_sizes`` too."""
@@ -124,7 +123,7 @@ def compare(
         for size in batch_sizes:
             batches = [rollouts[i : i + size] for i in range(0, len(rollouts), size)]
             theirs.append(sum(generate_seconds(model, batch) for batch in batches))
-        if continuous:
+        if engine.worker.model_device.type == "cuda":
             continuously.append(continuous_seconds(model, rollouts))
     tokens = sum(len(rollout.token_ids) for rollout in rollouts)
     yield row(f"{name}: specrollout", tokens / min(ours), "tokens/s")
@@ -166,7 +165,7 @@ def shaped_rows(options: argparse.Namespace) -> Iterator[Row]:
     for size in (1, 8) if options.quick else (1, 8, 32, 64):
         yield from compare(
             f"{options.shape}, batch {size}", engine, model, prompts[:size], params[:size],
-            batch_sizes=(size,), repeats=options.repeats, continuous=options.continuous,
+            batch_sizes=(size,), repeats=options.repeats,
         )  # fmt: skip
 
 
@@ -190,13 +189,13 @@ def model_rows(options: argparse.Namespace) -> Iterator[Row]:
     for size, prompts in ((1, tasks[:1]), (8, open_prompts), (32, open_prompts + tasks)):
         yield from compare(
             f"batch {size}, {dtype}", engine, model, prompts, params, bar=bars.get(size),
-            batch_sizes=(size,), repeats=options.repeats, continuous=options.continuous,
+            batch_sizes=(size,), repeats=options.repeats,
         )  # fmt: skip
     group = [*open_prompts[:4], *tasks[:4]]
     params = SamplingParams(temperature=TEMPERATURE, max_new_tokens=options.tokens, seed=2, n=8)
     yield from compare(
         f"8 prompts x 8 samples, {dtype}", engine, model, group, params, bar=bars.get(64),
-        batch_sizes=(8, 64), repeats=1, continuous=options.continuous,
+        batch_sizes=(8, 64), repeats=1,
     )  # fmt: skip
     metrics = engine.metrics()
     yield row("engine time to first rollout", metrics.first_rollout_seconds or 0.0, "s")
@@ -210,15 +209,12 @@ def parts(options: argparse.Namespace) -> Parts:
 
 
 def make_command() -> Command:
-    on_gpu = torch.cuda.is_available()
     command = Command(__doc__)
     command.model()
     command.threads(2)
     command.repeats(2)
     command.option("--tokens", 256, quick=4, limits=(1, 256), help="of a rollout, at most")
-    command.option("--device", "cuda" if on_gpu else "cpu")
-    help = "transformers' continuous batching too; it is made for GPUs"
-    command.option("--continuous", on_gpu, action=argparse.BooleanOptionalAction, help=help)
+    command.option("--device", "cuda" if torch.cuda.is_available() else "cpu")
     command.option("--shape", choices=SHAPES, help="random weights instead of --model")
     return command
 

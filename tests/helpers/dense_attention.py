@@ -87,8 +87,7 @@ class DenseAttention:
 class GrowingAttention:
     """Causal attention within one sequence that comes a few rows at a time."""
 
-    def __init__(self, scale: float | None = None) -> None:
-        self.scale = scale
+    def __init__(self) -> None:
         self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def run(
@@ -100,7 +99,7 @@ class GrowingAttention:
             old_k, old_v = self.kept[layer]
             k_TKD, v_TKD = torch.cat([old_k, k_TKD]), torch.cat([old_v, v_TKD])
         self.kept[layer] = (k_TKD, v_TKD)
-        return attended(q_THD, k_TKD, v_TKD, self.scale, variant).contiguous()
+        return attended(q_THD, k_TKD, v_TKD, None, variant).contiguous()
 
 
 @torch.inference_mode()
