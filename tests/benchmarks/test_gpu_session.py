@@ -194,7 +194,7 @@ def test_stages_name_files_that_are_there_and_options_that_are_known(on_gpu: boo
 
 
 def test_the_three_commands_of_the_documentation_name_stages() -> None:
-    text = (ROOT / "docs" / "gpu.md").read_text()
+    text = (ROOT / "docs" / "kernels.md").read_text()
     commands = [line for line in text.splitlines() if "benchmarks/gpu_session.py --output" in line]
     assert len(commands) == 3
     named = [name for line in commands for name in line.split("--stage ")[1].split()]
