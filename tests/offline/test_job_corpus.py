@@ -35,13 +35,13 @@ def run(config: RunConfig, spec: str = "ngram", **options: Any) -> JobResult:
     return small_jobs.run(config, spec, **(SPEC | options if spec == "ngram" else {}))
 
 
-def stopped(config: RunConfig, monkeypatch: pytest.MonkeyPatch, steps: int = 40) -> JobResult:
+def stopped(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> JobResult:
     """Run until SIGTERM arrives in the middle of it."""
     real_step, seen = RolloutEngine.step, []
 
     def step(engine: RolloutEngine):
         seen.append(None)
-        if len(seen) == steps:
+        if len(seen) == 40:
             os.kill(os.getpid(), signal.SIGTERM)
         return real_step(engine)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import signal
@@ -15,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
+from tests.helpers.small_jobs import read_rows
 from tests.soak.ledger import Event, Ledger
 
 _SLOWEST_SECONDS = 900.0  # of one start of the job, whatever else the machine does
@@ -57,7 +55,7 @@ class Job:
         output = self._folder / "undisturbed.jsonl"
         code = await self._run(event, output, "none", None)
         self._ledger.require(code == 0, event, f"exit code {code}")
-        return _rows_of(output)
+        return read_rows(output)
 
     async def run(self, expected: Sequence[Row]) -> None:
         """Cycle after cycle: a new output each, compared with ``expected`` when complete."""
@@ -67,7 +65,7 @@ class Job:
             spec = self._rng.choice(["ngram", "ngram", "none"])
             output = self._folder / f"cycle{self._cycle}{suffix}"
             event = await self._until_complete(output, spec)
-            rows = _rows_of(output)
+            rows = read_rows(output)
             self._ledger.count("job", f"complete as {suffix} by {spec}")
             self._ledger.require(
                 rows == list(expected),
@@ -163,14 +161,6 @@ def _lines_of(journal: Path) -> int:
         return journal.read_bytes().count(b"\n")
     except FileNotFoundError:
         return 0
-
-
-def _rows_of(path: Path) -> list[Row]:
-    if path.suffix == ".parquet":
-        rows = pq.read_table(path).to_pylist()
-    else:
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return sorted(rows, key=lambda row: (row["prompt_index"], row["sample_index"]))
 
 
 def _first(rows: Sequence[Row], expected: Sequence[Row]) -> str:
