@@ -18,7 +18,7 @@ def node_keys(plan: AttentionPlan) -> NodeKeys:
     if plan.node_keys is not None:
         return plan.node_keys
     nodes, device = plan.node_slots_N.numel(), plan.node_slots_N.device
-    keys = plan.node_keys = NodeKeys(
+    keys = NodeKeys(
         slots_NW=torch.empty((nodes, 2 * BLOCK), dtype=torch.int32, device=device),
         lens_N=torch.empty(nodes, dtype=torch.int32, device=device),
     )
