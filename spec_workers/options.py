@@ -48,7 +48,8 @@ class SpecOptions:
         checked_int(self.num_draft_tokens, "spec.num_draft_tokens", maximum=MAX_TREE_NODES - 1)
 
     def check_files(self) -> None:
-        """Raise InvalidInputError for a file that this machine, which runs the worker, lacks."""
+        """Raise InvalidInputError for a draft that this machine, which runs the worker, lacks.
+        `NgramCorpus` looks for its own files."""
 
     def runs_in_lockstep(self, config: EngineConfig) -> bool:
         """Whether every step enters the same forwards, whatever the batch."""

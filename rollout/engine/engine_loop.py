@@ -185,6 +185,11 @@ class EngineLoop(Generic[E]):
         with self._changed:
             return len(self._unfinished)
 
+    @property
+    def is_holding(self) -> bool:
+        """Whether new requests are held back."""
+        return self._num_holders > 0
+
     @contextmanager
     def holding(self) -> Iterator[list[RequestHandle]]:
         """A context in which the engine gets no new requests: they are submitted at its end, in the

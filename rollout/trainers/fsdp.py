@@ -31,7 +31,8 @@ class FSDP2Source(ParameterSource):
 
     @cached_property
     def _mesh(self) -> DeviceMesh:
-        meshes = [p.device_mesh for p in self.model.parameters() if isinstance(p, DTensor)]
+        parameters = [ref.parameter for ref in self.refs()]
+        meshes = [each.device_mesh for each in parameters if isinstance(each, DTensor)]
         return max(meshes, key=lambda mesh: mesh.ndim)
 
     @cached_property

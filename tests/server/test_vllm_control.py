@@ -82,7 +82,7 @@ def test_requests_that_come_while_others_are_waited_for_come_after_the_pause(liv
     """Else a trainer that keeps sending would never be paused, or sample from both weights."""
     with requested(live, max_tokens=300) as running, ThreadPoolExecutor(1) as threads:
         pausing = threads.submit(post, client, "/pause", mode="wait")
-        wait_until(lambda: live.serving.loop._num_holders or pausing.done())
+        wait_until(lambda: live.serving.loop.is_holding or pausing.done())
         with requested(live) as later, live.client() as other:
             pausing.result(HANG_SECONDS)
             assert len(running.result(HANG_SECONDS)["token_ids"]) == 300

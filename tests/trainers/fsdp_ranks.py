@@ -254,6 +254,21 @@ def mixed_precision(folder: Path) -> dict[str, Any]:
     }
 
 
+def after_a_forward(folder: Path) -> dict[str, Any]:
+    """The first sync follows a forward without a backward, which leaves the only unit unsharded."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = fully_shard(model)
+    generator = engine_of(folder) if RANK == 0 else None
+    hook = RolloutHook(generator, model, bucket_bytes=BUCKET_BYTES)
+    with torch.no_grad():
+        expected = logprobs_of(model)
+    sync = hook.sync()
+    return {
+        "num_tensors": sync.num_tensors,
+        "gap": 0.0 if generator is None else gap(generator, expected),
+    }
+
+
 def main(output: str) -> None:
     wraps: dict[str, Wrap] = {
         "fsdp2": fsdp2,
@@ -284,6 +299,7 @@ def main(output: str) -> None:
             )
             results[f"tensor-fsdp2-{name}"] = tensor_parallel(folder, fsdp2)
         results["mixed"] = mixed_precision(untied)
+        results["after a forward"] = after_a_forward(untied)
         one_kv_head = save_tiny_llama(Path(temporary) / "one", num_kv_heads=1)
         for name, folder in {"": untied, "-tied": tied, "-one": one_kv_head}.items():
             results[f"tensor-fsdp2{name}"] = tensor_parallel(folder, fsdp2)

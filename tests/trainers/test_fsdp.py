@@ -67,6 +67,12 @@ def test_mixed_precision_streams_the_masters(by_rank):
         assert results["mixed"] == {"masters": True, "halves": True}
 
 
+def test_the_first_sync_may_follow_a_forward(by_rank):
+    for results in by_rank:
+        assert results["after a forward"]["num_tensors"] == 21
+        assert results["after a forward"]["gap"] < 1e-5
+
+
 @pytest.mark.parametrize("kind", ["fsdp2", "fsdp2-tied", "fsdp2-one", "fsdp2-experts"])
 def test_shards_go_to_tensor_parallel_ranks_without_a_whole_tensor(by_rank, kind):
     for results in by_rank:

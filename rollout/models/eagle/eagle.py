@@ -26,6 +26,10 @@ class EagleLayer(DecoderLayer):
         super().__init__(spec, weights)
         del self.input_norm_E
 
+    @property
+    def norms_before(self) -> tuple[None, torch.Tensor]:
+        return None, self.mlp_norm_E
+
     def _norms(self) -> dict[str, torch.Tensor]:
         return {"post_attention_layernorm": self.mlp_norm_E}
 
