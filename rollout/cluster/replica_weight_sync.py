@@ -13,7 +13,7 @@ from rollout.cluster.replica_manager import ReplicaManager
 from rollout.errors import EngineStateError, IntegrityError, WeightUpdateError
 from rollout.weights.bucket import CACHED_BUCKET_BYTES
 from rollout.weights.bucket_layout import layouts
-from rollout.weights.manifest import UpdateOptions
+from rollout.weights.update_options import UpdateOptions
 
 log = logging.getLogger(__name__)
 

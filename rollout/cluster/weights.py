@@ -25,16 +25,16 @@ from rollout.weights.bucket import (
     offered_tensors,
 )
 from rollout.weights.distributed import announced_manifest
-from rollout.weights.manifest import (
-    Manifest,
+from rollout.weights.manifest import Manifest
+from rollout.weights.update_options import UpdateOptions
+from rollout.weights.versions import TARGET, next_versions
+from rollout.weights.weight_source import (
     NamedTensors,
     StoredWeights,
-    UpdateOptions,
     closed_iterator,
     manifest_of,
     refuse_not_finite,
 )
-from rollout.weights.versions import TARGET, next_versions
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from rollout.engine.protocol import Engine
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
-from rollout.weights.manifest import Manifest, UpdateOptions
+from rollout.weights.manifest import Manifest
+from rollout.weights.update_options import UpdateOptions
 from rollout.weights.versions import TARGET
 
 Options = dict[str, Any]

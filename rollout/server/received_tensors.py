@@ -20,7 +20,8 @@ from pydantic_core import PydanticCustomError
 from safetensors import SafetensorError, safe_open
 
 from rollout.errors import InvalidInputError
-from rollout.weights.manifest import Manifest, StoredWeights, TensorSpec
+from rollout.weights.manifest import Manifest, TensorSpec
+from rollout.weights.weight_source import StoredWeights
 
 MAX_TENSORS = 2**16
 

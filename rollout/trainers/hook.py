@@ -14,7 +14,7 @@ from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.trainers.parameter_source import BUCKET_BYTES
 from rollout.trainers.weight_source import weight_source
 from rollout.trainers.weight_stream import WeightStream
-from rollout.weights.manifest import UpdateOptions
+from rollout.weights.update_options import UpdateOptions
 
 
 class WeightReceiver(Protocol):

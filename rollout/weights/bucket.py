@@ -20,11 +20,10 @@ from rollout.weights.bucket_layout import (
     BucketPacker,
     manifest_of_layouts,
 )
-from rollout.weights.manifest import (
-    Manifest,
+from rollout.weights.manifest import Manifest, TensorSpec
+from rollout.weights.weight_source import (
     NamedTensors,
     StoredWeights,
-    TensorSpec,
     closed_iterator,
     manifest_of,
     pairs_of,

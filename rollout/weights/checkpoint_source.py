@@ -9,7 +9,8 @@ from typing import Self
 import torch
 
 from rollout.models.checkpoint import Checkpoint
-from rollout.weights.manifest import Manifest, StoredWeights, TensorSpec
+from rollout.weights.manifest import Manifest, TensorSpec
+from rollout.weights.weight_source import StoredWeights
 
 
 class CheckpointSource(StoredWeights):

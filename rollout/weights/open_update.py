@@ -11,22 +11,18 @@ from rollout.errors import InvalidInputError
 from rollout.models.layers.weight_loader import WeightLoader, mismatches, same_values
 from rollout.weights.delta import Change, TensorChanges, changed_specs, split_name
 from rollout.weights.lora import LoraChange
-from rollout.weights.manifest import (
-    LISTED,
-    Manifest,
+from rollout.weights.manifest import LISTED, Manifest, Slices, TensorSpec, refuse_mismatched
+from rollout.weights.update_options import UpdateOptions
+from rollout.weights.versions import TARGET
+from rollout.weights.weight_source import (
     NamedTensors,
     SlicedSource,
-    Slices,
     StoredWeights,
-    TensorSpec,
-    UpdateOptions,
     checked_pair,
     closed_iterator,
-    refuse_mismatched,
     refuse_not_finite,
     refuse_unreadable,
 )
-from rollout.weights.versions import TARGET
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

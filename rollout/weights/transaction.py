@@ -30,10 +30,12 @@ import torch
 
 from rollout.errors import EngineStateError, WeightUpdateError
 from rollout.parallel import RankGroup, SingleRank
-from rollout.weights.manifest import Manifest, NamedTensors, UpdateOptions, manifest_of
+from rollout.weights.manifest import Manifest
 from rollout.weights.open_update import OpenUpdate
 from rollout.weights.parts import WeightPart, WeightParts
+from rollout.weights.update_options import UpdateOptions
 from rollout.weights.versions import TARGET, next_versions, require_base
+from rollout.weights.weight_source import NamedTensors, manifest_of
 
 
 class WeightState(enum.Enum):

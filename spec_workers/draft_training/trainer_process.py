@@ -25,8 +25,9 @@ from typing import Any, TextIO
 import torch
 from torch.nn.functional import embedding
 
-from rollout.weights.manifest import NamedTensors, named_dtype
+from rollout.weights.manifest import named_dtype
 from rollout.weights.shared_memory import HandleReceiver, SharedMemorySender
+from rollout.weights.weight_source import NamedTensors
 from spec_workers.draft_training.building import load_draft
 from spec_workers.draft_training.candidate import Candidate, CandidateVerdict
 from spec_workers.draft_training.config import CoTrainingConfig, TrainingConfig

@@ -14,8 +14,8 @@ from rollout.errors import CheckpointError, InvalidInputError
 from rollout.models.experts_config import ExpertsSpec
 from rollout.models.loader import load_model
 from rollout.models.spec import ModelSpec
-from rollout.weights.manifest import UpdateOptions
 from rollout.weights.transaction import WeightTransaction
+from rollout.weights.update_options import UpdateOptions
 from tests.helpers.dense_attention import DenseAttention, logits_of
 from tests.helpers.dense_states import DenseStates
 from tests.helpers.tiny_deepseek import OF_FAMILY, tiny_deepseek

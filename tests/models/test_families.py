@@ -18,8 +18,8 @@ from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.loader import load_model, read_into
 from rollout.models.mxfp4 import dequantised
 from rollout.ops.grouped_matmul import RowGroups
-from rollout.weights.manifest import UpdateOptions
 from rollout.weights.transaction import WeightTransaction
+from rollout.weights.update_options import UpdateOptions
 from spec_workers.draft_training.sequences import TokenSequence
 from spec_workers.draft_training.target_features import TargetFeatures
 from tests.helpers.dense_attention import logits_of

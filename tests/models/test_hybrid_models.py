@@ -15,8 +15,8 @@ from rollout.errors import CheckpointError
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.layers.weight_loader import mismatches
 from rollout.models.loader import load_model
-from rollout.weights.manifest import UpdateOptions
 from rollout.weights.transaction import WeightTransaction
+from rollout.weights.update_options import UpdateOptions
 from tests.helpers.dense_attention import GrowingAttention, features_of, logits_of
 from tests.helpers.dense_states import DenseStates
 from tests.helpers.tiny_hybrid import randomise, save_tiny_hybrid, tiny_hybrid

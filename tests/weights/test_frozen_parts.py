@@ -8,8 +8,8 @@ import torch
 from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.runner.memory_saver import MemorySaver
 from rollout.types import MemoryTag
-from rollout.weights.manifest import UpdateOptions
 from rollout.weights.transaction import WeightState, WeightTransaction
+from rollout.weights.update_options import UpdateOptions
 from tests.helpers.plain_part import PlainPart
 
 

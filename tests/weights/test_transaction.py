@@ -9,8 +9,9 @@ from safetensors.torch import save_file
 from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.models.layers.weight_loader import WeightLoader, with_alias
 from rollout.weights.checkpoint_source import CheckpointSource
-from rollout.weights.manifest import TensorSpec, UpdateOptions
+from rollout.weights.manifest import TensorSpec
 from rollout.weights.transaction import WeightState, WeightTransaction
+from rollout.weights.update_options import UpdateOptions
 from tests.helpers.plain_part import PlainPart
 
 

@@ -8,7 +8,8 @@ from pydantic import Field
 
 from rollout.server.body_fields import Body, Listed
 from rollout.server.received_tensors import Handles, PerTensor
-from rollout.weights.manifest import Manifest, TensorSpec, UpdateOptions, named_dtype
+from rollout.weights.manifest import Manifest, TensorSpec, named_dtype
+from rollout.weights.update_options import UpdateOptions
 
 Version = Annotated[int, Field(ge=0, lt=2**63)]
 """A weight version. sglang's are texts: digits are taken."""
