@@ -15,7 +15,8 @@ void ExternalBuilder::append(std::span<const Token> tokens, std::span<const std:
   if (offsets.empty()) refuse("len(offsets)", "0", "must be at least 1");
   check_offsets(offsets, offsets.size() - 1, tokens.size());
   const std::scoped_lock lock(mutex_);
-  if (closed_) refuse("documents", std::to_string(offsets.size() - 1), "come after build()");
+  if (closed_)
+    refuse("documents", std::to_string(offsets.size() - 1), "cannot be added after build()");
   const std::uint64_t size = text_size_ + tokens.size() + offsets.size();
   if (size > ExternalIndex::kMaxText) {
     refuse("documents", std::to_string(size) + " tokens and documents",

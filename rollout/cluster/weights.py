@@ -26,15 +26,15 @@ from rollout.weights.bucket import (
 )
 from rollout.weights.distributed import announced_manifest
 from rollout.weights.manifest import Manifest
-from rollout.weights.update_options import UpdateOptions
-from rollout.weights.versions import TARGET, next_versions
-from rollout.weights.weight_source import (
+from rollout.weights.named_tensors import (
     NamedTensors,
     StoredWeights,
     closed_iterator,
     manifest_of,
     refuse_not_finite,
 )
+from rollout.weights.update_options import UpdateOptions
+from rollout.weights.versions import TARGET, next_versions
 
 log = logging.getLogger(__name__)
 

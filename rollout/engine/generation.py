@@ -1,4 +1,5 @@
-"""The engine's calls that return when all is done: generate, stream, score."""
+"""The engine's calls that generate and score: one step, and generate, stream and score, which run
+steps until all is done."""
 
 from __future__ import annotations
 

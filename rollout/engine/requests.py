@@ -15,7 +15,8 @@ from rollout.validation import checked_int
 
 
 class RequestFactory:
-    """Numbers requests and refuses what could never run."""
+    """Makes requests, and the rollouts of ended ones. Numbers requests and refuses what could never
+    run."""
 
     def __init__(
         self,

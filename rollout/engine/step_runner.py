@@ -1,4 +1,4 @@
-"""The engine's loop: a step is schedule, run, commit; at most two are under way at once."""
+"""Runs the engine's steps: schedule, run, commit. At most two are under way at once."""
 
 from __future__ import annotations
 

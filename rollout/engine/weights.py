@@ -31,10 +31,10 @@ from rollout.weights.bucket import (
 from rollout.weights.bucket_layout import BucketLayout
 from rollout.weights.joined_groups import JoinedGroups
 from rollout.weights.manifest import Manifest, TensorSpec
+from rollout.weights.named_tensors import NamedTensors, manifest_of
 from rollout.weights.shared_memory import HandleReceiver
 from rollout.weights.transaction import WeightState
 from rollout.weights.update_options import UpdateOptions
-from rollout.weights.weight_source import NamedTensors, manifest_of
 
 
 class WeightUpdates:

@@ -324,7 +324,7 @@ class KVCacheManager:
     def share(self, row: int, tokens: Sequence[int]) -> None:
         """Let other requests use the KV of the row's first ``tokens``, all of them computed.
 
-        Where the tree holds some of them already, the row switches to the tree's slots.
+        Where the prefix cache holds some of them already, the row switches to its slots.
         """
         state = self._rows[row]
         if not self.shares_prefixes or state.stale:
@@ -402,7 +402,7 @@ class KVCacheManager:
         """Move [shared_len, len(tokens)) from the request to the prefix cache.
 
         [shared_len, held) was cached already: the row switches to the cache's slots, and the
-        request's copies are freed. [held, len(tokens)) is owned by the tree from here on.
+        request's copies are freed. The cache owns [held, len(tokens)) from here on.
         """
         assert state.shared_len <= len(tokens) <= self._allocated[row]
         slots = self.req_to_token.table[row, : len(tokens)]

@@ -37,7 +37,7 @@ def refuse_unimplemented(
     """Raise UnsupportedModelError for a field that asks for what is not implemented.
 
     Args:
-        implemented: a field's values that are. A missing field asks for nothing.
+        implemented: for each field, the values that are. A missing field asks for nothing.
         by: the model that asks, where the message must name it.
     """
     for name, values in implemented.items():

@@ -69,7 +69,7 @@ def room_for(content: str, folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OutputError(
-            f"{folder} cannot hold {content}, which the job reads in its place: "
+            f"{folder} cannot hold {content}, a temporary file that the job needs: "
             f"{error.strerror}. Make room, or give another output.path"
         ) from None
 
@@ -77,9 +77,9 @@ def room_for(content: str, folder: Path) -> Iterator[None]:
 class PromptFile:
     """The prompts that a file holds when this is made; later changes of the file are not seen.
 
-    What is read and hashed is a copy without a name: nobody else can change it, and it goes with
-    the process. A lock would not do, for writers need not heed one; nor would an open descriptor,
-    for files are also rewritten in place. A context, which ends with the copy.
+    A copy without a name is read and hashed: nobody else can change it, and it goes with the
+    process. A lock would not do, since writers need not heed one, nor an open descriptor, since
+    files are also rewritten in place. Leaving the object's ``with`` block deletes the copy.
     """
 
     def __init__(self, config: DataConfig, folder: Path) -> None:

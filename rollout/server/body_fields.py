@@ -1,8 +1,8 @@
 """Fields of bodies: their types, their limits, and the refusal of unknown ones.
 
-Other servers know many more fields than these. What cannot change the answer is let through; the
-rest is refused by name, unless its value asks for nothing, so that nobody trains on samples of a
-distribution they did not ask for.
+Other servers know many more fields than these. Fields that cannot change the answer are let
+through. Others are refused by name, unless their value asks for nothing: nobody should train on
+samples of another distribution.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ KnownIds = WrapValidator(_known_ids)
 
 
 def _known_biases(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """Checks the first wrong one alone, if there is one."""
+    """If a bias has a wrong type, pydantic checks the first such one only."""
     if isinstance(value, Mapping):
         for token, bias in value.items():
             if type(bias) is not float and type(bias) is not int:
@@ -84,7 +84,8 @@ _MAX_LISTED_TOKENS = 1024
 def check_params(params: SamplingParams, vocab_size: int, has_tokenizer: bool) -> None:
     """Raises InvalidInputError for parameters of which there are too many, or that the model
     cannot have."""
-    # Every sample has a set of the first, and every token logprobs of the second.
+    # Each sample keeps a set of stop_token_ids, and each token takes a logprob for each of
+    # logprob_token_ids.
     for name in ("stop_token_ids", "logprob_token_ids"):
         if (count := len(getattr(params, name))) > _MAX_LISTED_TOKENS:
             raise InvalidInputError(f"len({name})", count, f"at most {_MAX_LISTED_TOKENS}")

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from rollout.errors import InvalidInputError
 from rollout.weights.manifest import Manifest, TensorSpec
-from rollout.weights.weight_source import StoredWeights
+from rollout.weights.named_tensors import StoredWeights
 
 MAX_TENSORS = 2**16
 

@@ -25,8 +25,8 @@ MAX_TREE_NODES = 64
 class ScheduledStates:
     """State slots of one entry: the state it begins with, and slots for those the step computes.
 
-    The step never writes to the source. Commit gives the request the slot of the last accepted
-    node, and frees the source and the others.
+    The step never writes to the source. Commit notes the slot of the last accepted node. The end of
+    the step makes it the request's, and frees the source and the others.
     """
 
     source: int  # scheduler: slot of the state after [0, start); 0: no tokens yet

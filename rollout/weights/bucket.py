@@ -21,7 +21,7 @@ from rollout.weights.bucket_layout import (
     manifest_of_layouts,
 )
 from rollout.weights.manifest import Manifest, TensorSpec
-from rollout.weights.weight_source import (
+from rollout.weights.named_tensors import (
     NamedTensors,
     StoredWeights,
     closed_iterator,

@@ -10,7 +10,7 @@ import torch
 
 from rollout.models.checkpoint import Checkpoint
 from rollout.weights.manifest import Manifest, TensorSpec
-from rollout.weights.weight_source import StoredWeights
+from rollout.weights.named_tensors import StoredWeights
 
 
 class CheckpointSource(StoredWeights):

@@ -19,7 +19,7 @@ from rollout.weights.bucket_layout import (
 from rollout.weights.distributed import manifest_digest, outcome
 from rollout.weights.group import WeightGroup
 from rollout.weights.manifest import Manifest, Slices, TensorSpec, dtype_name, slices_from_json
-from rollout.weights.weight_source import WeightSource, closed_iterator
+from rollout.weights.named_tensors import WeightSource, closed_iterator
 
 
 class DistributedSender:

@@ -12,9 +12,7 @@ from rollout.models.layers.weight_loader import WeightLoader, mismatches, same_v
 from rollout.weights.delta import Change, TensorChanges, changed_specs, split_name
 from rollout.weights.lora import LoraChange
 from rollout.weights.manifest import LISTED, Manifest, Slices, TensorSpec, refuse_mismatched
-from rollout.weights.update_options import UpdateOptions
-from rollout.weights.versions import TARGET
-from rollout.weights.weight_source import (
+from rollout.weights.named_tensors import (
     NamedTensors,
     SlicedSource,
     StoredWeights,
@@ -23,6 +21,8 @@ from rollout.weights.weight_source import (
     refuse_not_finite,
     refuse_unreadable,
 )
+from rollout.weights.update_options import UpdateOptions
+from rollout.weights.versions import TARGET
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

@@ -15,7 +15,7 @@ from rollout.errors import InvalidInputError
 from rollout.models.layers.weight_loader import WeightLoader, same_values
 from rollout.weights.checkpoint_source import CheckpointSource
 from rollout.weights.manifest import Manifest, TensorSpec
-from rollout.weights.weight_source import WeightSource
+from rollout.weights.named_tensors import WeightSource
 
 
 class WeightPart(Protocol):

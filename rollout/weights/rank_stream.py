@@ -28,13 +28,13 @@ from rollout.parallel import RankGroup
 from rollout.weights.bucket import CACHED_BUCKET_BYTES, FlattenedBucket, buckets
 from rollout.weights.bucket_layout import BucketLayout
 from rollout.weights.manifest import Manifest
+from rollout.weights.named_tensors import NamedTensors, StoredWeights, closed_iterator, manifest_of
 from rollout.weights.segment import host_memory
 from rollout.weights.shared_memory import (
     SharedMemoryHandle,
     SharedMemoryReceiver,
     SharedMemorySender,
 )
-from rollout.weights.weight_source import NamedTensors, StoredWeights, closed_iterator, manifest_of
 
 log = logging.getLogger(__name__)
 

@@ -29,6 +29,7 @@ from rollout.weights.bucket_layout import (
 )
 from rollout.weights.cuda_ipc import CudaIpcHandle, cuda_tensors
 from rollout.weights.manifest import Manifest
+from rollout.weights.named_tensors import NamedTensors, StoredWeights, closed_iterator
 from rollout.weights.segment import (
     MappedSegment,
     OwnedSegment,
@@ -38,7 +39,6 @@ from rollout.weights.segment import (
     refuse_replaced,
     remove_orphans,
 )
-from rollout.weights.weight_source import NamedTensors, StoredWeights, closed_iterator
 
 KIND = "shared_memory"
 

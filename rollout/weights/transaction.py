@@ -31,11 +31,11 @@ import torch
 from rollout.errors import EngineStateError, WeightUpdateError
 from rollout.parallel import RankGroup, SingleRank
 from rollout.weights.manifest import Manifest
+from rollout.weights.named_tensors import NamedTensors, manifest_of
 from rollout.weights.open_update import OpenUpdate
 from rollout.weights.parts import WeightPart, WeightParts
 from rollout.weights.update_options import UpdateOptions
 from rollout.weights.versions import TARGET, next_versions, require_base
-from rollout.weights.weight_source import NamedTensors, manifest_of
 
 
 class WeightState(enum.Enum):
@@ -51,9 +51,9 @@ class WeightTransaction:
     """Owns the weight versions of a worker's models and whether they may serve.
 
     ``parts``: by the names selectors use, the target first; see `WeightParts`. ``passes_over``:
-    of a name no part in question has, whether checkpoints have it all the same: then what comes
-    under it goes nowhere. ``ranks``: those that run the same models, each with its own slices of
-    the tensors.
+    whether checkpoints hold a tensor of this name that none of the selected parts has; the tensor
+    is then ignored. ``ranks``: the ranks that run the same models, each with its own slices of the
+    tensors.
     """
 
     def __init__(

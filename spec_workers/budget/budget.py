@@ -35,8 +35,8 @@ class SelectedDrafts:
 
 
 class DraftBudget(Protocol):
-    """Chooses how many draft nodes are verified. `SpecWorker.step` asks before it drafts and before
-    it verifies, and tells what came of it."""
+    """Chooses how many draft nodes are verified. `SpecWorker.begin_step` asks before it drafts and
+    before it verifies; when the step has ended, the budget observes what was accepted."""
 
     @property
     def is_open(self) -> bool:

@@ -2,8 +2,8 @@
 
 Then a batch ends with its last request. A token saves its request's row in the step that would
 have been the request's last, and the whole of that step if no other request runs in it. Over all
-requests that adds up to the time of one step, less what ties cost: requests that end in the same
-step spare it only together.
+requests that adds up to the time of one step, minus a loss for ties: a step in which several
+requests end is saved only if each of them ends sooner.
 
 Legend: B running requests, T points ahead of now, in tokens.
 """
@@ -24,12 +24,12 @@ _COUNTED = 0.6
 _AROUND = np.array(
     [-3.0, -2.0, -1.0, -0.5, 0.0, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, 4.0]
 )
-"""Points around the end of a request that its limit ends, in standard deviations: most where the
-last of several ends."""
+"""Offsets, in standard deviations, from where a request that runs to its limit is expected to end.
+They are densest where the last of several ends."""
 
-_MAX_LIMITS = 10  # that have such points
+_MAX_LIMITS = 10  # limits that get such points
 _BEFORE = np.linspace(0.0, 1.0, 24)  # points for ends before a limit
-_BEYOND = 4.0  # mean lengths beyond the expected longest that they reach
+_BEYOND = 4.0  # points reach this many mean lengths past the longest expected request
 _LEAST = 1e-300  # its logarithm is finite
 
 _FIRST_RATE = 0.5  # draft tokens accepted per request and step, before any was seen
@@ -56,11 +56,11 @@ def token_ms(
 def last_alone(remaining_B: Sequence[Remaining], accept_rate: float) -> NDArray[np.float64]:
     """The probability that no other request runs in each request's last step: float64 [B].
 
-    A request ends at any token with the same probability, by what is expected of it, and certainly
-    at its limit. Accepted drafts, whose number has a Poisson distribution, bring it there in fewer
-    steps. Requests that share a limit spare steps only together, so the first tokens accepted are
-    worth little and the last ones much. What counts is the mean over none to all of them, which is
-    about the worth where `_COUNTED` of them have been accepted.
+    A request ends at each token with the same probability, which its expected length gives, and
+    certainly at its limit. Accepted drafts bring it there in fewer steps; their number has a
+    Poisson distribution. Requests that share a limit save steps only together, so the first
+    accepted tokens are worth little and the last ones much. The result stands for the mean worth
+    over all numbers of accepted tokens: it is the worth when `_COUNTED` of them are accepted.
 
     Args:
         accept_rate: draft tokens accepted per request and step.
@@ -87,8 +87,8 @@ def last_alone(remaining_B: Sequence[Remaining], accept_rate: float) -> NDArray[
 def _points(
     expected_B: NDArray[np.float64], limits_B: NDArray[np.float64], drafted_B: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Ascending points half-way between tokens, dense where ends are likely; all lie between
-    them."""
+    """Ascending points half-way between tokens, dense where ends are likely. Every possible end
+    lies between two of them."""
     limits, first = np.unique(limits_B, return_index=True)
     if len(limits) > _MAX_LIMITS:
         some = np.linspace(0, len(limits) - 1, _MAX_LIMITS).astype(np.intp)

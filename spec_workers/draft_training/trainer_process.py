@@ -26,8 +26,8 @@ import torch
 from torch.nn.functional import embedding
 
 from rollout.weights.manifest import named_dtype
+from rollout.weights.named_tensors import NamedTensors
 from rollout.weights.shared_memory import HandleReceiver, SharedMemorySender
-from rollout.weights.weight_source import NamedTensors
 from spec_workers.draft_training.building import load_draft
 from spec_workers.draft_training.candidate import Candidate, CandidateVerdict
 from spec_workers.draft_training.config import CoTrainingConfig, TrainingConfig

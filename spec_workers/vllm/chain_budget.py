@@ -25,8 +25,8 @@ _PRICE_EVERY = 16
 """Steps of an unchanged batch that are priced alike; fewer at first, while much is learned."""
 
 _SLOWEST = 1.25
-"""A step counts as at most this multiple of the time that the curve tells: one that something else
-made slow would outweigh fifty good ones."""
+"""A step's time counts as at most this multiple of the curve's: one step that something else slowed
+would outweigh fifty good ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class ChainStep:
     num_drafted: int  # tokens that were proposed for them
     longest: int  # tokens of the longest row
     num_accepted: int
-    milliseconds: float  # without drafting; NaN where others than those rows took part
+    milliseconds: float  # without drafting; NaN where other rows took part
     drafting_ms: float
     judged: JudgedTokens
 

@@ -13,7 +13,7 @@ from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.trainers import RolloutHook, weight_source
 from rollout.trainers.param_ref import checkpoint_name
 from rollout.weights.manifest import TensorSpec
-from rollout.weights.weight_source import WeightSource
+from rollout.weights.named_tensors import WeightSource
 from tests.helpers.tiny_deepseek import save_tiny_deepseek
 from tests.helpers.tiny_model import save_tiny_llama
 from tests.helpers.tiny_moe import save_tiny_moe

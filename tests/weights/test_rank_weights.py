@@ -19,11 +19,11 @@ from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.group import listen
 from rollout.weights.joined_groups import JoinedGroups
 from rollout.weights.manifest import TensorSpec, slices_from_json, slices_to_json
+from rollout.weights.named_tensors import manifest_of
 from rollout.weights.rank_stream import RankStream
 from rollout.weights.shared_memory import HandleReceiver, SharedMemorySender
 from rollout.weights.transaction import WeightState, WeightTransaction
 from rollout.weights.update_options import UpdateOptions
-from rollout.weights.weight_source import manifest_of
 from tests.helpers.biased_llama import save_biased_llama
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.live_bytes import LiveBytes

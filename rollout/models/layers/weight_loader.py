@@ -13,25 +13,25 @@ from rollout.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """Indices of a tensor along one dimension: ascending ranges, which are adjacent in the part
-    that they make up."""
+    """Indices of a tensor along one dimension: ascending ranges, joined without gaps in the
+    slice."""
 
     dim: int
     ranges: tuple[range, ...]
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The part: a view where it is one range, else a copy."""
+        """The slice of a tensor: a view where it is one range, else a copy."""
         views = [whole.narrow(self.dim, each.start, len(each)) for each in self.ranges]
         return views[0] if len(views) == 1 else torch.cat(views, self.dim)
 
     def shape_of(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """The part's shape, of a tensor of this shape."""
+        """The slice's shape, of a tensor of this shape."""
         shape = list(whole)
         shape[self.dim] = sum(map(len, self.ranges))
         return tuple(shape)
 
     def flat_ranges(self, whole: Sequence[int]) -> list[range]:
-        """The part's elements in order, as ranges of a contiguous tensor of this shape."""
+        """The slice's elements in order, as ranges of a contiguous tensor of this shape."""
         inner, length = prod(whole[self.dim + 1 :]), whole[self.dim]
         return [
             range((outer * length + each.start) * inner, (outer * length + each.stop) * inner)
@@ -42,7 +42,7 @@ class TensorSlice:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part that this rank stores of a tensor split over ranks; ``loader`` loads that part."""
+    """The slice that this rank stores of a tensor split over ranks, and the slice's loader."""
 
     where: TensorSlice
     loader: WeightLoader
@@ -64,7 +64,7 @@ class WeightLoader:
     alias_of: str | None = None  # the tensor of which this is a second name
     is_borrowed: bool = False  # owned by another model: writing checks that the values are equal
     parts: tuple[str, ...] = ()  # tensors that this one fuses, such as experts
-    shard: Shard | None = None  # where the tensor is split over ranks: no more of it is needed
+    shard: Shard | None = None  # this rank's slice; None: all of the tensor is stored
 
     @property
     def required(self) -> bool:
@@ -72,7 +72,7 @@ class WeightLoader:
         return self.alias_of is None and not self.is_borrowed and not self.parts
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
-        """The part of a whole tensor that this rank stores."""
+        """The slice of a whole tensor that this rank stores."""
         return whole if self.shard is None else self.shard.where.of(whole)
 
     def write_own(self, values: torch.Tensor) -> None:
@@ -80,7 +80,7 @@ class WeightLoader:
         (self if self.shard is None else self.shard.loader).write(values)
 
     def with_write(self, write: Callable[[WeightLoader, torch.Tensor], None]) -> WeightLoader:
-        """A loader that writes, wholes and parts alike, by ``write(self, values)``."""
+        """A loader that writes whole tensors and slices by ``write(self, values)``."""
         shard = self.shard
         if shard is not None:
             shard = replace(shard, loader=shard.loader.with_write(write))

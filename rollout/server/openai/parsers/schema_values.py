@@ -14,8 +14,8 @@ _PYTHON_NAMES: Mapping[str, Any] = {"True": True, "False": False, "None": None}
 def schema_value(text: str, parameters: Any, name: str) -> Any:
     """The value of one argument: itself where the schema wants a string, else what it is as JSON.
 
-    Text that is not JSON stays text, for the tool to complain. ``parameters``: the function's JSON
-    schema, which may be any value.
+    Text that is not JSON stays text, so that the tool reports the mistake. ``parameters``: the
+    function's JSON schema, which may be any value.
     """
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     schema = properties.get(name) if isinstance(properties, Mapping) else None
