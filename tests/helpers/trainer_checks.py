@@ -123,7 +123,7 @@ def assert_follows(result: Mapping[str, Any], rank: int) -> None:
 
 
 def assert_sent_in_slices(result: Mapping[str, Any], bucket_bytes: int) -> None:
-    """What `slices_of` found: each rank was sent what it stores, and no whole tensor."""
+    """Check a result of `slices_of`: each rank was sent its own slices, and no whole tensor."""
     assert result["same"]
     assert result["num_bytes"] < 0.6 * result["whole_bytes"]
     assert result["largest"] < result["largest_tensor"]

@@ -75,7 +75,7 @@ def test_steps_of_a_bucket_launch_the_same(tmp_path, monkeypatch, options) -> No
     make = GroupedLinear.__init__
 
     def stacked(self, *sizes_and_weights, bias) -> None:
-        """As on a GPU: no expert has a product of its own."""
+        """Make experts as on a GPU, where they share one weight."""
         *sizes, weights = sizes_and_weights
         make(self, *sizes, replace(weights, stacked=True), bias=bias)
 

@@ -47,7 +47,7 @@ def test_no_gate_can_be_seen(models, kind, seed):
 
 @pytest.mark.parametrize("spec", ["eagle", "mtp"])
 def test_logits_that_are_no_distribution_end_a_request_alone(models, spec):
-    """Where nothing was sampled nothing is behind the root, for the draft neither."""
+    """Such a row samples no token, so the draft gets none to read after the root."""
     engine = make_engine(models, spec, "eagle3" if spec == "eagle" else "mtp", FIXED)
     head = engine.worker.target.model.weight_loaders()["lm_head.weight"]
     values = head.read()
