@@ -14,7 +14,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.helpers.fake_cuda.runtime import DEVICE, forbid_in_capture
 from tests.helpers.fake_cuda.seen import Kind, Seen
@@ -24,6 +23,7 @@ _WAITS = {
     "_local_scalar_dense", "equal", "nonzero", "masked_select", "is_nonzero", "_unique2",
     "unique_consecutive", "unique_dim", "bincount", "nonzero_numpy", "multinomial",
 }  # fmt: skip
+_QUERIES = {"dim", "element_size", "is_contiguous", "numel", "size", "storage_offset", "stride"}
 _HOST_READS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "numpy"}
 
 
@@ -62,8 +62,10 @@ class WatchedFunctions(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":  # of an attribute
             return func(*args)
+        if name in _QUERIES:
+            return func(*args, **(kwargs or {}))
         kwargs = dict(kwargs or {})
-        leaves = tree_leaves((args, kwargs))
+        leaves = _leaves(args, kwargs)
         on_device = any(isinstance(leaf, FakeTensor) for leaf in leaves)
         if not on_device and not any(_names_the_device(leaf) for leaf in leaves):
             with _disable_current_modes():
@@ -134,19 +136,20 @@ class WatchedOps(TorchDispatchMode):
         self._seen = seen
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        args, kwargs = tree_map(_with_index, (args, kwargs or {}))
+        kwargs = dict(kwargs or {})
+        if "device" in kwargs:
+            kwargs["device"] = _with_index(kwargs["device"])
         name = func._schema.name.removeprefix("aten::")
-        fakes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
-        if any(fake.is_cuda for fake in fakes):
+        leaves = _leaves(args, kwargs)
+        if any(isinstance(leaf, FakeTensor) and leaf.is_cuda for leaf in leaves):
             if name in _WAITS or (name == "repeat_interleave" and func._overloadname == "Tensor"):
                 self._seen.note(Kind.STALL, name)
                 if name == "equal":
                     return True
             if name in ("index", "index_put", "index_put_"):
                 _check_indices(self._seen, args[1])
-        for leaf in tree_leaves((args, kwargs)):
-            if name == "_to_copy" and isinstance(leaf, torch.Tensor) and "device" in kwargs:
-                self._note_copy(leaf, kwargs["device"])
+        if name == "_to_copy" and "device" in kwargs:
+            self._note_copy(args[0], kwargs["device"])
         return func(*args, **kwargs)
 
     def _note_copy(self, source: torch.Tensor, device: torch.device | None) -> None:
@@ -162,6 +165,15 @@ def real_from_numpy(from_numpy: Callable[[np.ndarray], torch.Tensor]):
             return from_numpy(array)
 
     return real
+
+
+def _leaves(args: tuple, kwargs: dict[str, Any]) -> list[Any]:
+    """What a call is given, and what is in its lists: pytree's, which knows more, takes longer than
+    the call."""
+    leaves = []
+    for value in (*args, *kwargs.values()):
+        leaves += value if isinstance(value, list | tuple) else (value,)
+    return leaves
 
 
 def _names_the_device(value: object) -> bool:
