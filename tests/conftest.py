@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -25,6 +26,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if str(item.path).startswith(GPU_FOLDERS):
             item.add_marker(pytest.mark.gpu)
+
+
+def pytest_collection_finish() -> None:
+    """Leave the modules and the tests themselves, a million objects, out of garbage collections."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # what ends with the process is looked at again
 
 
 @pytest.fixture(scope="session")
