@@ -101,10 +101,12 @@ def _alike_as_they_are() -> Callable[..., tuple[tl.tensor, tl.tensor]]:
 
 
 def _dot(builder, a, b, d, input_precision, max_num_imprecise_acc):
-    """Term by term: numpy's innermost loop goes along a row of the output."""
-    left, right = (
-        np.ascontiguousarray(np.moveaxis(x.data.astype(d.data.dtype), axis, 0))
-        for x, axis in ((a, 1), (b, 0))
-    )
-    total = np.einsum("ki,kj->ij", left, right, optimize=False)
+    total = ordered_product(a.data.astype(d.data.dtype), b.data.astype(d.data.dtype))
     return TensorHandle(total + d.data, d.dtype.scalar)
+
+
+def ordered_product(left_MK: np.ndarray, right_KN: np.ndarray) -> np.ndarray:
+    """Each element's terms are added up one after another: the features come first in memory, so
+    that numpy's innermost loop goes along rows or outputs."""
+    left_KM = np.ascontiguousarray(left_MK.T)
+    return np.einsum("km,kn->mn", left_KM, np.ascontiguousarray(right_KN), optimize=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from rollout.ops.gpu import multiprocessors
 from rollout.ops.matmul import reference
 from rollout.ops.matmul.tiles import Tile, tile_for, tiles
 from rollout.ops.matmul.triton import matmul, tiled_matmul
+from tests.helpers.interpreter import ordered_product
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -29,6 +31,22 @@ def operands(rows, outputs, features, dtype, device, seed=0):
 
     bias = torch.randn(outputs, generator=generator).to(device, dtype)
     return inside_nan(rows), inside_nan(outputs), bias
+
+
+@pytest.mark.parametrize("rows", [8, 16, 128])
+@pytest.mark.parametrize("outputs", [8, 16, 64])
+@pytest.mark.parametrize("features", [1, 16, 64, 129])
+def test_the_interpreter_adds_term_by_term(rows, outputs, features) -> None:
+    """Else rows of tiles of different sizes could differ there, though not on a GPU."""
+    random = np.random.default_rng(rows + outputs + features)
+    left, right = (
+        random.standard_normal(shape, dtype=np.float32)
+        for shape in ((rows, features), (features, outputs))
+    )
+    total = np.zeros((rows, outputs), dtype=np.float32)
+    for feature in range(features):
+        total += left[:, feature, None] * right[feature]
+    np.testing.assert_array_equal(ordered_product(left, right), total)
 
 
 @pytest.mark.parametrize(
