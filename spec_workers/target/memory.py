@@ -1,4 +1,4 @@
-"""The target's memory: slots of each kind, what they hold, and its captured forwards."""
+"""The target's memory: slots of each kind, and what they hold."""
 
 from __future__ import annotations
 
@@ -26,27 +26,15 @@ from rollout.memory.state_slots import StateSizes
 from rollout.memory.window_slots import WindowSizes
 from rollout.models.causal_lm import CausalLM
 from rollout.models.experts_config import ExpertsSpec
-from rollout.models.layers.linear import FEW_ROWS, Linear
 from rollout.models.spec import ModelSpec
-from rollout.ops import gpu
-from rollout.ops.extension import cpu
 from rollout.parallel import RankGroup
 from rollout.runner.dummy_run import DummyRun
-from rollout.runner.graphs import Buckets, ForwardGraphs
-from rollout.runner.graphs.capture import Capture, CudaCapture
-from rollout.runner.graphs.host_capture import HostCapture
 from rollout.runner.memory_saver import MemoryPool
 from rollout.runner.profile_run import activation_bytes, warm_up
 from rollout.scheduler.step_limits import StepLimits
 from spec_workers.target.draft_sizing import DraftBytes
 
 log = logging.getLogger(__name__)
-
-_HOST_ROWS = 128
-"""Rows of the largest forward that is captured on a CPU: of more, Python takes a small part."""
-
-_TORCH_ROWS = 16
-"""The same where torch multiplies, whose results a graph keeps, each in memory of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,42 +184,3 @@ def routes_spec(config: EngineConfig, spec: ModelSpec) -> ExpertsSpec | None:
             "model.record_routes", True, f"{spec.architecture} has no experts: leave it out"
         )
     return spec.experts
-
-
-def forward_graphs(
-    config: MemoryConfig, model: CausalLM, minimum_rows: int, capture: Capture | None
-) -> ForwardGraphs | None:
-    """Graphs of the target's forward; None where nothing is to be captured. On a GPU launches
-    depend on the shapes of a bucket alone, in recurrent and sparse layers too.
-
-    ``capture``: how; None: as CUDA graphs on a GPU, and as calls of compiled ops on a CPU.
-    """
-    spec, device, linears = model.spec, model.device, model.linears()
-    on_host = capture is None and not gpu.runs_on(device)
-    if capture is None and device.type == "cuda":
-        capture = CudaCapture(device)
-    elif on_host and cpu is not None and spec.experts is None:
-        # What experts call depends on the rows they are sent. Calls hold the weights' addresses.
-        capture = HostCapture() if all(linear.writes_in_place for linear in linears) else None
-    if capture is None or not config.graph_bytes:
-        return None
-    buckets = Buckets(
-        max_rows=min(config.graph_rows, _host_rows(linears)) if on_host else config.graph_rows,
-        max_context_len=spec.max_context_len,
-        minimum_rows=minimum_rows,
-        fine=on_host and not all(linear.multiplies_tiles for linear in linears),
-        pads_entries=on_host,
-    )
-    return ForwardGraphs(
-        buckets,
-        max_bytes=config.graph_bytes,
-        capture=capture,
-        device=device,
-    )
-
-
-def _host_rows(linears: Sequence[Linear]) -> int:
-    """Rows of the largest forward to capture on a CPU."""
-    if all(linear.multiplies_tiles for linear in linears):
-        return _HOST_ROWS
-    return FEW_ROWS if all(linear.multiplies_few_rows for linear in linears) else _TORCH_ROWS

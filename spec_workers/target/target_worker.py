@@ -18,7 +18,7 @@ from rollout.models.spec import ModelSpec
 from rollout.ops import gpu
 from rollout.parallel import local_rank, open_ranks
 from rollout.runner.dummy_run import DummyRun
-from rollout.runner.graphs import ForwardGraphs
+from rollout.runner.graphs import ForwardGraphs, graphs_of_model
 from rollout.runner.graphs.capture import Capture
 from rollout.runner.memory_saver import MemorySaver
 from rollout.runner.model_runner import Forwarded, ModelRunner
@@ -38,7 +38,7 @@ from rollout.weights.transaction import WeightTransaction
 from spec_workers.rank_agreement import check_settings
 from spec_workers.target.cpu_threads import choose_threads, may_choose_threads
 from spec_workers.target.draft_sizing import NO_DRAFT, DraftBytes
-from spec_workers.target.memory import bytes_of_steps, forward_graphs, routes_spec, target_memory
+from spec_workers.target.memory import bytes_of_steps, routes_spec, target_memory
 from spec_workers.target.scorer import Scorer, joined
 from spec_workers.target.trial_forwards import trial_forwards
 
@@ -66,7 +66,7 @@ class TargetWorker:
             features: hidden states that drafts read of every row.
             draft_bytes: the bytes that a draft's keys and values are going to take.
             draft_nodes: most of a request in one step; memory is reserved for so many.
-            capture: how forwards are captured; default: see `forward_graphs`.
+            capture: how forwards are captured; default: see `graphs_of_model`.
         """
         device = resolve_device(config.model.device, local_rank(config.parallel))
         if config.num_threads is not None:
@@ -142,7 +142,7 @@ class TargetWorker:
             self.state_pool = memory.state_pool
             self.graphs: ForwardGraphs | None = None
             if self.ranks.all.size == 1:  # in captured ones ranks could not wait for each other
-                self.graphs = forward_graphs(config.memory, self.model, self.minimum_rows, capture)
+                self.graphs = graphs_of_model(config.memory, self.model, self.minimum_rows, capture)
             self.memory_saver = MemorySaver(
                 self.weights,
                 memory.pools,

@@ -5,17 +5,23 @@ Legend: T query rows, E hidden, F feature columns, C routes of a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from numpy.typing import NDArray
 
+from rollout.config import MemoryConfig
+from rollout.models.causal_lm import CausalLM
+from rollout.models.layers.linear import FEW_ROWS, Linear
+from rollout.ops import gpu
+from rollout.ops.extension import cpu
 from rollout.runner.batch_layout import StepArrays
 from rollout.runner.graphs.buckets import Bucket, Buckets
-from rollout.runner.graphs.capture import Capture, Tensors
+from rollout.runner.graphs.capture import Capture, CudaCapture, Tensors
 from rollout.runner.graphs.graph_runner import GraphRunner
+from rollout.runner.graphs.host_capture import HostCapture
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """The results of a forward: hidden states [T, E], features [T, F], routes [T, C]."""
@@ -27,6 +33,12 @@ _RESULTS = ("hidden_TE", "features_TF", "routes_TC")
 
 _OTHER_INPUTS = 1 << 20
 """Bytes of a step's other inputs: changes of req_to_token and the rows of the head."""
+
+_HOST_ROWS = 128
+"""Rows of the largest forward that is captured on a CPU: of more, Python takes a small part."""
+
+_TORCH_ROWS = 16
+"""The same where torch multiplies, whose results a graph keeps, each in memory of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,3 +111,42 @@ class ForwardGraphs:
                 name: each.new_empty((max_rows, each.shape[1])) for name, each in like.items()
             }
         return {name: self._outputs[variant][name][: len(each)] for name, each in like.items()}
+
+
+def graphs_of_model(
+    config: MemoryConfig, model: CausalLM, minimum_rows: int, capture: Capture | None
+) -> ForwardGraphs | None:
+    """Graphs of the target's forward; None where nothing is to be captured. On a GPU launches
+    depend on the shapes of a bucket alone, in recurrent and sparse layers too.
+
+    ``capture``: how; None: as CUDA graphs on a GPU, and as calls of compiled ops on a CPU.
+    """
+    spec, device, linears = model.spec, model.device, model.linears()
+    on_host = capture is None and not gpu.runs_on(device)
+    if capture is None and device.type == "cuda":
+        capture = CudaCapture(device)
+    elif on_host and cpu is not None and spec.experts is None:
+        # What experts call depends on the rows they are sent. Calls hold the weights' addresses.
+        capture = HostCapture() if all(linear.writes_in_place for linear in linears) else None
+    if capture is None or not config.graph_bytes:
+        return None
+    buckets = Buckets(
+        max_rows=min(config.graph_rows, _host_rows(linears)) if on_host else config.graph_rows,
+        max_context_len=spec.max_context_len,
+        minimum_rows=minimum_rows,
+        fine=on_host and not all(linear.multiplies_tiles for linear in linears),
+        pads_entries=on_host,
+    )
+    return ForwardGraphs(
+        buckets,
+        max_bytes=config.graph_bytes,
+        capture=capture,
+        device=device,
+    )
+
+
+def _host_rows(linears: Sequence[Linear]) -> int:
+    """Rows of the largest forward to capture on a CPU."""
+    if all(linear.multiplies_tiles for linear in linears):
+        return _HOST_ROWS
+    return FEW_ROWS if all(linear.multiplies_few_rows for linear in linears) else _TORCH_ROWS
