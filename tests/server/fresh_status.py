@@ -38,14 +38,15 @@ def fresh_status(client: httpx.Client) -> dict[str, Any]:
 
 
 def _taken_anew(ask: Callable[[], T], age: Callable[[T], float]) -> T:
-    """Ask until the engine's status is younger than the question. It may be an older one that is
-    told again."""
+    """Ask until the engine's status is younger than this call. It may be an older one that is told
+    again, and its age is that of when it was told: some time after it was asked for."""
+    began = time.monotonic()
     answers: list[T] = []
 
     def is_new() -> bool:
-        started = time.monotonic()
+        asked = time.monotonic()
         answers.append(ask())
-        return age(answers[-1]) < time.monotonic() - started
+        return age(answers[-1]) < asked - began
 
     wait_until(is_new)
     return answers[-1]
