@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from fastapi.dependencies import models
 
 from rollout import RolloutEngine
 from rollout.config import ModelConfig
@@ -45,6 +46,15 @@ class Live:
 
 
 OpenServer = Callable[..., Live]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forgotten_routes() -> Iterator[None]:
+    """FastAPI remembers the functions of thousands of routes, and with them servers' engines."""
+    yield
+    for function in vars(models).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
 
 
 @pytest.fixture(scope="session")
