@@ -80,7 +80,7 @@ demo-mtp: demo-draft-text $(PROMPTS)  ## train a two-step MTP chain for it, on t
 # Where bytecode may not be written, pytest compiles its plugins and all tests anew in each process.
 TEST_PROCESSES ?= 2
 
-# oneDNN keeps what it compiled for each model's products: up to a gigabyte for those of all tests.
+# oneDNN keeps up to a MiB of code for each weight shape and number of rows; the tests have many.
 test: export ONEDNN_PRIMITIVE_CACHE_CAPACITY ?= 128
 
 # As `rollout` sets it itself where it is imported before torch.

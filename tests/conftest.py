@@ -41,7 +41,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _freed_memory() -> Iterator[None]:
-    """What a file's tests took goes back to the system: glibc keeps gigabytes of it otherwise."""
+    """Return memory to the system after each file: glibc keeps what is freed, gigabytes in all."""
     yield
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

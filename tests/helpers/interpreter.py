@@ -39,7 +39,7 @@ def quick_interpreter() -> Iterator[None]:
         patch.setattr(tl.tensor, "__init__", _tensors_of_known_types())
         patch.setattr(interpreter, "_get_np_dtype", _numpy_dtypes_found_once())
         patch.setattr(TritonSemantic, "broadcast_impl_value", _alike_as_they_are())
-        # Of integers of sums and products, which a GPU does not check either.
+        # A check of sums and products of integers for overflow, which no GPU makes.
         patch.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", lambda *_: None)
         yield
     for scope in reversed(scopes.values()):
@@ -47,7 +47,8 @@ def quick_interpreter() -> Iterator[None]:
 
 
 def _types_made_once() -> Callable[..., None]:
-    """Types of blocks of the same elements share what they hold; all of one shape share that."""
+    """A constructor of block types that computes the attributes of equal types once. Types of one
+    shape have the same object as their shape."""
     initialize = tl.block_type.__init__
     made: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
     shapes: dict[tuple[int, ...], Any] = {}
@@ -65,6 +66,7 @@ def _types_made_once() -> Callable[..., None]:
 
 
 def _tensors_of_known_types() -> Callable[..., None]:
+    """A constructor of tensors that computes the attributes a type decides once for each type."""
     initialize = tl.tensor.__init__
     made: dict[str, dict[str, Any]] = {}  # by a type's name
 
@@ -78,6 +80,7 @@ def _tensors_of_known_types() -> Callable[..., None]:
 
 
 def _numpy_dtypes_found_once() -> Callable[[tl.dtype], np.dtype]:
+    """Triton's table of numpy's dtypes, made once; Triton makes it anew in each call."""
     find = interpreter._get_np_dtype
     found: dict[str, np.dtype] = {}
 
@@ -90,7 +93,7 @@ def _numpy_dtypes_found_once() -> Callable[[tl.dtype], np.dtype]:
 
 
 def _alike_as_they_are() -> Callable[..., tuple[tl.tensor, tl.tensor]]:
-    """Operands of one shape need no broadcast."""
+    """A broadcast that returns operands of one shape as they are."""
     broadcast = TritonSemantic.broadcast_impl_value
 
     def quick(self: Any, left: tl.tensor, right: tl.tensor) -> tuple[tl.tensor, tl.tensor]:

@@ -168,8 +168,8 @@ def real_from_numpy(from_numpy: Callable[[np.ndarray], torch.Tensor]):
 
 
 def _leaves(args: tuple, kwargs: dict[str, Any]) -> list[Any]:
-    """What a call is given, and what is in its lists: pytree's, which knows more, takes longer than
-    the call."""
+    """The arguments of a call, lists and tuples replaced by their members. Torch's pytree would go
+    through any structure, which takes longer than the call itself."""
     leaves = []
     for value in (*args, *kwargs.values()):
         leaves += value if isinstance(value, list | tuple) else (value,)
