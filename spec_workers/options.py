@@ -56,15 +56,23 @@ class SpecOptions:
         return False
 
     def make_budget(
-        self, config: EngineConfig, target: TargetWorker, sources: Sequence[str]
+        self,
+        config: EngineConfig,
+        target: TargetWorker,
+        sources: Sequence[str],
+        *,
+        reads_while_open: bool = False,
     ) -> DraftBudget:
-        """The budget of a worker. ``sources``: names of the values of ``DraftTrees.sources_N``.
+        """The budget of a worker. ``sources``: names of the values of ``DraftTrees.sources_N``;
+        ``reads_while_open``: see `LearnedBudget`.
 
         Ranks in lockstep verify all that is proposed: their steps may not depend on a rank's batch.
         """
         if self.budget == BudgetKind.FIXED or self.runs_in_lockstep(config):
             return FixedBudget(self.min_probability)
-        return LearnedBudget.for_target(target, sources, self.min_probability)
+        return LearnedBudget.for_target(
+            target, sources, self.min_probability, reads_while_open=reads_while_open
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,11 +50,24 @@ class Bought(NamedTuple):
 class LearnedBudget:
     """The budget that learns what steps cost and what drafts are worth. See `DraftBudget`."""
 
-    def __init__(self, cost: StepCost, values: NodeValues, min_probability: float) -> None:
-        """``min_probability``: nodes less likely to be accepted are never asked for."""
+    def __init__(
+        self,
+        cost: StepCost,
+        values: NodeValues,
+        min_probability: float,
+        *,
+        reads_while_open: bool = False,
+    ) -> None:
+        """
+        Args:
+            min_probability: nodes less likely to be accepted are never asked for.
+            reads_while_open: while drafting is open a draft reads every token, also in steps that
+                propose nothing. It costs what it reads, for decoding plainly would not.
+        """
         self.cost = cost
         self._values = values
         self._min_probability = min_probability
+        self._reads_while_open = reads_while_open
         self._trust = RequestTrust()
         self._accept_rate = AcceptRate()
         self._gate = Gate()
@@ -62,14 +76,20 @@ class LearnedBudget:
 
     @classmethod
     def for_target(
-        cls, target: TargetWorker, sources: Sequence[str], min_probability: float
+        cls,
+        target: TargetWorker,
+        sources: Sequence[str],
+        min_probability: float,
+        *,
+        reads_while_open: bool = False,
     ) -> LearnedBudget:
         """``sources``: names of the values of ``DraftTrees.sources_N``."""
         curve = CostCurve(
             target.minimum_rows, target.longest_step, target.max_context_len, target.row_buckets
         )
         cost = StepCost(target.description, curve)
-        return cls(cost, NodeValues(sources), min_probability)
+        values = NodeValues(sources)
+        return cls(cost, values, min_probability, reads_while_open=reads_while_open)
 
     @property
     def is_open(self) -> bool:
@@ -133,13 +153,14 @@ class LearnedBudget:
         prices, trees = self._priced(batch), selected.trees
         if selected.proposed is not None or prices.is_hopeless or not self._gate.is_open:
             self._schedule.has_drafts = trees.num_nodes > 0  # else it was a plain turn
+        reads_alone = self._reads_while_open and self._gate.is_open and selected.proposed is None
         if steps := self._schedule.end_step(self._gate.is_open):
             self.cost.observe(
                 width=prices.width,
                 rows=batch.num_run_tokens + trees.num_nodes,
                 longest_context=prices.longest_context,
                 proposed=selected.proposed is not None,
-                times=times,
+                times=replace(times, draft=math.nan) if reads_alone else times,
                 decode_only=batch.num_run_tokens == prices.width,
                 steps=steps,
             )

@@ -113,7 +113,8 @@ class StepCost:
         return self._drafting.milliseconds(width)
 
     def of_following(self, width: int) -> float:
-        """The drafting time of a step that proposes nothing and only takes tokens in."""
+        """The drafting time of a step that proposes nothing and only takes tokens in, as every step
+        does while drafting is shut."""
         return self._following.milliseconds(width)
 
     def observe(

@@ -181,7 +181,9 @@ def build(config: EngineConfig, progress: Progress | None, options: HybridOption
         drafter,
         num_draft_tokens=options.num_draft_tokens,
         calibration_seconds=options.calibration_seconds,
-        budget=options.make_budget(config, target, hybrid_sources(drafter.sources)),
+        budget=options.make_budget(
+            config, target, hybrid_sources(drafter.sources), reads_while_open=True
+        ),
     )
     worker.record(options.recorder(target, drafter.features))
     return worker

@@ -45,9 +45,11 @@ def ramp(rows: np.ndarray) -> np.ndarray:
     return np.maximum(14.0, 8.0 + 0.8 * rows)
 
 
-def make_budget(times: Times = ramp, sources=SOURCES, *, is_known=True) -> LearnedBudget:
+def make_budget(
+    times: Times = ramp, sources=SOURCES, *, is_known=True, reads_while_open=False
+) -> LearnedBudget:
     cost = StepCost("here", Machine(times, is_known=is_known))
-    return LearnedBudget(cost, NodeValues(sources), 0.02)
+    return LearnedBudget(cost, NodeValues(sources), 0.02, reads_while_open=reads_while_open)
 
 
 def entry_of(request_id: int, *, samples=True, slots=16, run_len=1) -> Scheduled:
