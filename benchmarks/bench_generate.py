@@ -140,8 +140,9 @@ def shaped(name: str, device: str) -> tuple[RolloutEngine, Any]:
 
     with config_folder(SHAPES[name]) as folder:
         engine = RolloutEngine.from_pretrained(
-            folder, spec="none", load_format="dummy", max_running=64, device=device
-        )
+            folder, spec="none", load_format="dummy", max_running=_MAX_RUNNING, device=device,
+            max_kv_tokens=_MAX_RUNNING * 512,  # the rest is for transformers' model
+        )  # fmt: skip
         config = AutoConfig.from_pretrained(folder)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=engine.worker.model_dtype).eval()

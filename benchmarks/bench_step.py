@@ -171,7 +171,7 @@ def _kind_rows(
 
 def parts(options: argparse.Namespace) -> Parts:
     shapes = shape_parts(shape_rows, "8b", "demo")(options)
-    return {**shapes, "families": partial(family_rows, options)}
+    return shapes if options.shape else {**shapes, "families": partial(family_rows, options)}
 
 
 def make_command() -> Command:

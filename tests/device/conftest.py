@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -49,5 +50,5 @@ def dtype_name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def _interpreter() -> Iterator[None]:
-    with quick_interpreter():
+    with quick_interpreter() if INTERPRETED else nullcontext():
         yield

@@ -145,7 +145,8 @@ def test_on_a_gpu_a_slot_outside_the_pool_is_not_written(device, is_gpu, slot: i
     q, kv = torch.ones(2, 1, 8, device=device), torch.ones(2, 1, 8, device=device)
     memory = torch.zeros(12, 2, 1, 8, device=device)
     positions, slots = (torch.tensor(each, device=device) for each in ([1, 0], [slot, 2]))
-    cos_sin = torch.tensor([1.0] * 4 + [0.0] * 4, device=device) * torch.tensor([[1], [3]])
+    cos_sin = torch.tensor([1.0] * 4 + [0.0] * 4, device=device)
+    cos_sin = cos_sin * torch.tensor([[1], [3]], device=device)
     rotary_store_kv_(q, kv, kv.clone(), positions, cos_sin, *memory[4:8].unbind(1), slots)
     assert memory.sum(dim=(1, 2, 3)).tolist() == [0] * 6 + [16] + [0] * 5
     assert q.sum(dim=(1, 2)).tolist() == [24, 8], "queries are rotated all the same"

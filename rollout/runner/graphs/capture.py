@@ -103,9 +103,10 @@ class CudaCapture:
                 with torch.cuda.stream(usual):  # results outlive the run, and are no part of it
                     results = make_outputs(computed)
                 unused += torch.cuda.memory_reserved(self._device) - used
-                for name, tensor in computed.items():
+                while computed:  # none is held when memory is measured
+                    name, tensor = computed.popitem()
                     results[name].copy_(tensor)
-                del computed
+                    del tensor
         finally:  # what was launched before it failed still reads and writes
             usual.wait_stream(side)
         taken = torch.cuda.memory_reserved(self._device) - unused
