@@ -32,6 +32,9 @@ TEMPERATURE = 1.0
 LENGTHS = (16, 256)
 """Tokens of the shortest and the longest rollout of a model of random weights, drawn evenly."""
 
+_MAX_RUNNING = 64
+_KV_TOKENS = _MAX_RUNNING * 512  # of a model of random weights: transformers' model needs room too
+
 BARS = {1: 1.3, 8: 1.3, 32: 1.5, 64: 2.0}  # by batch
 
 
@@ -141,7 +144,7 @@ def shaped(name: str, device: str) -> tuple[RolloutEngine, Any]:
     with config_folder(SHAPES[name]) as folder:
         engine = RolloutEngine.from_pretrained(
             folder, spec="none", load_format="dummy", max_running=_MAX_RUNNING, device=device,
-            max_kv_tokens=_MAX_RUNNING * 512,  # the rest is for transformers' model
+            max_kv_tokens=_KV_TOKENS,
         )  # fmt: skip
         config = AutoConfig.from_pretrained(folder)
     with torch.device(device):
@@ -175,7 +178,7 @@ def model_rows(options: argparse.Namespace) -> Iterator[Row]:
 
     started = time.perf_counter()
     engine = RolloutEngine.from_pretrained(
-        options.model, spec="none", max_running=64, device=options.device
+        options.model, spec="none", max_running=_MAX_RUNNING, device=options.device
     )
     yield row("load the model", time.perf_counter() - started, "s")
     dtype, device = engine.worker.model_dtype, engine.worker.model_device
