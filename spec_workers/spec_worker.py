@@ -130,7 +130,9 @@ class SpecWorker:
                     step = self._observation(batch, selected, forwarded, results)
                 with timer.drafting():
                     self.observe(step)
-            times = agreed_times(self.ranks.tensor, timer.end())
+            times = timer.end()
+            times.draft += self._learning.expected_ms(selected)
+            times = agreed_times(self.ranks.tensor, times)
             self._learning.observe(batch, selected, results, times, steady)
             return self._result(batch, selected, results, times)
 

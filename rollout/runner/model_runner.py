@@ -18,6 +18,7 @@ from rollout.memory.routes_pool import StepRoutes
 from rollout.memory.state_pool import StatePool
 from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenStates
 from rollout.models.causal_lm import CausalLM
+from rollout.ops import gpu
 from rollout.ops.gated_delta_rule.chunked import (
     MIN_ROWS,
     ChunkedKernel,
@@ -113,7 +114,8 @@ class ModelRunner:
         chunks = self._chunks(step)
         if self._graphs is not None and chunks is None:
             # Calls on a CPU hold the number of threads.
-            sent = self._graphs.send(step, (self.features, torch.get_num_threads()))
+            threads = 0 if gpu.runs_on(self._device) else torch.get_num_threads()
+            sent = self._graphs.send(step, (self.features, threads))
         inputs: StepArrays[torch.Tensor]
         if self._graphs is not None and sent is not None:
             inputs = sent.inputs

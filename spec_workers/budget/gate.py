@@ -12,6 +12,9 @@ _DOUBT = 2.0  # standard deviations of the sum
 _PROBE_STEPS = 4  # drafted at each look
 _FIRST_INTERVAL = 16  # steps
 _LONGEST_INTERVAL = 512  # where nothing pays, 1 to 2 % of the steps are drafted
+_LONGEST_FIRST_INTERVAL = 128
+"""Steps until the first probe after a change of weights, at most. Trainers change them every few
+dozen steps: where probes of one policy after the other are fruitless, they come more seldom."""
 _TEMPERATURE_STEP = 0.25  # batches whose mean temperatures differ by more are of two kinds
 _PAYS = 0.02
 """The share of the time that drafts must gain by the estimates, which leave out cold caches, wider
@@ -75,6 +78,8 @@ class _KindGate:
         self._probing = probing
         self._closed_for = 0  # steps until the next probe; 0: open
         self._interval = _FIRST_INTERVAL
+        self._first_interval = _FIRST_INTERVAL  # after a change of policy
+        self._policy_is_new = False  # not probed yet
         self._steps = 0
         self._gained = self._squares = self._spent = 0.0
 
@@ -111,8 +116,9 @@ class _KindGate:
             self._forget()
 
     def change_policy(self) -> None:
-        self._interval = _FIRST_INTERVAL
-        self._closed_for = min(self._closed_for, _FIRST_INTERVAL)
+        self._policy_is_new = True
+        self._interval = self._first_interval
+        self._closed_for = min(self._closed_for, self._first_interval)
 
     def learned(self) -> dict[str, float | bool]:
         return {
@@ -137,10 +143,13 @@ class _KindGate:
     def _judge_probe(self) -> None:
         self._probing = False
         if self._excess > 0:
-            self._interval = _FIRST_INTERVAL
+            self._interval = self._first_interval = _FIRST_INTERVAL
             self._forget()
         else:
             self._interval = self._closed_for = min(2 * self._interval, _LONGEST_INTERVAL)
+            if self._policy_is_new:
+                self._first_interval = min(2 * self._first_interval, _LONGEST_FIRST_INTERVAL)
+        self._policy_is_new = False
 
     def _forget(self) -> None:
         self._steps = 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -118,12 +117,8 @@ class LearnedBudget:
         prices = self._priced(batch)
         trees, values_N = only_roots(len(batch.entries)), np.zeros(0)
         if proposed is None:
-            if prices.plain_forecast is None:
-                following_ms = self.cost.of_following(prices.width)
-                prices.plain_forecast = self._forecast(prices, 0, 0.0, following_ms)
-            return SelectedDrafts(
-                trees=trees, values_N=values_N, proposed=None, forecast=prices.plain_forecast
-            )
+            forecast = self._plain_forecast(prices)
+            return SelectedDrafts(trees=trees, values_N=values_N, proposed=None, forecast=forecast)
         if proposed.num_nodes:
             trees, values_N = self._chosen(batch, prices, proposed)
         drafting_ms = self.cost.of_drafting(prices.width)
@@ -151,16 +146,19 @@ class LearnedBudget:
         self, batch: Batch, selected: SelectedDrafts, results: list[EntryResult], times: StepTimes
     ) -> None:
         prices, trees = self._priced(batch), selected.trees
-        if selected.proposed is not None or prices.is_hopeless or not self._gate.is_open:
-            self._schedule.has_drafts = trees.num_nodes > 0  # else it was a plain turn
-        reads_alone = self._reads_while_open and self._gate.is_open and selected.proposed is None
-        if steps := self._schedule.end_step(self._gate.is_open):
+        is_open, proposed = self._gate.is_open, selected.proposed is not None
+        is_plain_turn = is_open and not proposed and not prices.is_hopeless
+        if not is_plain_turn:
+            self._schedule.has_drafts = trees.num_nodes > 0
+        could_draft = prices.with_nodes_N1.size > 1
+        if steps := self._schedule.end_step(is_open, teaches=is_plain_turn and could_draft):
             self.cost.observe(
                 width=prices.width,
                 rows=batch.num_run_tokens + trees.num_nodes,
                 longest_context=prices.longest_context,
-                proposed=selected.proposed is not None,
-                times=replace(times, draft=math.nan) if reads_alone else times,
+                proposed=proposed,
+                reads=self._reads,
+                times=times,
                 decode_only=batch.num_run_tokens == prices.width,
                 steps=steps,
             )
@@ -173,7 +171,8 @@ class LearnedBudget:
         else:
             self._accept_rate.fade()
         if prices.width:
-            self._observe_gain(prices, selected, results, times)
+            runs_prompts = batch.num_run_tokens != prices.width
+            self._observe_gain(prices, selected, results, times, runs_prompts=runs_prompts)
 
     def change_policy(self) -> None:
         self._values.decay()
@@ -209,6 +208,20 @@ class LearnedBudget:
         if not self._schedule.pays(gain_ms, plain_ms):
             return only_roots(proposed.offsets_B1.size - 1), np.zeros(0)
         return trees, values_N
+
+    @property
+    def _reads(self) -> bool:
+        """Whether a draft reads the tokens of a step in which it is not asked."""
+        return self._reads_while_open and self._gate.is_open
+
+    def _plain_forecast(self, prices: Prices) -> StepForecast | None:
+        """The forecast of a step that proposes nothing."""
+        if self._reads:
+            return self._forecast(prices, 0, 0.0, self.cost.of_reading(prices.width))
+        if prices.plain_forecast is None:
+            following_ms = self.cost.of_following(prices.width)
+            prices.plain_forecast = self._forecast(prices, 0, 0.0, following_ms)
+        return prices.plain_forecast
 
     def _forecast(
         self, prices: Prices, num_nodes: int, expected: float, drafting_ms: float
@@ -261,16 +274,25 @@ class LearnedBudget:
         )
 
     def _observe_gain(
-        self, prices: Prices, selected: SelectedDrafts, results: list[EntryResult], times: StepTimes
+        self,
+        prices: Prices,
+        selected: SelectedDrafts,
+        results: list[EntryResult],
+        times: StepTimes,
+        *,
+        runs_prompts: bool,
     ) -> None:
         """Tell the gate what drafts gained. Usual times count, not this step's: one slow step would
-        outweigh fifty good ones."""
+        outweigh fifty good ones, and prompts are read whether the gate is open or not."""
+        width = prices.width
         if selected.proposed is None:
             if self._gate.is_open and prices.is_hopeless:
-                plain_ms = float(prices.with_nodes_N1[0])
-                self._gate.observe(prices.width, 0.0, plain_ms, prices.temperature)
+                plain_ms, lost_ms = float(prices.with_nodes_N1[0]), 0.0
+                if self._reads:
+                    lost_ms = max(0.0, self.cost.of_reading(width) - self.cost.of_following(width))
+                self._gate.observe(width, -lost_ms, plain_ms, prices.temperature)
             else:
-                self._gate.skip(prices.width, prices.temperature)
+                self._gate.skip(width, prices.temperature)
             return
         accepted_B = np.array([len(result.path) for result in results])
         saved_ms = float(accepted_B @ prices.token_ms_B)
@@ -278,10 +300,13 @@ class LearnedBudget:
             saved_ms *= _SAVED_TOGETHER
         plain = float(prices.with_nodes_N1[0])
         extra_ms = float(prices.with_nodes_N1[selected.trees.num_nodes]) - plain
-        usual = self.cost.of_drafting(prices.width)
+        usual = self.cost.of_drafting(width)
         if math.isnan(times.draft) and not usual:
             return  # the time that drafting takes is not known yet
-        spent = usual if math.isnan(times.draft) else min(times.draft, _BELIEVED * usual)
-        drafting = spent - self.cost.of_following(prices.width)
+        if math.isnan(times.draft) or (runs_prompts and usual):
+            spent = usual
+        else:
+            spent = min(times.draft, _BELIEVED * usual) if usual else times.draft
+        drafting = spent - self.cost.of_following(width)
         gained = saved_ms - extra_ms - max(0.0, drafting)
-        self._gate.observe(prices.width, gained, plain, prices.temperature)
+        self._gate.observe(width, gained, plain, prices.temperature)

@@ -15,7 +15,7 @@ _LEARN_EVERY = 8
 _LEARN_EVERY_CLOSED = 128
 """Costs are learned from each of the first steps, then from two in so many: looking at a step costs
 a part of what there is to spare. Two in a row, for between those the machine has hardly changed:
-they tell what rows cost."""
+they tell what rows cost. Plain steps among drafting ones are few, and all of them teach."""
 
 _PLAIN_EVERY = 64
 _FIRST_PLAIN = (4, 8, 16, 32)
@@ -45,12 +45,12 @@ class DraftSchedule:
         """Whether to draft in a step that gains ``gain_ms`` over a plain one of ``plain_ms``."""
         return self.has_drafts or gain_ms >= _TO_BEGIN * plain_ms
 
-    def end_step(self, gate_is_open: bool = True) -> int:
+    def end_step(self, gate_is_open: bool = True, *, teaches: bool = False) -> int:
         """Count a step. Returns how many ended since costs were last learned, if they are to be
-        learned from this one; else 0."""
+        learned from this one; else 0. ``teaches``: they are, whatever its number."""
         self.steps += 1
         every = _LEARN_EVERY if gate_is_open else _LEARN_EVERY_CLOSED
-        if self.steps > _FIRST_STEPS and self.steps % every >= 2:
+        if not teaches and self.steps > _FIRST_STEPS and self.steps % every >= 2:
             return 0
         since, self._learned_at = self.steps - self._learned_at, self.steps
         return since

@@ -90,6 +90,7 @@ class StepCost:
         self._sampling = LinearCost()  # by rows sampled from
         self._drafting = LinearCost()  # by requests
         self._following = LinearCost()  # by requests, where nothing is proposed
+        self._reading = LinearCost()  # the same, where a draft reads all the same
         self._elsewhere: dict[str, Any] = {}  # device -> what was learned there
 
     @property
@@ -117,6 +118,10 @@ class StepCost:
         does while drafting is shut."""
         return self._following.milliseconds(width)
 
+    def of_reading(self, width: int) -> float:
+        """The drafting time of a step that proposes nothing, but whose tokens a draft reads."""
+        return self._reading.milliseconds(width)
+
     def observe(
         self,
         *,
@@ -127,11 +132,12 @@ class StepCost:
         times: StepTimes,
         decode_only: bool,
         steps: int,
+        reads: bool = False,
     ) -> None:
         """Learn the times of a step, ``steps`` after the one observed before it.
 
-        ``proposed``: whether draft nodes were asked for. ``times``: NaN where the timing
-        of a phase is not steady-state.
+        ``proposed``: whether draft nodes were asked for. ``reads``: whether a draft read the tokens
+        though it was not asked. ``times``: NaN where the timing of a phase is not steady-state.
 
         Only steps without prefill tell anything: prefill rows have no logits, and neural drafts
         read each of them.
@@ -141,7 +147,8 @@ class StepCost:
         self.curve.observe(rows, longest_context, times.forward, steps)
         self._sampling.observe(rows, times.sample)
         if not math.isnan(times.draft):
-            (self._drafting if proposed else self._following).observe(width, times.draft)
+            idle = self._reading if reads else self._following
+            (self._drafting if proposed else idle).observe(width, times.draft)
 
     def learned(self) -> dict[str, Any]:
         """The learned costs as a JSON-able object, for `restore` and for people to look at."""

@@ -24,6 +24,7 @@ class StepLearning:
     def __init__(self, budget: DraftBudget, *, is_deferred: bool) -> None:
         self.is_deferred = is_deferred
         self._budget = budget
+        self._took_ms = {False: 0.0, True: 0.0}  # of the latest step, by whether drafts were asked
         self._pending: Callable[[], None] | None = None
 
     def observe(
@@ -34,10 +35,7 @@ class StepLearning:
         times: StepTimes,
         steady: SteadyPhases,
     ) -> None:
-        """A step ended. ``times.draft`` grows by the time this takes, unless it is deferred.
-
-        The budget is not told the time of a phase that was not ``steady``.
-        """
+        """A step ended. The budget is not told the time of a phase that was not ``steady``."""
         self.catch_up()
         known = replace(
             times,
@@ -47,6 +45,11 @@ class StepLearning:
         self._pending = partial(self._learn, batch, selected, results, times, known)
         if not self.is_deferred:
             self.catch_up()
+
+    def expected_ms(self, selected: SelectedDrafts) -> float:
+        """Milliseconds that it will take to learn from a step, which count as drafting: as many as
+        from the last one of its kind. None where that is deferred."""
+        return self._took_ms[selected.proposed is not None]
 
     def catch_up(self) -> None:
         """Learn from the last step, if that was deferred."""
@@ -65,7 +68,8 @@ class StepLearning:
         started = time.perf_counter()
         self._budget.observe(batch, selected, results, known)
         if not self.is_deferred:
-            times.draft += (time.perf_counter() - started) * 1e3
+            took_ms = (time.perf_counter() - started) * 1e3
+            self._took_ms[selected.proposed is not None] = took_ms
         count_step(batch, selected, results, times)
 
 

@@ -168,6 +168,28 @@ def test_kinds_that_pay_and_do_not_learn_of_other_weights():
     assert runs(opened)[1:] == [(False, 16), (True, 13)]
 
 
+def test_policies_that_come_soon_are_looked_at_less_if_the_last_ones_did_not_pay():
+    """A trainer changes the weights every 30 steps, and drafts pay with none of them; later they
+    do."""
+    gate = Gate()
+    opened = []
+    for _ in range(40):
+        opened += run(gate, losing, steps=30)
+        gate.change_policy()
+    assert sum(opened[600:]) < 0.05 * len(opened[600:])
+    assert sum(opened[600:]) > 0
+    opened = []
+    for _ in range(20):
+        opened += run(gate, winning, steps=30)
+        gate.change_policy()
+    assert opened.index(True) <= 128
+    assert all(opened[opened.index(True) :])
+    while gate.is_open:
+        run(gate, losing, steps=1)
+    gate.change_policy()
+    assert runs(run(gate, losing, steps=30))[0] == (False, 16), "what paid is looked at soon"
+
+
 @pytest.mark.parametrize("late", [1, 2])
 def test_steps_that_are_judged_late_do_not_close_it_anew(late):
     """Steps in flight when the gate closes were begun while it was open."""

@@ -255,6 +255,24 @@ def test_costs_are_learned_from_the_first_steps_and_then_from_some():
     assert (curve.seen, curve.steps) == (128 + 2 * 400 // 8 + 1, 529)
 
 
+@pytest.mark.parametrize("apart", range(8))
+def test_costs_are_learned_from_every_plain_turn(apart):
+    """Steps that cannot draft shift plain turns against the steps that teach."""
+    budget, batch, prefill = make_budget(), batch_of(2), batch_of(2, slots=0)
+    for number in range(136 + apart):
+        step(budget, prefill if number < 8 + apart else batch, 0.9, accepted=16)
+    assert budget.is_open
+    taught = []
+    budget.cost.observe = lambda *, proposed, **_: taught.append(proposed)
+    plain = 0
+    for _ in range(64 * 8):
+        turns = budget.floors(batch) is None or budget.wants_plain_step()
+        selected = budget.choose(batch, None if turns else chains(batch, 0.9))
+        budget.observe(batch, selected, results_of(selected.trees, 16), FREE)
+        plain += turns
+    assert taught.count(False) == plain == 8 + 4, "four more of the first turns"
+
+
 def test_where_drafting_does_not_pay_they_are_learned_from_fewer():
     budget, batch = make_budget(), batch_of(2)
     budget._gate = ShutGate()
@@ -384,6 +402,42 @@ def test_what_a_draft_reads_is_a_cost_of_drafting(reads_while_open, stays_open):
         budget.observe(batch, selected, results_of(selected.trees, accepted), drafting)
     assert all(opened) == stays_open
     assert sum(opened) < 100 or stays_open
+
+
+def test_a_plain_step_that_a_draft_reads_is_predicted_as_one():
+    """The time that drafts saved goes by the pace of plain steps: one that a draft reads takes
+    longer than decoding without any draft would."""
+    budget, batch = make_budget(reads_while_open=True), batch_of(1)
+    for _ in range(30):
+        for proposed, ms in ((None, 3.0), (chains(batch, 0.9), 8.0)):
+            selected = budget.choose(batch, proposed)
+            results = results_of(selected.trees, 16)
+            budget.observe(batch, selected, results, StepTimes(draft=ms))
+    forecast = budget.choose(batch, None).forecast
+    assert forecast.predicted_ms - forecast.plain_ms == pytest.approx(3.0, rel=0.1)
+    budget._gate = ShutGate()
+    forecast = budget.choose(batch, None).forecast
+    assert forecast.predicted_ms == forecast.plain_ms
+
+
+def test_prompts_that_a_draft_reads_are_no_cost_of_drafting():
+    """They are read while the gate is shut too."""
+    budget, batch, mixed = make_budget(reads_while_open=True), batch_of(4), batch_of(3)
+    mixed.entries.append(entry_of(9, run_len=50))
+    for number in range(300):
+        mixes = number % 3 == 2
+        opened = budget.is_open
+        step(budget, mixed if mixes else batch, 0.9, accepted=number % 2,
+             times=StepTimes(draft=30.0 if mixes else 1.0))  # fmt: skip
+        assert opened, number
+
+
+def test_drafting_is_not_free_before_a_step_that_decodes_alone():
+    budget, mixed = make_budget(), batch_of(3)
+    mixed.entries.append(entry_of(9, run_len=50))
+    for _ in range(30):
+        step(budget, mixed, 0.9, accepted=1, times=StepTimes(draft=60.0))
+    assert not budget.is_open
 
 
 def tail_of(limits, replaced=0.0):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
 from rollout.types import Batch, EntryResult, StepForecast, StepTimes
 from spec_workers.budget import FixedBudget, SelectedDrafts
 from spec_workers.draft_tree import first_nodes
-from spec_workers.step.learning import count_step
-from tests.helpers.budgets import chains, entry_of, make_budget, results_of
+from spec_workers.step.learning import StepLearning, count_step
+from spec_workers.step.timer import SteadyPhases
+from tests.helpers.budgets import batch_of, chains, entry_of, make_budget, results_of
 from tests.helpers.requests import make_trees
 
 TIMES = StepTimes(draft=1.5, forward=20.0, sample=3.0)
+STEADY = SteadyPhases(forward=True, drafting=True)
 FORECAST = StepForecast(predicted_ms=22.0, plain_ms=18.0, decode_ms=15.0, predicted_gain_ms=9.0)
 
 
@@ -121,3 +125,27 @@ def test_a_chunk_as_long_as_the_last_one_is_no_decode_step():
 def test_a_step_of_nobody_divides_by_nothing():
     batch = Batch(step=0, entries=[])
     count_step(batch, FixedBudget().choose(batch, None), [], TIMES)
+
+
+def test_learning_counts_as_drafting_of_the_next_step_of_its_kind(monkeypatch):
+    """What a step takes to learn from is spent before the next one begins. Steps with drafts take
+    longer, and those without must not be charged for them."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    batch = batch_of(2)
+
+    class Slow(FixedBudget):
+        def observe(self, batch, selected, results, times):
+            clock[0] += 1e-3 if selected.proposed is None else 5e-3
+
+    learning = StepLearning(Slow(), is_deferred=False)
+    plain, drafted = (FixedBudget().choose(batch, each) for each in (None, chains(batch, 0.9)))
+    assert learning.expected_ms(plain) == learning.expected_ms(drafted) == 0
+    for selected in (plain, drafted, plain, drafted):
+        learning.observe(batch, selected, results_of(selected.trees), StepTimes(), STEADY)
+    assert learning.expected_ms(plain) == pytest.approx(1.0)
+    assert learning.expected_ms(drafted) == pytest.approx(5.0)
+    deferred = StepLearning(Slow(), is_deferred=True)
+    for _ in range(2):
+        deferred.observe(batch, drafted, results_of(drafted.trees), StepTimes(), STEADY)
+    assert deferred.expected_ms(drafted) == 0, "a device computes meanwhile"
