@@ -29,9 +29,10 @@ from rollout.ops.latent_attention.triton import ROWS, _latent_attention_kernel  
 from rollout.ops.matmul.tiles import TWO_BLOCK_TILES, Tile, tiles  # noqa: E402
 from rollout.ops.matmul.triton import _matmul_kernel  # noqa: E402
 from rollout.ops.paged_attention.triton import (  # noqa: E402
-    RESIDENT,
     _attention_kernel,
     _fold_kernel,
+    program_warps,
+    resident_programs,
     tile_rows,
 )
 from rollout.ops.rms_norm.triton import _add_rms_norm_kernel, _rms_norm_kernel  # noqa: E402
@@ -125,19 +126,28 @@ def test_grouped_products_use_the_same_kind() -> None:
 
 @pytest.mark.parametrize(
     ("has_nodes", "is_varied", "group", "dim"),
-    [(False, False, 4, 128), (True, False, 4, 128), (True, True, 4, 128), (True, True, 8, 64)],
+    [
+        (False, False, 4, 128),
+        (True, False, 4, 128),
+        (True, True, 4, 128),
+        (True, True, 8, 64),
+        (True, True, 2, 256),
+    ],
 )
 def test_attention_uses_the_same_kind(has_nodes, is_varied, group, dim) -> None:
-    """Two programs fit a multiprocessor, as lists of work take for granted."""
+    """As many programs fit a multiprocessor as lists of work take for granted."""
     constants = {
         "HAS_NODES": has_nodes, "HAS_WINDOW": is_varied, "HAS_CAP": is_varied,
         "HAS_SINKS": is_varied, "ROWS": tile_rows(torch.bfloat16, group), "GROUP": group,
         "DIM": dim, "SPLIT": 8, "BLOCK": 64,
     }  # fmt: skip
-    compiled = compiled_for(_attention_kernel, constants, num_warps=4, num_stages=3)
-    assert products(compiled) == {"m64n64k16", f"m64n{dim}k16"}
-    assert RESIDENT * 4 * 32 * compiled.registers <= MAX_REGISTERS
-    assert RESIDENT * (compiled.shared + 1024) <= MAX_SHARED
+    warps, programs = program_warps(dim), resident_programs(dim)
+    compiled = compiled_for(_attention_kernel, constants, num_warps=warps, num_stages=3)
+    groups = warps // 4  # of warps that share a product's columns
+    assert products(compiled) == {f"m64n{64 // groups}k16", f"m64n{dim // groups}k16"}
+    assert programs * warps * 32 * compiled.registers <= MAX_REGISTERS
+    assert programs * (compiled.shared + 1024) <= MAX_SHARED
+    assert compiled.stack < 1024, "what registers do not hold"
 
 
 def test_parts_are_on_their_way_while_others_are_folded() -> None:

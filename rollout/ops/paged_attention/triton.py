@@ -43,7 +43,6 @@ from rollout.ops.paged_attention.work_list import (
 )
 from rollout.ops.tanh import tanh
 
-RESIDENT = 2  # programs of a multiprocessor that run at once
 _LOG2_E = math.log2(math.e)
 _MAX_PART_BYTES = 128 << 20  # of sums between the two kernels
 _FOLD_NUMBERS = 1024  # of a part, which one program folds
@@ -64,11 +63,21 @@ def paged_attention(
     group = triton.next_power_of_2(heads // kv_heads)
     limits = Limits(
         tile_queries=tile_rows(q_THD.dtype, group) // group,
-        programs=max(1, RESIDENT * multiprocessors(q_THD.device) // kv_heads),
+        programs=max(1, resident_programs(head_dim) * multiprocessors(q_THD.device) // kv_heads),
         part_rows=_MAX_PART_BYTES // (4 * heads * (head_dim + 2)),
     )
     work = list_of_step(plan, rows, limits)
     return listed_attention(q_THD, k_pool_SKD, v_pool_SKD, plan, scale, work, variant)
+
+
+def program_warps(head_dim: int) -> int:
+    """Warps of a program: with four a tile of wide heads spills 2 KiB a thread, with eight 0.4."""
+    return 4 if head_dim <= 128 else 8
+
+
+def resident_programs(head_dim: int) -> int:
+    """Programs of a multiprocessor that run at once, by their registers and shared memory."""
+    return 2 if head_dim <= 128 else 1
 
 
 def tile_rows(dtype: torch.dtype, group: int) -> int:
@@ -116,7 +125,8 @@ def listed_attention(
         0.0 if cap is None else cap * _LOG2_E, variant.window or 0, HAS_NODES=len(keys.lens_N) > 0,
         HAS_WINDOW=variant.window is not None, HAS_CAP=cap is not None, **shape,
         SPLIT=SPLIT_BLOCKS, BLOCK=BLOCK,
-        num_warps=4, num_stages=2 if q_THD.dtype is torch.float32 else 3, enable_fp_fusion=False,
+        num_warps=program_warps(head_dim), num_stages=2 if q_THD.dtype is torch.float32 else 3,
+        enable_fp_fusion=False,
     )  # fmt: skip
     if sizes.folds:
         fold_parts(
