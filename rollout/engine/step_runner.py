@@ -203,7 +203,7 @@ class StepRunner:
         self._record(step, result, ended)
         last = self.metrics.last
         if not drains and step.batch.num_run_tokens == last.sampling > 0:
-            self._overlap.observe(step.running, step.halved, last.sampling, result.times)
+            self._overlap.observe(step.running, step.halved, last.generated_tokens, result.times)
 
     def _end(self, request: Request) -> Rollout:
         self.worker.release(request)

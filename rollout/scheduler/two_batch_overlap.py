@@ -24,19 +24,18 @@ _PER_OCTAVE = 2  # sizes per doubling of the running requests
 
 @dataclass(slots=True)
 class _Speed:
-    """Times and requests of the latest steps of a kind: a size, whole or halved."""
+    """Times and tokens of the latest steps of a kind: a size, whole or halved."""
 
     seen_at: int = 0
     total_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     longest_part_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-    requests: deque[int] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    tokens: deque[int] = field(default_factory=lambda: deque(maxlen=_WINDOW))
 
     @property
-    def request_ms(self) -> float:
-        """Milliseconds per request that is stepped, by the median time: some steps compile kernels
-        or capture graphs. How many tokens drafts bring it does not depend on halving, but changes
-        between what was measured whole and what in halves."""
-        return median(self.total_ms) * len(self.requests) / sum(self.requests)
+    def token_ms(self) -> float:
+        """Milliseconds per token, by the median time: some steps compile kernels or capture
+        graphs."""
+        return median(self.total_ms) * len(self.tokens) / sum(self.tokens)
 
     @property
     def is_divisible(self) -> bool:
@@ -50,7 +49,7 @@ class TwoBatchOverlap:
     A whole step takes the device's time plus the host's. Each of two halves takes the longer of
     both. But half a step is more than half of the work, since the device reads all weights for
     either half. So halves are tried where host and device both work for only a part of a step, and
-    stay where they step more requests per millisecond.
+    stay where they emit more tokens per millisecond.
     """
 
     def __init__(self, overlap: Overlap, *, hides: bool) -> None:
@@ -74,10 +73,10 @@ class TwoBatchOverlap:
             return True
         return self._is_measured and self._is_faster(_size(running))
 
-    def observe(self, running: int, halved: bool, requests: int, times: StepTimes) -> None:
+    def observe(self, running: int, halved: bool, emitted: int, times: StepTimes) -> None:
         """Record a decoding step of all ``running`` requests, or of half of them if ``halved``.
 
-        ``requests``: that it stepped.
+        ``emitted``: its tokens.
         """
         if not self._is_measured:
             return
@@ -91,7 +90,7 @@ class TwoBatchOverlap:
         speed.seen_at = self._steps
         speed.total_ms.append(times.total)
         speed.longest_part_ms.append(max(times.forward, times.total - times.waited))
-        speed.requests.append(requests)
+        speed.tokens.append(emitted)
 
     def _is_faster(self, size: int) -> bool:
         whole, halves = self._speed(size, False), self._speed(size, True)
@@ -100,7 +99,7 @@ class TwoBatchOverlap:
         if halves is None:
             return whole.is_divisible and self._may_try(size)
         bar = 1.0 if self._halved else 1.0 - _MARGIN
-        return halves.request_ms < bar * whole.request_ms
+        return halves.token_ms < bar * whole.token_ms
 
     def _may_try(self, size: int) -> bool:
         """Whether to try halves of this size once more.
@@ -122,7 +121,7 @@ class TwoBatchOverlap:
         if self._steps - speed.seen_at > _STALE:
             del self._speeds[size, halved]
             return None
-        return speed if len(speed.requests) >= _KNOWN else None
+        return speed if len(speed.tokens) >= _KNOWN else None
 
 
 def _size(running: int) -> int:

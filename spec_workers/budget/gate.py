@@ -106,6 +106,7 @@ class _KindGate:
                 self._judge_probe()
         elif self._excess < 0 and self._is_certain:
             self._interval = self._closed_for = _FIRST_INTERVAL
+            self._policy_is_new = False
 
     def skip(self) -> None:
         if self.is_open:

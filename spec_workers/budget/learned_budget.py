@@ -60,8 +60,8 @@ class LearnedBudget:
         """
         Args:
             min_probability: nodes less likely to be accepted are never asked for.
-            reads_while_open: while drafting is open a draft reads every token, also in steps that
-                propose nothing. It costs what it reads, for decoding plainly would not.
+            reads_while_open: while drafting is open a draft may read every token, also in steps
+                that propose nothing. It costs what it reads, for decoding plainly would not.
         """
         self.cost = cost
         self._values = values
@@ -151,7 +151,10 @@ class LearnedBudget:
         if not is_plain_turn:
             self._schedule.has_drafts = trees.num_nodes > 0
         could_draft = prices.with_nodes_N1.size > 1
-        if steps := self._schedule.end_step(is_open, teaches=is_plain_turn and could_draft):
+        teaches = is_plain_turn and could_draft
+        if self._reads_while_open and not is_open:  # no other steps tell what following takes
+            teaches = not self.cost.of_following(prices.width)
+        if steps := self._schedule.end_step(is_open, teaches=teaches):
             self.cost.observe(
                 width=prices.width,
                 rows=batch.num_run_tokens + trees.num_nodes,

@@ -158,6 +158,7 @@ class StepCost:
                 "sampling": self._sampling.learned(),
                 "drafting": self._drafting.learned(),
                 "following": self._following.learned(),
+                "reading": self._reading.learned(),
             },
         }
         return {"device": self.device, **here, "elsewhere": self._elsewhere}
@@ -178,6 +179,7 @@ class StepCost:
             self._sampling.restore(parts["sampling"])
             self._drafting.restore(parts["drafting"])
             self._following.restore(parts["following"])
+            self._reading.restore(parts["reading"])
         self._elsewhere |= known
         for device in list(self._elsewhere)[:-_MAX_DEVICES]:
             del self._elsewhere[device]
@@ -187,7 +189,9 @@ def _checked(learned: Mapping[str, Any]) -> dict[str, Any]:
     """The costs of one device alone, without other fields. Raises ValueError."""
     curve, parts = mapping(learned, "cost"), mapping(learned, "request_ms")
     checked_curve(curve)
-    names = ("sampling", "drafting", "following")
+    if "reading" not in parts:  # what is told as following may be that
+        parts = {**parts, **dict.fromkeys(("following", "reading"), LinearCost().learned())}
+    names = ("sampling", "drafting", "following", "reading")
     for name in names:
         LinearCost().restore(mapping(parts, name))
     return {

@@ -14,6 +14,10 @@ from rollout.types import Batch, DraftTrees, EntryResult, StepTimes
 from spec_workers.budget import DraftBudget, SelectedDrafts
 from spec_workers.step.timer import SteadyPhases
 
+_NEW = 0.1
+"""The weight of the latest step in the time that learning takes: few steps teach costs, which takes
+longer, and all pay for it."""
+
 
 class StepLearning:
     """Tells the budget what a step cost and gave, and books its share to each request.
@@ -24,7 +28,7 @@ class StepLearning:
     def __init__(self, budget: DraftBudget, *, is_deferred: bool) -> None:
         self.is_deferred = is_deferred
         self._budget = budget
-        self._took_ms = {False: 0.0, True: 0.0}  # of the latest step, by whether drafts were asked
+        self._usual_ms = {False: 0.0, True: 0.0}  # by whether a step was asked for drafts
         self._pending: Callable[[], None] | None = None
 
     def observe(
@@ -47,9 +51,9 @@ class StepLearning:
             self.catch_up()
 
     def expected_ms(self, selected: SelectedDrafts) -> float:
-        """Milliseconds that it will take to learn from a step, which count as drafting: as many as
-        from the last one of its kind. None where that is deferred."""
-        return self._took_ms[selected.proposed is not None]
+        """Milliseconds that it takes to learn from a step of its kind, on average, which count as
+        drafting; zero where that is deferred."""
+        return self._usual_ms[selected.proposed is not None]
 
     def catch_up(self) -> None:
         """Learn from the last step, if that was deferred."""
@@ -68,8 +72,11 @@ class StepLearning:
         started = time.perf_counter()
         self._budget.observe(batch, selected, results, known)
         if not self.is_deferred:
-            took_ms = (time.perf_counter() - started) * 1e3
-            self._took_ms[selected.proposed is not None] = took_ms
+            took_ms, was_asked = (
+                (time.perf_counter() - started) * 1e3,
+                selected.proposed is not None,
+            )
+            self._usual_ms[was_asked] += _NEW * (took_ms - self._usual_ms[was_asked])
         count_step(batch, selected, results, times)
 
 

@@ -11,8 +11,8 @@ A tile is 64 rows (16 for float32, if a group of heads is no larger): a few quer
 times the query heads of one kv head. They share the whole blocks of the context. After these, draft
 nodes have keys of their own, at most two blocks: the rest of the context, then the path, in
 position order, so that a path's sums are those of plain decoding. These blocks are gathered for one
-node after another and change only its rows. All products have 64 rows on four warps, so their
-instructions are the same: see rollout.ops.matmul.triton.
+node after another and change only its rows. All products have 64 rows on four warps, or eight
+for wide heads, so their instructions are the same: see rollout.ops.matmul.triton.
 
 A window leaves out blocks in which no row of the tile sees a key; splits stay where they are, and
 those without a block fold in nothing. A sink's weight comes last.
@@ -71,7 +71,7 @@ def paged_attention(
 
 
 def program_warps(head_dim: int) -> int:
-    """Warps of a program: with four a tile of wide heads spills 2 KiB a thread, with eight 0.4."""
+    """Warps of a program: four spill 2 KiB a thread where heads are wide, eight 0.4 KiB."""
     return 4 if head_dim <= 128 else 8
 
 

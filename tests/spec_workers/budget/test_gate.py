@@ -187,7 +187,8 @@ def test_policies_that_come_soon_are_looked_at_less_if_the_last_ones_did_not_pay
     while gate.is_open:
         run(gate, losing, steps=1)
     gate.change_policy()
-    assert runs(run(gate, losing, steps=30))[0] == (False, 16), "what paid is looked at soon"
+    looked = runs(run(gate, losing, steps=70))[:3]
+    assert looked == [(False, 16), (True, 5), (False, 32)], "after what paid, soon again"
 
 
 @pytest.mark.parametrize("late", [1, 2])

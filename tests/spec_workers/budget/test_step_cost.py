@@ -125,6 +125,22 @@ def test_restored_it_is_the_same():
     assert again.learned()["request_ms"] == cost.learned()["request_ms"]
 
 
+def test_where_reading_is_not_told_apart_following_is_learned_anew():
+    cost = made()
+    show(cost)
+    for _ in range(20):
+        cost.observe(width=4, rows=4, longest_context=200, proposed=False, reads=True, steps=1,
+                     times=StepTimes(forward=10.0, draft=3.0), decode_only=True)  # fmt: skip
+    learned = cost.learned()
+    again = restored(learned)
+    assert again.of_reading(4) == pytest.approx(3.0, rel=0.1)
+    assert again.of_following(4) == pytest.approx(cost.of_following(4), rel=1e-3)
+    del learned["request_ms"]["reading"]
+    again = restored(learned)
+    assert again.of_following(4) == again.of_reading(4) == 0
+    assert again.of_drafting(4) == pytest.approx(cost.of_drafting(4), rel=1e-3)
+
+
 def test_devices_are_kept_apart():
     here, there = made("here"), made("there")
     show(here)

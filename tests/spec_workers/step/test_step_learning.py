@@ -127,9 +127,8 @@ def test_a_step_of_nobody_divides_by_nothing():
     count_step(batch, FixedBudget().choose(batch, None), [], TIMES)
 
 
-def test_learning_counts_as_drafting_of_the_next_step_of_its_kind(monkeypatch):
-    """What a step takes to learn from is spent before the next one begins. Steps with drafts take
-    longer, and those without must not be charged for them."""
+def test_learning_counts_as_drafting_of_steps_of_its_kind(monkeypatch):
+    """Steps with drafts take longer to learn from, and those without are not charged for them."""
     clock = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     batch = batch_of(2)
@@ -141,10 +140,10 @@ def test_learning_counts_as_drafting_of_the_next_step_of_its_kind(monkeypatch):
     learning = StepLearning(Slow(), is_deferred=False)
     plain, drafted = (FixedBudget().choose(batch, each) for each in (None, chains(batch, 0.9)))
     assert learning.expected_ms(plain) == learning.expected_ms(drafted) == 0
-    for selected in (plain, drafted, plain, drafted):
+    for selected in (plain, drafted) * 60:
         learning.observe(batch, selected, results_of(selected.trees), StepTimes(), STEADY)
-    assert learning.expected_ms(plain) == pytest.approx(1.0)
-    assert learning.expected_ms(drafted) == pytest.approx(5.0)
+    assert learning.expected_ms(plain) == pytest.approx(1.0, rel=0.01)
+    assert learning.expected_ms(drafted) == pytest.approx(5.0, rel=0.01)
     deferred = StepLearning(Slow(), is_deferred=True)
     for _ in range(2):
         deferred.observe(batch, drafted, results_of(drafted.trees), StepTimes(), STEADY)
