@@ -201,13 +201,16 @@ WRONG = [
 
 def change_somewhere(learned, rng):
     """One value, however deep, becomes another, is lost, or comes twice."""
-    place = learned["budget"] if rng.random() < 0.8 else learned
-    while True:
+    budget = learned.get("budget")
+    place = budget if isinstance(budget, (dict, list)) and rng.random() < 0.8 else learned
+    while place:
         key = rng.choice(list(place) if isinstance(place, dict) else range(len(place)))
         below = place[key]
         if not isinstance(below, (dict, list)) or not below or rng.random() < 0.1:
             break
         place = below
+    else:
+        return  # nothing is left of it
     match rng.choice(["wrong", "wrong", "scaled", "lost", "twice"]):
         case "scaled" if type(below) in (int, float):
             place[key] = below * 10 ** rng.randint(-300, 300)
