@@ -290,9 +290,8 @@ class LearnedBudget:
         width = prices.width
         if selected.proposed is None:
             if self._gate.is_open and prices.is_hopeless:
-                plain_ms, lost_ms = float(prices.with_nodes_N1[0]), 0.0
-                if self._reads:
-                    lost_ms = max(0.0, self.cost.of_reading(width) - self.cost.of_following(width))
+                plain_ms = float(prices.with_nodes_N1[0])
+                lost_ms = max(0.0, self.cost.of_reading(width) - self.cost.of_following(width))
                 self._gate.observe(width, -lost_ms, plain_ms, prices.temperature)
             else:
                 self._gate.skip(width, prices.temperature)
@@ -306,10 +305,12 @@ class LearnedBudget:
         usual = self.cost.of_drafting(width)
         if math.isnan(times.draft) and not usual:
             return  # the time that drafting takes is not known yet
-        if math.isnan(times.draft) or (runs_prompts and usual):
+        if not usual:
+            spent = times.draft
+        elif math.isnan(times.draft) or runs_prompts:
             spent = usual
         else:
-            spent = min(times.draft, _BELIEVED * usual) if usual else times.draft
+            spent = min(times.draft, _BELIEVED * usual)
         drafting = spent - self.cost.of_following(width)
         gained = saved_ms - extra_ms - max(0.0, drafting)
         self._gate.observe(width, gained, plain, prices.temperature)

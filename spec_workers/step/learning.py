@@ -72,10 +72,8 @@ class StepLearning:
         started = time.perf_counter()
         self._budget.observe(batch, selected, results, known)
         if not self.is_deferred:
-            took_ms, was_asked = (
-                (time.perf_counter() - started) * 1e3,
-                selected.proposed is not None,
-            )
+            took_ms = (time.perf_counter() - started) * 1e3
+            was_asked = selected.proposed is not None
             self._usual_ms[was_asked] += _NEW * (took_ms - self._usual_ms[was_asked])
         count_step(batch, selected, results, times)
 

@@ -135,7 +135,8 @@ def test_grouped_products_use_the_same_kind() -> None:
     ],
 )
 def test_attention_uses_the_same_kind(has_nodes, is_varied, group, dim) -> None:
-    """As many programs fit a multiprocessor as lists of work take for granted."""
+    """As many programs of the attention kernel fit a multiprocessor as `resident_programs` says,
+    and their tensor core instructions do not depend on the variant."""
     constants = {
         "HAS_NODES": has_nodes, "HAS_WINDOW": is_varied, "HAS_CAP": is_varied,
         "HAS_SINKS": is_varied, "ROWS": tile_rows(torch.bfloat16, group), "GROUP": group,
