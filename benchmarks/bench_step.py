@@ -13,8 +13,8 @@ without, exactness 1.6x, 1.2 ms for the demo model.
 Without a GPU the shape is `tiny` and no bar of these applies. A kind of step that fails leaves its
 rows out and costs no other.
 
-A shape that is named is measured alone. `--only families` compares a layer of other families with a dense one (`family_steps.py`). Bars,
-anywhere: 1.25x with windows and sinks, 1.5x with latent attention.
+A shape that is named is measured alone. `--only families` compares a layer of other families with a
+dense one (`family_steps.py`). Bars, anywhere: 1.25x with windows and sinks, 1.5x with latent attention.
 """
 
 from __future__ import annotations
