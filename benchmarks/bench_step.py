@@ -14,7 +14,8 @@ Without a GPU the shape is `tiny` and no bar of these applies. A kind of step th
 rows out and costs no other.
 
 A shape that is named is measured alone. `--only families` compares a layer of other families with a
-dense one (`family_steps.py`). Bars, anywhere: 1.25x with windows and sinks, 1.5x with latent attention.
+dense one (`family_steps.py`). Bars, anywhere: 1.25x with windows and sinks, 1.5x with latent
+attention.
 """
 
 from __future__ import annotations
