@@ -79,20 +79,31 @@ demo-mtp: demo-draft-text $(PROMPTS)  ## train a two-step MTP chain for it, on t
 # In the order of the folders, the many short files of spec_workers and weights come last and fill both.
 # Where bytecode may not be written, pytest compiles its plugins and all tests anew in each process.
 TEST_PROCESSES ?= 2
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGUMENTS)
 
 # oneDNN keeps up to a MiB of code for each weight shape and number of rows; the tests have many.
-test: export ONEDNN_PRIMITIVE_CACHE_CAPACITY ?= 128
+test test-extended: export ONEDNN_PRIMITIVE_CACHE_CAPACITY ?= 128
 
 # As `rollout` sets it itself where it is imported before torch.
-test test-gpu bench bench-vllm: export GOMP_SPINCOUNT ?= 10000
+test test-extended test-gpu bench bench-vllm: export GOMP_SPINCOUNT ?= 10000
 
 .PHONY: test
-test: $(STAMP) $(MODEL)/config.json  ## all tests
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGUMENTS)
+test: $(STAMP) $(MODEL)/config.json  ## every promise and every part, in 8 minutes
+	$(PYTEST)
+
+# tests/conftest.py keeps out of folders named `extended` unless they are named.
+EXTENDED = $$(find tests -name extended -not -path "tests/frameworks/*")
+
+.PHONY: test-extended
+test-extended: $(STAMP) $(MODEL)/config.json $(PROMPTS)  ## the tests in folders named `extended`
+	$(PYTEST) $(EXTENDED)
+
+.PHONY: test-all
+test-all: test test-extended  ## all tests but those of frameworks, agents and vLLM
 
 .PHONY: test-gpu
 test-gpu: $(STAMP)  ## the tests that need a CUDA device
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest -m gpu tests $(EXTENDED)
 
 GPU_SECONDS ?= 1700
 

@@ -89,11 +89,11 @@ def stages(
         ),
         _tests("graph-tests", 120, "tests/gpu/test_cuda_graphs.py"),
         _tests("op-tests", 280, "-k", "bfloat16 or not float", "-n", "8", "tests/ops",
-               "tests/models/test_row_invariance.py"),
+               "tests/ops/extended/triton", "tests/models/test_row_invariance.py"),
         _tests("device-tests", 200, "-k", "bfloat16 or not float", "-n", "8", "tests/device"),
         _tests("memory-tests", 100, "tests/gpu/test_memory.py"),
         _tests("other-dtype-tests", 280, "-k", "float and not bfloat16", "-n", "8", "tests/device",
-               "tests/ops", "tests/models/test_row_invariance.py"),
+               "tests/ops", "tests/ops/extended/triton", "tests/models/test_row_invariance.py"),
         Stage(name="ops-recurrent", seconds=150, needs_gpu=True, command=(*ops, "recurrent")),
         Stage(
             name="replay-hybrid", seconds=300, floors=True, needs_gpu=True,

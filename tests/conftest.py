@@ -17,7 +17,14 @@ from tests.helpers.tiny_model import save_tiny_llama
 
 HERE = Path(__file__).parent
 DEMO_MODEL = HERE.parent / "models" / "SmolLM2-135M-Instruct"
-GPU_FOLDERS = tuple(f"{HERE / name}{os.sep}" for name in ("device", "gpu", "ops/triton"))
+GPU_FOLDERS = tuple(f"{HERE / name}{os.sep}" for name in ("device", "gpu", "ops/extended/triton"))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Enter folders named `extended` only where an argument names one."""
+    is_extended = collection_path.name == "extended"
+    named = any("extended" in Path(each.partition("::")[0]).parts for each in config.args)
+    return True if is_extended and not named else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

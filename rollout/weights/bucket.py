@@ -144,7 +144,10 @@ def offered_tensors(named_tensors: object, load_format: str | None) -> NamedTens
 
     Raises InvalidInputError for another load format, and what `pairs_of` and `unflattened` do.
     """
-    if load_format not in (None, "direct", "flattened_bucket"):
+    if not (
+        load_format is None
+        or (isinstance(load_format, str) and load_format in ("direct", "flattened_bucket"))
+    ):
         raise InvalidInputError(
             "load_format", load_format, "must be None, direct or flattened_bucket"
         )

@@ -209,7 +209,7 @@ class WeightTransaction:
         try:
             yield
         except BaseException as error:
-            if self._number == number and self._update is None:
+            if self._number == number and update is None and self._update is None:
                 self._number += 1
                 self._post("begin", error)
             elif (

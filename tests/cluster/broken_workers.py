@@ -16,21 +16,17 @@ from rollout.types import Batch
 from tests.cluster.workload import ngram
 
 
-def dies(config: EngineConfig, progress: Progress | None = None) -> NoReturn:
-    print("the driver of this GPU is of another age", file=sys.stderr, flush=True)
-    os._exit(3)
-
-
-def refuses(config: EngineConfig, progress: Progress | None = None) -> NoReturn:
-    raise CheckpointError("model.safetensors is no more")
-
-
 def dies_on_rank_1(config: EngineConfig, progress: Progress | None = None) -> Worker:
-    return dies(config) if os.environ["RANK"] == "1" else ngram()(config, progress)
+    if os.environ["RANK"] == "1":
+        print("the driver of this GPU is of another age", file=sys.stderr, flush=True)
+        os._exit(3)
+    return ngram()(config, progress)
 
 
 def refuses_on_rank_1(config: EngineConfig, progress: Progress | None = None) -> Worker:
-    return refuses(config) if os.environ["RANK"] == "1" else ngram()(config, progress)
+    if os.environ["RANK"] == "1":
+        raise CheckpointError("model.safetensors is no more")
+    return ngram()(config, progress)
 
 
 def lacks(config: EngineConfig, progress: Progress | None = None) -> NoReturn:

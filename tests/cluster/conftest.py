@@ -18,7 +18,7 @@ from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from rollout.engine.worker_factory import WorkerFactory
 from tests.cluster.thread_pool import OnSubmit, ThreadPool
-from tests.cluster.workload import PARAMS, PROMPTS, always_drafts, content, key, ngram
+from tests.cluster.workload import always_drafts, generated, ngram
 from tests.frameworks.shared import ray_sessions
 from tests.helpers.forked import ROOT
 
@@ -52,8 +52,7 @@ def config(tiny_model_path: Path) -> EngineConfig:
 @pytest.fixture(scope="session")
 def expected(config: EngineConfig) -> dict[Any, Any]:
     """One engine's rollouts of the requests that `submit_all` submits."""
-    engine = RolloutEngine.from_config(config, ngram())
-    return {key(each): content(each) for each in engine.generate(PROMPTS, PARAMS)}
+    return generated(RolloutEngine.from_config(config, ngram()))
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,10 @@
-"""Who counts as hung."""
+"""Replicas that hang are found by their heartbeats."""
 
 from __future__ import annotations
 
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 import pytest
 
@@ -15,49 +14,38 @@ from rollout import RolloutEngine
 from rollout.cluster.ray.heartbeats import Heartbeats
 from rollout.engine.engine_loop import EngineLoop
 from tests.cluster.workload import ngram
-from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.hang import HANG_SECONDS, wait_until
 
 
-@dataclass(eq=False)
 class FakeReplica:
-    busy_seconds: float = 0.0
-    is_silent: bool = False
-    is_dead: bool = False
-    asked: int = 0
+    """Answers heartbeats with ``answer``: seconds, an error, or None for silence."""
+
+    def __init__(self, answer: float | Exception | None = 0.0) -> None:
+        self.answer, self.asked = answer, 0
 
     def heartbeat(self) -> Future[float]:
         self.asked += 1
-        answer: Future[float] = Future()
-        if self.is_dead:
-            answer.set_exception(RuntimeError("dead"))
-        elif not self.is_silent:
-            answer.set_result(self.busy_seconds)
-        return answer
+        future: Future[float] = Future()
+        if isinstance(self.answer, Exception):
+            future.set_exception(self.answer)
+        elif self.answer is not None:
+            future.set_result(self.answer)
+        return future
 
 
 def test_silent_and_stuck_ones_are_named_once_and_others_are_left_alone():
     hung: list[tuple[FakeReplica, str]] = []
     heartbeats = Heartbeats(0.2, 100.0, lambda replica, reason: hung.append((replica, reason)))
-    well, long, stuck = (
-        FakeReplica(),
-        FakeReplica(busy_seconds=99.0),
-        FakeReplica(busy_seconds=101.0),
-    )
-    silent, dead, left = (
-        FakeReplica(is_silent=True),
-        FakeReplica(is_dead=True),
-        FakeReplica(is_silent=True),
-    )
+    well, long, stuck = FakeReplica(), FakeReplica(99.0), FakeReplica(101.0)
+    silent, left, dead = FakeReplica(None), FakeReplica(None), FakeReplica(RuntimeError("dead"))
     for replica in (well, long, stuck, silent, dead, left):
         heartbeats.watch(replica)
     heartbeats.forget(left)
     started = time.monotonic()
-    while len(hung) < 2:
-        time.sleep(0.01)
+    wait_until(lambda: len(hung) >= 2)
     assert time.monotonic() - started > 0.15
     asked = well.asked
-    while well.asked < asked + 20:
-        time.sleep(0.01)
+    wait_until(lambda: well.asked >= asked + 20)
     heartbeats.close()
     assert dict(hung) == {
         stuck: "101 s in one step or call (stall_seconds)",
@@ -80,5 +68,4 @@ def test_a_loop_says_how_long_it_has_been_at_what_it_does(config):
         assert loop.busy_seconds >= 0.05
         opened.set()
         waiting.result()
-        while loop.busy_seconds:
-            time.sleep(0.001)
+        wait_until(lambda: not loop.busy_seconds)

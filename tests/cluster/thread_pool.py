@@ -173,3 +173,21 @@ def kill(cluster: RolloutCluster, pool: ThreadPool, name: str) -> None:
     dead = pool.living[name]
     dead.kill()
     cluster.replicas.wait_until_gone(dead)
+
+
+def intercept(
+    replica: ThreadReplica, method: str, act: Callable[[list[Any], dict[str, Any]], object]
+) -> None:
+    """``act(args, kwargs)``, which may change both, comes before each call of ``method`` on the
+    replica; an error that it returns is the call's."""
+    call = replica.call
+
+    def acted(called: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        given = list(args)
+        if called == method and isinstance(error := act(given, kwargs), Exception):
+            answer: Future[Any] = Future()
+            answer.set_exception(error)
+            return answer
+        return call(called, *given, **kwargs)
+
+    replica.call = acted  # type: ignore[method-assign]

@@ -50,6 +50,11 @@ def rejoined(cluster: RolloutCluster) -> None:
     wait_until(lambda: cluster.replicas.all_joined, cluster.step)
 
 
+def poll_until(cluster: RolloutCluster, reached: Callable[[], object]) -> None:
+    """Wait without a step."""
+    wait_until(reached, lambda: cluster.replicas.poll(0.01))
+
+
 def drain(engine: Engine, between: Callable[[], object] = lambda: None) -> dict[Any, Any]:
     """Content by key, each once. ``between`` is called between two steps."""
     found: dict[Any, Any] = {}
@@ -59,3 +64,11 @@ def drain(engine: Engine, between: Callable[[], object] = lambda: None) -> dict[
             found[key(rollout)] = content(rollout)
         between()
     return found
+
+
+def generated(
+    engine: Engine, prompts: Sequence[list[int]] = PROMPTS, params: SamplingParams = PARAMS
+) -> dict[Any, Any]:
+    """The rollouts of an engine or a cluster."""
+    submit_all(engine, prompts, params)
+    return drain(engine)

@@ -1,7 +1,8 @@
 """An engine as it runs on a GPU: on one, and otherwise in Triton's interpreter on the CPU.
 
-Triton reads TRITON_INTERPRET when it is imported, so tests/runner/test_interpreted_engine.py runs
-this folder in a process of its own; in any other without a GPU these tests skip.
+Triton reads TRITON_INTERPRET when it is imported, so
+tests/runner/extended/test_interpreted_engine.py runs this folder in a process of its own; in any
+other without a GPU these tests skip.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 @pytest.fixture(scope="session", autouse=True)
 def _on_a_device() -> None:
     if not INTERPRETED and not torch.cuda.is_available():
-        pytest.skip("needs a GPU; tests/runner/test_interpreted_engine.py runs it interpreted")
+        pytest.skip("needs a GPU, or Triton's interpreter")
 
 
 @pytest.fixture(scope="session")

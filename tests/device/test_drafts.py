@@ -1,21 +1,14 @@
-"""Neural drafts on a device: unseen, and one read for each proposal.
+"""Neural drafts on a device cannot be seen.
 
-That their trees are the host's way's is tested in tests/parity/test_device_drafts.py.
+Their trees are the host's: tests/parity/test_device_drafts.py. A proposal waits once:
+tests/fake_cuda.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-
-import numpy as np
 import pytest
-import torch
-from torch.overrides import TorchFunctionMode
 
 from rollout import RolloutEngine, SamplingParams
-from spec_workers.neural import arrays, tree_proposer
 from tests.helpers.compared import numbers
 from tests.helpers.tiny_draft import save_tiny_eagle3
 from tests.helpers.tiny_mtp import save_tiny_mtp
@@ -56,21 +49,15 @@ def make_engine(path, spec: str, dtype_name: str, spec_options=None, **overrides
 
 
 def run(engine) -> list:
-    """All requests at once, whatever they ask for."""
-    asked = zip(PROMPTS, PARAMS, strict=True)
-    ids = [engine.submit(prompt, params).request_id for prompt, params in asked]
-    ended = {}
-    while engine.has_unfinished:
-        ended |= {rollout.request_id: rollout for rollout in engine.step()}
+    rollouts = engine.generate(PROMPTS, PARAMS)
     engine.check_integrity()
-    assert engine.worker.memory.usage.used == 0
-    return [ended[each] for each in ids]
+    return numbers(rollouts)
 
 
 @pytest.fixture(scope="module")
 def plain(drafts, dtype_name):
     return {
-        path: numbers(run(make_engine(path, "none", dtype_name, prefix_cache=False)))
+        path: run(make_engine(path, "none", dtype_name, prefix_cache=False))
         for path in {path for path, *_ in drafts.values()}
     }
 
@@ -80,70 +67,7 @@ def plain(drafts, dtype_name):
 def test_drafts_cannot_be_seen(drafts, dtype_name, plain, name, graph_bytes) -> None:
     path, spec, options = drafts[name]
     engine = make_engine(path, spec, dtype_name, TREES | options, graph_bytes=graph_bytes)
-    assert numbers(run(engine)) == plain[path]
+    assert run(engine) == plain[path]
     counters = engine.worker.counters()
     assert counters["draft/trees"] > 1
     assert counters["draft/nodes"] > 1
-
-
-@contextmanager
-def waits(monkeypatch) -> Iterator[list[str]]:
-    """The names of operations within that read a device's tensors, or would wait for them."""
-    seen: list[str] = []
-    names = ("cpu", "numpy", "item", "tolist", "__bool__", "__int__", "__float__", "nonzero",
-             "masked_select", "unique", "__index__")  # fmt: skip
-    reads = {getattr(torch.Tensor, name): name for name in names}
-    reads |= {torch.nonzero: "nonzero", torch.unique: "unique"}
-
-    class Mode(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            if func in reads:
-                seen.append(reads[func])
-            if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
-                index = args[1] if isinstance(args[1], tuple) else (args[1],)
-                if any(isinstance(i, torch.Tensor) and i.dtype is torch.bool for i in index):
-                    seen.append("mask")
-                if any(isinstance(i, (list, np.ndarray)) for i in index):
-                    seen.append("host index")
-            if func is torch.Tensor.to or func in (torch.tensor, torch.from_numpy):
-                seen.append(func.__name__)
-            return func(*args, **(kwargs or {}))
-
-    def passed_over(function, name=""):
-        def call(*args, **kwargs):
-            if name:
-                seen.append(name)
-            with torch._C.DisableTorchFunction():
-                return function(*args, **kwargs)
-
-        return call
-
-    for module, name in ((tree_proposer, "upload"), (arrays, "download")):
-        monkeypatch.setattr(module, name, passed_over(getattr(module, name), name))
-    if INTERPRETED:  # it computes in numpy itself
-        from triton.runtime.interpreter import GridExecutor
-
-        call = passed_over(GridExecutor.__call__)
-        monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **kw: call(*args, **kw))
-    with Mode():
-        yield seen
-
-
-@pytest.mark.parametrize("name", ["eagle3", "mtp"])
-def test_a_proposal_is_sent_once_and_read_once(drafts, dtype_name, name, monkeypatch) -> None:
-    path, spec, options = drafts[name]
-    engine = make_engine(path, spec, dtype_name, TREES | options)
-    propose = engine.worker.drafter._proposer.propose
-    calls, levels = [], []
-
-    def watched(wanted):
-        with monkeypatch.context() as patches, waits(patches) as seen:
-            proposal = propose(wanted)
-        calls.append(seen)
-        levels.append(proposal.num_levels)
-        return proposal
-
-    engine.worker.drafter._proposer.propose = watched
-    engine.generate(PROMPTS[:1], replace(PARAMS[0], max_new_tokens=6))
-    assert max(levels) == 2
-    assert all(seen == ["upload", "download"] for seen in calls), calls

@@ -1,21 +1,22 @@
 """The parity chain on a device: plain decoding there is what everything else must equal, bitwise.
 
-Against the CPU's own plain decoding, tokens are the same and logprobs within what rounding allows.
+Against the CPU's own plain decoding, tokens are the same and logprobs within what rounding allows;
+of a hybrid of recurrent layers and experts they are transformers'.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import engine_config
 from rollout.ops import gpu
-from spec_workers.neural.draft_runner import DraftTable
 from tests.helpers.compared import numbers
 from tests.helpers.oracle_worker import oracle_factory
 from tests.helpers.replaying import ReplayingCapture, plain_factory
-from tests.helpers.tiny_draft import save_tiny_eagle3
+from tests.helpers.tiny_hybrid import tiny_hybrid
 
 from .conftest import INTERPRETED
 
@@ -27,14 +28,23 @@ SHAPED = SamplingParams(
 PLAIN = SamplingParams(temperature=0.8, max_new_tokens=6, n=2, seed=5, ignore_eos=True)
 PARAMS = {"plain": PLAIN, "shaped": SHAPED}
 PROMPTS = [[5, 6, 7], [40, 41, 42, 43, 44] * 2]
+EAGER = {"graph_bytes": 0}
 
 
-def engine_options(dtype_name: str, **overrides) -> dict:
-    options = {"dtype": dtype_name, "kv_bytes": 1 << 20, "max_running": 4}
-    return options | {"device": "cpu" if INTERPRETED else "cuda"} | overrides
+def make_engine(path, dtype_name: str, recorded=None, **overrides) -> RolloutEngine:
+    """``recorded``: rollouts that trees are drafted from, now and then wrong. What is captured on a
+    GPU is run again on the same buffers in the interpreter."""
+    options = {"dtype": dtype_name, "kv_bytes": 1 << 22, "max_running": 4}
+    options |= {"device": "cpu" if INTERPRETED else "cuda"} | overrides
+    capture = ReplayingCapture() if INTERPRETED else None
+    factory = plain_factory(capture)
+    if recorded is not None:
+        truth = {(r.prompt_index, r.sample_index): r.prompt_ids + r.token_ids for r in recorded}
+        factory = oracle_factory(truth, capture, size=5, right=0.8, chain=False)
+    return RolloutEngine.from_config(engine_config(str(path), options), factory)
 
 
-def run(engine, name):
+def run(engine, name="plain"):
     rollouts = engine.generate(PROMPTS, PARAMS[name])
     engine.check_integrity()
     assert engine.worker.memory.usage.used == 0
@@ -44,13 +54,8 @@ def run(engine, name):
 @pytest.fixture(scope="module")
 def plain(small_model_path, dtype_name):
     """Each request's prompt whole, no graphs, no drafts, no cache."""
-    options = engine_options(dtype_name, prefix_cache=False, graph_bytes=0)
-    engine = RolloutEngine.from_pretrained(str(small_model_path), spec="none", **options)
+    engine = make_engine(small_model_path, dtype_name, prefix_cache=False, **EAGER)
     return {name: run(engine, name) for name in PARAMS}
-
-
-def recorded(rollouts):
-    return {(r.prompt_index, r.sample_index): r.prompt_ids + r.token_ids for r in rollouts}
 
 
 @pytest.mark.parametrize("name", PARAMS)
@@ -58,8 +63,9 @@ def test_the_cpu_says_the_same(small_model_path, dtype_name, plain, name, monkey
     if dtype_name != "float32":
         pytest.skip("a token may differ where bfloat16 rounds another way")
     monkeypatch.setattr(gpu, "_INTERPRETED", False)  # else the CPU's tensors are the interpreter's
-    options = engine_options(dtype_name, device="cpu")
-    engine = RolloutEngine.from_pretrained(str(small_model_path), spec="none", **options)
+    engine = RolloutEngine.from_pretrained(
+        str(small_model_path), spec="none", dtype=dtype_name, device="cpu", kv_bytes=1 << 20
+    )
     assert not gpu.runs_on(engine.worker.target.model.device)
     on_cpu = engine.generate(PROMPTS, PARAMS[name])
     assert [r.token_ids for r in on_cpu] == [r.token_ids for r in plain[name]]
@@ -68,18 +74,19 @@ def test_the_cpu_says_the_same(small_model_path, dtype_name, plain, name, monkey
 
 
 def test_company_chunks_and_the_cache_cannot_be_seen(small_model_path, dtype_name, plain) -> None:
-    options = engine_options(dtype_name, max_running=3, chunk_len=4, graph_bytes=0)
-    engine = RolloutEngine.from_pretrained(str(small_model_path), spec="none", **options)
-    assert numbers(run(engine, "plain")) == numbers(plain["plain"])
+    engine = make_engine(small_model_path, dtype_name, max_running=3, chunk_len=4, **EAGER)
+    assert numbers(run(engine)) == numbers(plain["plain"])
 
 
-@pytest.mark.parametrize("name", PARAMS)
-def test_trees_and_graphs_cannot_be_seen(small_model_path, dtype_name, plain, name) -> None:
-    """Captured on a GPU; in the interpreter run again on the same buffers."""
-    capture = ReplayingCapture() if INTERPRETED else None
-    factory = oracle_factory(recorded(plain[name]), capture, size=5, right=0.8, chain=False)
-    config = engine_config(str(small_model_path), engine_options(dtype_name))
-    engine = RolloutEngine.from_config(config, factory)
+@pytest.mark.parametrize(
+    ("name", "overlap"), [("plain", "never"), ("shaped", "never"), ("plain", "always")]
+)
+def test_trees_and_graphs_cannot_be_seen(
+    small_model_path, dtype_name, plain, name, overlap
+) -> None:
+    """With overlap, a captured forward's results are read before the other half's overwrites
+    them."""
+    engine = make_engine(small_model_path, dtype_name, plain[name], overlap=overlap)
     for _ in range(1 if INTERPRETED else 3):
         rollouts = run(engine, name)
         assert numbers(rollouts) == numbers(plain[name])
@@ -87,25 +94,9 @@ def test_trees_and_graphs_cannot_be_seen(small_model_path, dtype_name, plain, na
     assert engine.worker.target.graphs.graph_runner.num_graphs > 0
 
 
-def test_halves_that_take_turns_cannot_be_seen(small_model_path, dtype_name, plain) -> None:
-    """The captured forward's results are read before the other half's forward overwrites them."""
-    seen = []
-    for overlap in ("never", "always"):
-        capture = ReplayingCapture() if INTERPRETED else None
-        factory = oracle_factory(recorded(plain["plain"]), capture, size=5, right=0.8, chain=False)
-        options = engine_options(dtype_name, overlap=overlap)
-        engine = RolloutEngine.from_config(engine_config(str(small_model_path), options), factory)
-        rollouts = run(engine, "plain")
-        assert sum(r.stats.accepted for r in rollouts) > 0
-        assert engine.worker.target.graphs.graph_runner.num_graphs > 0
-        seen.append(numbers(rollouts))
-    assert seen[0] == seen[1]
-
-
 @pytest.mark.parametrize("name", PARAMS)
 def test_score_is_what_generation_reported(small_model_path, dtype_name, plain, name) -> None:
-    options = engine_options(dtype_name, chunk_len=6, graph_bytes=0)
-    engine = RolloutEngine.from_pretrained(str(small_model_path), spec="none", **options)
+    engine = make_engine(small_model_path, dtype_name, chunk_len=6, **EAGER)
     rollout = plain[name][-1]
     logprobs, extras = engine.score_with_extras(rollout.prompt_ids, rollout.token_ids, PARAMS[name])
     assert logprobs == rollout.logprobs
@@ -115,46 +106,34 @@ def test_score_is_what_generation_reported(small_model_path, dtype_name, plain, 
 def test_memory_comes_back_and_nothing_is_changed_by_it(
     small_model_path, dtype_name, plain
 ) -> None:
-    capture = ReplayingCapture() if INTERPRETED else None
-    config = engine_config(str(small_model_path), engine_options(dtype_name))
-    engine = RolloutEngine.from_config(config, plain_factory(capture))
-    assert numbers(run(engine, "plain")) == numbers(plain["plain"])
+    engine = make_engine(small_model_path, dtype_name)
+    assert numbers(run(engine)) == numbers(plain["plain"])
     freed = engine.release_memory(["kv_cache", "weights", "graphs"])
     assert freed["kv_cache"] > 0
     assert freed["weights"] > 0
     engine.resume_memory()
-    assert numbers(run(engine, "plain")) == numbers(plain["plain"])
+    assert numbers(run(engine)) == numbers(plain["plain"])
 
 
-def test_of_a_drafts_table_what_changed_is_sent(
-    small_model_path, dtype_name, tmp_path, monkeypatch
-) -> None:
-    draft = save_tiny_eagle3(
-        tmp_path / "draft", small_model_path, layers=(0, 1), num_heads=2, num_kv_heads=1,
-        head_dim=16, intermediate_size=32,
-    )  # fmt: skip
-    spec_options = {
-        "draft_path": str(draft), "num_steps": 2, "topk": 2, "num_draft_tokens": 3,
-        "budget": "fixed", "calibration_seconds": 0,
-    }  # fmt: skip
-    engine = RolloutEngine.from_pretrained(
-        str(small_model_path), spec="eagle", spec_options=spec_options,
-        **engine_options(dtype_name, graph_bytes=0),
-    )  # fmt: skip
-    apply, ends = DraftTable.apply, []
-
-    def checked(table: DraftTable, tensors, rows_B, ends_B) -> None:
-        apply(table, tensors, rows_B, ends_B)
-        for row, end in zip(rows_B.tolist(), ends_B.tolist(), strict=True):
-            assert table.tensor[row, :end].tolist() == table._kv.table[row, :end].tolist()
-            ends.append(end)
-            sent.append(len(tensors[table._slots]) / len(rows_B))
-
-    sent: list[float] = []
-    monkeypatch.setattr(DraftTable, "apply", checked)
-    engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=8, ignore_eos=True, n=2))
-    assert len(ends) > 6
-    assert max(ends) > 8
-    # A prompt whole, and then what was accepted: the extension sends it, a proposal nothing.
-    assert max(sent) >= 3
-    assert sorted(sent)[len(sent) // 2] <= 2
+def test_a_hybrid_says_what_transformers_says_with_trees_chunks_and_graphs(tmp_path) -> None:
+    layers = ("linear_attention", "full_attention")
+    theirs = tiny_hybrid("qwen3_5", layer_types=layers, experts=True)
+    theirs.save_pretrained(tmp_path)
+    plain = run(make_engine(tmp_path, "float32", prefix_cache=False, **EAGER))
+    for rollout in plain:
+        tokens = torch.tensor(rollout.prompt_ids + rollout.token_ids)
+        with torch.inference_mode():
+            logits = theirs(tokens[None]).logits[0, len(rollout.prompt_ids) - 1 : -1]
+        chosen = tokens[len(rollout.prompt_ids) :, None]
+        expected = (logits / PLAIN.temperature).log_softmax(-1).gather(1, chosen)[:, 0]
+        ours = torch.tensor(rollout.logprobs, dtype=torch.float32)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-3)
+    for graph_bytes in (0, 1 << 28):
+        options = {"max_running": 3, "chunk_len": 4, "graph_bytes": graph_bytes}
+        engine = make_engine(tmp_path, "float32", plain, **options)
+        rollouts = run(engine)
+        assert numbers(rollouts) == numbers(plain)
+        assert sum(r.stats.accepted for r in rollouts) > 0
+        graphs = engine.worker.target.graphs
+        assert (graphs is None) == (graph_bytes == 0)
+        assert graphs is None or graphs.graph_runner.num_graphs > 0

@@ -8,8 +8,6 @@ from spec_workers.budget import FixedBudget
 from spec_workers.none import PlainWorker
 from spec_workers.target import TargetWorker
 
-from .test_engine import engine_options
-
 
 class NotingBudget(FixedBudget):
     """Notes which steps it was asked about and which it learned from, in order."""
@@ -32,33 +30,24 @@ class NotingBudget(FixedBudget):
         self.events.append(("forget", request.request_id))
 
 
-def test_a_step_is_learned_from_after_the_next_one_was_launched(small_model_path) -> None:
+def test_a_step_is_learned_from_after_the_next_one_was_launched_or_when_asked(
+    small_model_path, device
+) -> None:
     budget = NotingBudget()
-    config = engine_config(str(small_model_path), engine_options("float32", graph_bytes=0))
+    options = {"dtype": "float32", "kv_bytes": 1 << 20, "device": device.type, "graph_bytes": 0}
     engine = RolloutEngine.from_config(
-        config, lambda config, progress=None: PlainWorker(TargetWorker(config, progress), budget)
-    )
-    engine.generate([[5]], SamplingParams(max_new_tokens=3, ignore_eos=True))
-    steps = [step for what, step in budget.events if what == "choose"]
-    assert [step for what, step in budget.events if what == "learn"] == steps
-    first, second = (
-        budget.events.index(("learn", steps[0])),
-        budget.events.index(("choose", steps[1])),
-    )
-    assert first > second, "the first step is learned from when the second has been chosen"
-    assert budget.events[-2:] == [("learn", steps[-1]), ("forget", 0)], "before its request goes"
-
-
-def test_who_asks_what_was_learned_is_told_all(small_model_path) -> None:
-    budget = NotingBudget()
-    config = engine_config(str(small_model_path), engine_options("float32", graph_bytes=0))
-    engine = RolloutEngine.from_config(
-        config, lambda config, progress=None: PlainWorker(TargetWorker(config, progress), budget)
+        engine_config(str(small_model_path), options),
+        lambda config, progress=None: PlainWorker(TargetWorker(config, progress), budget),
     )
     engine.submit([5], SamplingParams(max_new_tokens=4, ignore_eos=True))
     engine.step()
     assert [what for what, _ in budget.events] == ["choose"]
     engine.learned()
     assert [what for what, _ in budget.events] == ["choose", "learn"]
-    engine.step()
-    assert [what for what, _ in budget.events] == ["choose", "learn", "choose"]
+    while engine.has_unfinished:
+        engine.step()
+    _, first, second, third = (step for what, step in budget.events if what == "choose")
+    assert budget.events[2:] == [
+        ("choose", first), ("choose", second), ("learn", first), ("choose", third),
+        ("learn", second), ("learn", third), ("forget", 0),
+    ]  # fmt: skip

@@ -12,17 +12,15 @@ from rollout.engine.durable_files import whole_file
 
 
 @pytest.fixture(params=[False, True], ids=["alone", "shared"])
-def shared(request: pytest.FixtureRequest) -> bool:
+def shared(request):
     return request.param
 
 
-def test_a_name_is_made_durable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
-) -> None:
+def test_a_name_is_made_durable(tmp_path, monkeypatch, shared):
     """The file before it gets its name, the folder after."""
     path, synced, real = tmp_path / "file", [], os.fsync
 
-    def fsync(descriptor: int) -> None:
+    def fsync(descriptor):
         found = os.fstat(descriptor)
         synced.append(("folder" if stat.S_ISDIR(found.st_mode) else found.st_size, path.exists()))
         real(descriptor)
@@ -35,28 +33,28 @@ def test_a_name_is_made_durable(
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_what_fails_leaves_the_old_file(tmp_path: Path, shared: bool) -> None:
+def write(path: Path, error: type[BaseException] | None = None, **options: bool) -> None:
+    with whole_file(path, **options) as file:
+        file.write(b"half")
+        if error is not None:
+            raise error
+
+
+def test_what_fails_leaves_the_old_file(tmp_path, shared):
     path = tmp_path / "file"
     path.write_bytes(b"old")
-
-    def write(path: Path, content: bytes, error: BaseException | None = None) -> None:
-        with whole_file(path, shared=shared) as file:
-            file.write(content)
-            if error is not None:
-                raise error
-
-    with pytest.raises(KeyboardInterrupt):
-        write(path, b"half", KeyboardInterrupt())
     (tmp_path / "folder").mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        write(path, KeyboardInterrupt, shared=shared)
     with pytest.raises(IsADirectoryError):
-        write(tmp_path / "folder", b"new")
+        write(tmp_path / "folder", shared=shared)
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        write(tmp_path / "nowhere" / "file", b"new")
+        write(tmp_path / "nowhere" / "file", shared=shared)
     assert path.read_bytes() == b"old"
     assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
 
 
-def test_writers_of_one_path_do_not_meet(tmp_path: Path) -> None:
+def test_writers_of_one_path_do_not_meet(tmp_path):
     path = tmp_path / "file"
     with whole_file(path, shared=True) as first, whole_file(path, shared=True) as second:
         first.write(b"first")
@@ -66,7 +64,7 @@ def test_writers_of_one_path_do_not_meet(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077])
-def test_a_file_has_the_mode_of_any_other(tmp_path: Path, mask: int) -> None:
+def test_a_file_has_the_mode_of_any_other(tmp_path, mask):
     before = os.umask(mask)
     try:
         with whole_file(tmp_path / "file", shared=True):

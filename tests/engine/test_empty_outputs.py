@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -18,9 +17,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "no text" in record.getMessage()]
 
 
-def test_many_empty_rollouts_are_warned_of_once(
-    text_model_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_many_empty_rollouts_are_warned_of_once(text_model_path, caplog):
     engine = RolloutEngine.from_pretrained(text_model_path, spec="none", num_threads=1)
     chat = [{"role": "user", "content": "one"}]
     engine.generate([chat] * 20, FULL)
@@ -40,13 +37,9 @@ def test_many_empty_rollouts_are_warned_of_once(
     assert len(warnings_of(caplog)) == 1
 
 
-def test_rollouts_that_are_still_running_count(
-    text_model_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rollouts_that_are_still_running_count(text_model_path, caplog):
     """Empty ones end first: four that are the first to end say nothing of a large batch."""
-    engine = RolloutEngine.from_pretrained(
-        text_model_path, spec="none", num_threads=1, max_running=64
-    )
+    engine = RolloutEngine.from_pretrained(text_model_path, "none", num_threads=1, max_running=64)
     few = [EMPTY, EMPTY, *[FULL] * 20]
     assert [each.is_empty for each in engine.generate(["one"] * 22, few)].count(True) == 4
     assert not warnings_of(caplog)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -34,7 +33,6 @@ def engine(tiny_model_path):
 def loop(engine):
     with EngineLoop(engine) as loop:
         yield loop
-    engine.check_integrity()
     assert engine.worker.memory.usage.used == 0
     assert not engine.has_unfinished
 
@@ -65,17 +63,17 @@ def weights_of(engine: RolloutEngine) -> list[tuple[str, torch.Tensor]]:
     return [(name, loader.read()) for name, loader in weight_loaders.items()]
 
 
-def test_two_hundred_requests_of_eight_threads_get_the_tokens_of_generate(engine):
-    prompts = [[3 + i % 7, 10 + i, 11, 3 + i % 5] for i in range(50)]
+def test_requests_of_eight_threads_get_the_tokens_of_generate(engine):
+    prompts = [[3 + i % 7, 10 + i, 11, 3 + i % 5] for i in range(12)]
     params = SamplingParams(temperature=0.9, max_new_tokens=12, seed=3, n=4)
     expected = {
         (r.prompt_index, r.sample_index): (r.token_ids, r.logprobs, r.finish_reason, r.seed)
         for r in engine.generate(prompts, params)
     }
-    jobs = [(p, s) for p in range(50) for s in range(4)]
+    jobs = [(p, s) for p in range(12) for s in range(4)]
     random.Random(0).shuffle(jobs)
 
-    def run(job: tuple[int, int]):
+    def run(job):
         ticket = loop.submit(prompts[job[0]], params, prompt_index=job[0], sample_index=job[1])
         return job, ticket.future.result(HANG_SECONDS)
 
@@ -84,7 +82,6 @@ def test_two_hundred_requests_of_eight_threads_get_the_tokens_of_generate(engine
     assert {
         job: (r.token_ids, r.logprobs, r.finish_reason, r.seed) for job, r in found.items()
     } == expected
-    engine.check_integrity()
     assert not engine.has_unfinished
 
 
@@ -153,7 +150,6 @@ def test_requests_that_are_held_back_come_in_at_the_end_in_their_order(loop):
         held[0].abort()
         held[1].future.cancel()
         expected = running.future.result(HANG_SECONDS).token_ids
-        assert not loop.call(lambda engine: engine.has_unfinished).result(HANG_SECONDS)
         assert loop.num_unfinished == 3
         with loop.holding() as unfinished:  # as two calls may
             assert set(unfinished) == set(held)
@@ -170,18 +166,17 @@ def test_a_loop_that_is_closed_ends_what_it_holds_back(engine):
         assert handle.future.result(HANG_SECONDS).finish_reason is FinishReason.ABORT
 
 
-def test_calls_run_in_order_between_steps_on_one_thread(loop):
+def test_calls_run_in_order_on_one_thread_and_their_errors_are_nobody_elses(loop):
     seen: list[int] = []
     ticket = loop.submit(PROMPT, LONG)
-    threads = {
-        future.result(HANG_SECONDS)
-        for future in [
-            loop.call(lambda _, i=i: seen.append(i) or threading.get_ident()) for i in range(50)
-        ]
-    }
-    assert seen == list(range(50))
-    assert len(threads) == 1
-    assert threads != {threading.get_ident()}
+    calls = [loop.call(lambda _, i=i: seen.append(i) or threading.get_ident()) for i in range(20)]
+    (thread,) = {call.result(HANG_SECONDS) for call in calls}
+    assert seen == list(range(20))
+    assert thread != threading.get_ident()
+    with pytest.raises(ZeroDivisionError):
+        loop.call(lambda _: 1 / 0).result(HANG_SECONDS)
+    with pytest.raises(SystemExit):
+        loop.call(lambda _: sys.exit(3)).result(HANG_SECONDS)
     assert len(ticket.future.result(HANG_SECONDS).token_ids) == 400
 
 
@@ -189,14 +184,14 @@ def test_calls_that_take_long_take_turns_with_steps(loop):
     """A hundred long calls delay a request by one for each step, not by all of them at once."""
     begun, asked, slow = threading.Event(), threading.Event(), []
 
-    def on_tokens(request, first) -> None:  # holds the loop in the first step that emits
+    def on_tokens(request, first):  # holds the loop in the first step that emits
         begun.set()
         assert asked.wait(HANG_SECONDS)
 
     ticket = loop.submit(PROMPT, LONG, on_tokens=on_tokens)
     assert begun.wait(HANG_SECONDS)
 
-    def call(engine: RolloutEngine) -> None:
+    def call(engine):
         slow.append(engine.metrics().generated_tokens)
         time.sleep(loop._step_seconds + 0.001)
 
@@ -222,31 +217,13 @@ def test_calls_are_not_held_up_where_no_step_can_run(loop):
     assert len(ticket.future.result(HANG_SECONDS).token_ids) == 8
 
 
-def test_an_error_in_a_call_is_nobody_elses(loop):
-    ticket = loop.submit(PROMPT, LONG)
-    with pytest.raises(ZeroDivisionError):
-        loop.call(lambda _: 1 / 0).result(HANG_SECONDS)
-    with pytest.raises(SystemExit):
-        loop.call(lambda _: sys.exit(3)).result(HANG_SECONDS)
-    assert len(ticket.future.result(HANG_SECONDS).token_ids) == 400
-
-
-def test_a_call_may_be_cancelled_before_its_turn(loop):
-    gate, ran = Gate(loop), []
-    future = loop.call(lambda _: ran.append(1))
-    assert future.cancel()
-    gate.open()
-    assert loop.call(lambda _: list(ran)).result(HANG_SECONDS) == []
-
-
 def test_a_cancelled_waiter_aborts_its_request_and_frees_its_slots(loop):
-    async def give_up() -> None:
-        waiters = [asyncio.wrap_future(loop.submit([10 + i], LONG).future) for i in range(3)]
+    async def give_up():
+        waiters = [asyncio.wrap_future(loop.submit([10 + i], LONG).future) for i in range(2)]
         step_until(loop, lambda e: e.worker.memory.usage.used > 0)
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(waiters[0], timeout=0.001)
-        for waiter in waiters[1:]:
-            waiter.cancel()
+        waiters[1].cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiters[1]
 
@@ -254,15 +231,16 @@ def test_a_cancelled_waiter_aborts_its_request_and_frees_its_slots(loop):
         asyncio.run(give_up())
     assert loop.call(lambda e: e.has_unfinished).result(HANG_SECONDS) is False
     assert loop.num_unfinished == 0
-    assert loop.call(lambda e: e.worker.memory.usage.used).result(HANG_SECONDS) == 0
 
 
-def test_a_future_cancelled_before_it_is_queued_never_runs(loop):
-    gate = Gate(loop)
-    ticket = loop.submit(PROMPT, LONG)
+def test_what_is_cancelled_before_its_turn_never_runs(loop):
+    gate, ran = Gate(loop), []
+    call, ticket = loop.call(lambda _: ran.append(1)), loop.submit(PROMPT, LONG)
+    assert call.cancel()
     assert ticket.future.cancel()
     gate.open()
     assert loop.call(lambda e: e.metrics().steps).result(HANG_SECONDS) == 0
+    assert ran == []
     with pytest.raises(CancelledError):
         ticket.future.result(HANG_SECONDS)
 
@@ -271,40 +249,31 @@ def test_submits_aborts_and_cancels_may_race(loop):
     """Every future is settled; the fixture finds slots that leaked."""
     ends: list[Future] = []
 
-    def worker(seed: int) -> None:
+    def worker(seed):
         choices = random.Random(seed)
-        for _ in range(40):
+        for _ in range(20):
             params = SamplingParams(max_new_tokens=choices.randrange(1, 30), ignore_eos=True)
             ticket = loop.submit([choices.randrange(3, 90)], params)
             ends.append(ticket.future)
             time.sleep(choices.random() * 2e-3)
-            match choices.randrange(4):
-                case 0:
-                    ticket.abort()
-                case 1:
-                    ticket.future.cancel()
-                case 2:
-                    ticket.abort()
-                    ticket.future.cancel()
+            if choices.random() < 0.5:
+                ticket.abort()
+            if choices.random() < 0.5:
+                ticket.future.cancel()
 
-    threads = [threading.Thread(target=worker, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(HANG_SECONDS)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(worker, range(4)))
     assert not wait(ends, HANG_SECONDS).not_done
-    assert len(ends) == 240
-    assert loop.num_unfinished == 0
-    loop.call(lambda e: e.check_integrity()).result(HANG_SECONDS)
+    assert len(ends) == 80
+    wait_until(lambda: not loop.num_unfinished)
 
 
 def test_it_sleeps_while_there_is_nothing_to_do_and_wakes_at_once(loop):
     loop.submit(PROMPT, SHORT).future.result(HANG_SECONDS)
     before = loop.call(lambda _: time.thread_time()).result(HANG_SECONDS)
-    time.sleep(0.5)
-    spent = loop.call(lambda _: time.thread_time()).result(HANG_SECONDS) - before
-    assert spent < 0.1
-    for _ in range(200):  # a lost wake-up would hang one of these
+    time.sleep(0.2)
+    assert loop.call(lambda _: time.thread_time()).result(HANG_SECONDS) - before < 0.05
+    for _ in range(100):  # a lost wake-up would hang one of these
         loop.call(lambda _: None).result(HANG_SECONDS)
 
 
@@ -323,8 +292,8 @@ def test_requests_wait_while_the_weights_are_torn(loop, engine):
     with pytest.raises(ConnectionError):
         torn.result(HANG_SECONDS)
     before = loop.call(lambda _: time.thread_time()).result(HANG_SECONDS)
-    time.sleep(0.3)
-    assert loop.call(lambda _: time.thread_time()).result(HANG_SECONDS) - before < 0.1
+    time.sleep(0.2)
+    assert loop.call(lambda _: time.thread_time()).result(HANG_SECONDS) - before < 0.05
     aborted.abort()
     assert aborted.future.result(HANG_SECONDS).finish_reason is FinishReason.ABORT
     assert not ticket.future.done()
@@ -344,7 +313,7 @@ def test_a_pause_keeps_requests_waiting_and_what_it_aborts_comes_at_once(loop):
     steps = loop.call(lambda e: e.metrics().steps).result(HANG_SECONDS)
     tickets[0].abort()
     assert tickets[0].future.result(HANG_SECONDS).token_ids == []
-    time.sleep(0.2)
+    time.sleep(0.05)
     assert loop.call(lambda e: e.metrics().steps).result(HANG_SECONDS) == steps
     assert loop.num_unfinished == 1
     with pytest.raises(EngineStateError, match="paused"):
@@ -391,34 +360,26 @@ def test_a_step_that_raises_breaks_the_loop_and_says_why(engine, monkeypatch):
     loop.close()
     assert isinstance(calls[-1].exception(), EngineStateError)  # the call that was still queued
     assert loop.num_unfinished == 0
-    engine.check_integrity()
     assert not engine.has_unfinished
     monkeypatch.undo()
     assert len(engine.generate([PROMPT], SHORT)[0].token_ids) == 8
 
 
-def test_a_call_that_loses_a_rank_breaks_the_loop(engine):
-    def lose(engine: RolloutEngine) -> None:
-        raise ParallelError("rank 1 is gone")
-
-    with EngineLoop(engine) as loop:
-        assert isinstance(loop.call(lose).exception(HANG_SECONDS), ParallelError)
-        loop.broken.result(HANG_SECONDS)
-        with pytest.raises(EngineStateError, match="rank 1 is gone"):
-            loop.submit(PROMPT, SHORT)
-
-
-def test_a_rank_that_is_lost_as_a_request_is_submitted_is_no_fault_of_the_request(
-    engine, monkeypatch
-):
-    def lose(*arguments: object, **options: object) -> None:
+@pytest.mark.parametrize("by", ["call", "submit"])
+def test_a_lost_rank_breaks_the_loop_and_is_no_fault_of_a_request(engine, monkeypatch, by):
+    def lose(*arguments, **options):
         raise ParallelError("rank 1 is gone")
 
     monkeypatch.setattr(engine, "submit", lose)
     with EngineLoop(engine) as loop:
-        error = loop.submit(PROMPT, SHORT).future.exception(HANG_SECONDS)
-        assert isinstance(error, EngineStateError)
+        if by == "call":
+            assert isinstance(loop.call(lose).exception(HANG_SECONDS), ParallelError)
+        else:
+            error = loop.submit(PROMPT, SHORT).future.exception(HANG_SECONDS)
+            assert isinstance(error, EngineStateError)
         loop.broken.result(HANG_SECONDS)
+        with pytest.raises(EngineStateError, match="rank 1 is gone"):
+            loop.submit(PROMPT, SHORT)
 
 
 def test_close_does_what_was_asked_and_aborts_what_is_unfinished(engine):
@@ -435,7 +396,6 @@ def test_close_does_what_was_asked_and_aborts_what_is_unfinished(engine):
         loop.submit(PROMPT, SHORT)
     tickets[0].abort()
     loop.close()
-    engine.check_integrity()
     with EngineLoop(engine) as again:  # the engine is whole
         assert len(again.submit(PROMPT, SHORT).future.result(HANG_SECONDS).token_ids) == 8
 
@@ -464,45 +424,21 @@ def test_a_listener_is_told_of_every_token_once_and_in_order(loop):
         assert (told[index], logprobs[index]) == (rollout.token_ids, rollout.logprobs)
 
 
-def test_close_says_when_it_cannot(engine):
+def test_close_says_when_it_cannot_and_hides_no_error_of_the_body(engine):
     loop = EngineLoop(engine)
     with pytest.raises(EngineStateError, match="inside call"):
         loop.call(lambda _: loop.close()).result(HANG_SECONDS)
     gate = Gate(loop)
     with pytest.raises(TimeoutError, match="still in"):
         loop.close(timeout=0.01)
-    gate.open()
-    loop.close()
-
-
-def test_an_error_in_the_body_is_not_hidden_by_a_close_that_is_late(engine):
-    loop = EngineLoop(engine)
-    gate = Gate(loop)
-    loop.close = functools.partial(EngineLoop.close, loop, 0.05)
-
-    def body() -> None:
-        with loop:
-            raise KeyError("the body's own")
-
+    loop.close = functools.partial(EngineLoop.close, loop, 0.01)
     with pytest.raises(KeyError, match="the body's own") as error:
-        body()
+        _fail_inside(loop)
     assert any("still in a step or a call" in note for note in error.value.__notes__)
     gate.open()
     EngineLoop.close(loop)
 
 
-def test_a_process_that_forgets_to_close_still_ends(tiny_model_path):
-    script = (
-        "import sys; from rollout import RolloutEngine, SamplingParams\n"
-        "from rollout.engine.engine_loop import EngineLoop\n"
-        "loop = EngineLoop(RolloutEngine.from_pretrained(sys.argv[1]))\n"
-        "params = SamplingParams(max_new_tokens=500, ignore_eos=True)\n"
-        "tickets = [loop.submit([5, 6], params) for _ in range(64)]\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tiny_model_path)],
-        timeout=HANG_SECONDS,
-        capture_output=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, b"")
+def _fail_inside(loop):
+    with loop:
+        raise KeyError("the body's own")

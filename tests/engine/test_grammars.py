@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,18 +31,18 @@ OBEDIENT = {"regex": REGEX}, {"json_schema": json.dumps(SCHEMA)}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return save_byte_model(tmp_path_factory.mktemp("byte-model"), max_positions=256)
 
 
 @pytest.fixture(scope="module")
-def engine(model: Path) -> RolloutEngine:
+def engine(model):
     options = {"budget": "fixed", "min_probability": 0.0}  # else times decide whether it drafts
     return RolloutEngine.from_pretrained(model, "ngram", spec_options=options, max_running=8)
 
 
 @pytest.fixture(scope="module")
-def plain(model: Path) -> RolloutEngine:
+def plain(model):
     return RolloutEngine.from_pretrained(model, "none", max_running=8)
 
 
@@ -53,16 +52,15 @@ def params(**fields: Any) -> SamplingParams:
 
 def rest_of(engine: RolloutEngine, whole: Rollout, asked: SamplingParams, cut: int) -> list[int]:
     """The tokens with which a rollout goes on that was cut."""
-    engine.submit(
-        whole.prompt_ids, asked, partial_ids=whole.token_ids[:cut], request_seed=whole.seed
-    )
+    partial = whole.token_ids[:cut]
+    engine.submit(whole.prompt_ids, asked, partial_ids=partial, request_seed=whole.seed)
     rest: list[Rollout] = []
     while engine.has_unfinished:
         rest += engine.step()
     return rest[0].token_ids
 
 
-def test_outputs_obey_with_drafts_as_without(engine: RolloutEngine, plain: RolloutEngine) -> None:
+def test_outputs_obey_with_drafts_as_without(engine, plain):
     """Twice, so that the second time the corpus knows the outputs and drafts are accepted."""
     prompts = ["x", "x", "yz"]
     asked = [params(regex=REGEX), params(temperature=0.8), params(**OBEDIENT[1], top_p=0.9)]
@@ -82,17 +80,8 @@ def test_outputs_obey_with_drafts_as_without(engine: RolloutEngine, plain: Rollo
         assert 2 <= len(value["flags"]) <= 3
 
 
-def test_logprobs_are_those_without_it(engine: RolloutEngine) -> None:
-    """As for tokens that a minimum length forbids: trainers recompute them."""
-    (rollout,) = engine.generate(["x"], params(n=1, regex=REGEX, temperature=0.7))
-    scored = engine.score(rollout.prompt_ids, rollout.token_ids, SamplingParams(temperature=0.7))
-    assert rollout.logprobs == scored
-
-
 @pytest.mark.parametrize("after", ["e", "é"], ids=["a token", "several"])
-def test_a_grammar_that_begins_after_a_text(
-    engine: RolloutEngine, plain: RolloutEngine, after: str
-) -> None:
+def test_a_grammar_that_begins_after_a_text(engine, plain, after):
     """What comes before is free, as reasoning is; drafts that lead across it change nothing."""
     letters = [*engine.encoder.encode_word(after + "x-abcé0123456789"), *engine.eos_token_ids]
     asked = params(
@@ -119,75 +108,52 @@ def test_a_grammar_that_begins_after_a_text(
         assert rest_of(engine, first, asked, cut) == first.token_ids[cut:]
 
 
-@pytest.mark.parametrize("fields", OBEDIENT)
-def test_a_rollout_that_was_cut_goes_on(engine: RolloutEngine, fields: dict[str, str]) -> None:
-    (whole,) = engine.generate(["x"], params(n=1, **fields))
-    assert rest_of(engine, whole, params(n=1, **fields), 5) == whole.token_ids[5:]
+def test_a_rollout_that_was_cut_goes_on_and_its_logprobs_are_those_of_no_grammar(engine):
+    """As for tokens that a minimum length forbids: trainers recompute them."""
+    for fields in OBEDIENT:
+        asked = params(n=1, temperature=0.7, **fields)
+        (whole,) = engine.generate(["x"], asked)
+        assert rest_of(engine, whole, asked, 5) == whole.token_ids[5:]
+        plain = SamplingParams(temperature=0.7)
+        assert whole.logprobs == engine.score(whole.prompt_ids, whole.token_ids, plain)
 
 
-def test_a_partial_output_must_obey(engine: RolloutEngine) -> None:
+REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("regex", {"regex": "(a"}),
+    ("regex", {"regex": 1}),
+    ("regex", {"regex": r"[^\x00-\x{10FFFF}]"}),  # no text obeys it
+    ("regex", {"regex": "a", "json_schema": "{}"}),
+    ("regex", {"regex": "a" * 70_000}),
+    ("json_schema", {"json_schema": "{"}),
+    ("json_schema", {"json_schema": '{"type": "nothing"}'}),
+    ("json_schema", {"json_schema": "[" * 100_000}),
+    # What would be compiled for hours, while all other requests wait:
+    ("json_schema", {"json_schema": '{"items": {"type": "number", "multipleOf": 10.0003}}'}),
+    ("json_schema", {"json_schema": '{"type": "integer", "multipleOf": 1e99999999}'}),
+    ("json_schema", {"json_schema": '{"multipleOf": 1e99999999999999999999}'}),
+    ("json_schema", {"json_schema": '{"allOf": [{"multipleOf": 211}, {"multipleOf": 499}]}'}),
+    ("grammar_after", {"grammar_after": "a"}),
+    ("grammar_after", {"grammar_after": "", "regex": "a"}),
+    ("ignore_eos", {"regex": "a", "ignore_eos": True}),
+    ("min_new_tokens", {"regex": "a", "min_new_tokens": 2}),
+)
+
+
+def test_what_is_no_grammar_or_takes_long_to_compile_is_named(engine):
+    for field, fields in REFUSED:
+        with pytest.raises(InvalidInputError) as refused:
+            engine.generate(["x"], params(**fields))
+        assert refused.value.field == f"sampling.{field}", fields
     with pytest.raises(InvalidInputError, match="must obey the request's regex"):
         engine.submit([5], params(n=1, regex=REGEX), partial_ids=[5, 5, 5])
     assert not engine.has_unfinished
-
-
-@pytest.mark.parametrize(
-    ("field", "fields"),
-    [
-        ("sampling.regex", {"regex": "(a"}),
-        ("sampling.regex", {"regex": 1}),
-        ("sampling.regex", {"regex": r"[^\x00-\x{10FFFF}]"}),
-        ("sampling.json_schema", {"json_schema": '{"$ref": "#"}'}),
-        ("sampling.regex", {"regex": "a", "json_schema": "{}"}),
-        ("sampling.json_schema", {"json_schema": "{"}),
-        ("sampling.json_schema", {"json_schema": '{"type": "nothing"}'}),
-        ("sampling.json_schema", {"json_schema": "[" * 100_000}),
-        ("sampling.grammar_after", {"grammar_after": "a"}),
-        ("sampling.grammar_after", {"grammar_after": "", "regex": "a"}),
-        ("sampling.ignore_eos", {"regex": "a", "ignore_eos": True}),
-        ("sampling.min_new_tokens", {"regex": "a", "min_new_tokens": 2}),
-    ],
-)
-def test_what_is_no_grammar_is_named(
-    engine: RolloutEngine, field: str, fields: dict[str, Any]
-) -> None:
-    with pytest.raises(InvalidInputError) as refused:
-        engine.generate(["x"], params(**fields))
-    assert refused.value.field == field
-    assert not engine.has_unfinished
-
-
-@pytest.mark.parametrize(
-    ("fields", "why"),
-    [
-        ({"json_schema": '{"type": "integer", "multipleOf": 100003}'}, "multipleOf"),
-        ({"json_schema": '{"items": {"type": "number", "multipleOf": 10.0003}}'}, "multipleOf"),
-        ({"json_schema": '{"type": "integer", "multipleOf": 1e99999999}'}, "multipleOf"),
-        ({"json_schema": '{"multipleOf": 1.' + "0" * 5000 + "1}"}, "multipleOf"),
-        ({"json_schema": '{"multipleOf": 1e99999999999999999999}'}, "is none"),
-        ({"json_schema": '{"allOf": [{"multipleOf": 211}, {"multipleOf": 499}]}'}, "multipleOf"),
-        ({"regex": "a" * 70_000}, "characters"),
-    ],
-)
-def test_a_grammar_that_takes_long_to_compile_is_refused(
-    engine: RolloutEngine, fields: dict[str, str], why: str
-) -> None:
-    """All other requests wait while it is compiled: for hours with a number of eight digits."""
-    with pytest.raises(InvalidInputError, match=why) as refused:
-        engine.submit([5], params(n=1, **fields))
-    assert refused.value.field == f"sampling.{next(iter(fields))}"
-
-
-def test_multiples_of_usual_numbers_are_compiled(engine: RolloutEngine) -> None:
-    schema = {"type": "number", "multipleOf": 0.01, "maximum": 99, "minimum": -99}
-    properties = {"multipleOf": schema, "even": {"type": "integer", "multipleOf": 1000}}
+    usual = {"type": "number", "multipleOf": 0.01, "maximum": 99, "minimum": -99}
+    properties = {"usual": usual, "even": {"type": "integer", "multipleOf": 1000}}
     asked = params(n=1, json_schema=json.dumps({"properties": properties}), max_new_tokens=4)
     assert engine.generate(["x"], asked)[0].finish_reason is not FinishReason.ERROR
 
 
-def test_the_last_grammars_are_remembered(
-    engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_grammars_are_remembered(engine, monkeypatch):
     monkeypatch.setattr(grammars, "_MAX_COMPILED", 2)
     known = grammars.Grammars(engine.encoder.tokenizer, engine.vocab_size, [1])
     for regex in "abcab":
@@ -195,9 +161,7 @@ def test_the_last_grammars_are_remembered(
         assert len(known._compiled) <= 2
 
 
-def test_a_request_whose_grammar_fails_ends_alone(
-    engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_whose_grammar_fails_ends_alone(engine, monkeypatch):
     """The second token is one too many for this grammar's limits."""
     from llguidance import LLMatcher, LLParserLimits
 

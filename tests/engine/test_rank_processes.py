@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -35,7 +34,7 @@ def child_ranks() -> list[psutil.Process]:
 
 
 @pytest.fixture(scope="module")
-def two(tiny_model_path) -> Iterator[RolloutEngine]:
+def two(tiny_model_path):
     engine = opened(tiny_model_path)
     yield engine
     engine.close()

@@ -54,36 +54,33 @@ def decoded(rng: np.random.Generator, *, saves: bool) -> tuple[float, MetricsRec
 
 
 @pytest.mark.parametrize("saves", [True, False])
-def test_the_saving_is_within_its_error_though_the_machine_slows_down(saves: bool) -> None:
+def test_the_saving_is_within_its_error_though_the_machine_slows_down(saves):
     rng = np.random.default_rng(5)
-    runs = [decoded(rng, saves=saves) for _ in range(40)]
+    runs = [decoded(rng, saves=saves) for _ in range(30)]
     misses = [abs(true - run.total.saved_seconds) for true, run in runs]
     within = sum(
         miss <= run.total.saved_error_seconds for miss, (_, run) in zip(misses, runs, strict=True)
     )
-    assert within >= 34
+    assert within >= 25
     assert np.mean([run.total.saved_error_seconds for _, run in runs]) < 0.15 * 25
 
 
-def test_steps_that_verify_no_draft_lose_no_more_than_proposing_takes() -> None:
-    recorder = MetricsRecorder(kv_slots=8)
-    for _ in range(100):
-        book(recorder, 1000.0)  # slow, and nobody drafted
-    assert recorder.total.gain_ms == 0
-    recorder = MetricsRecorder(kv_slots=8)
-    for _ in range(100):
-        book(recorder, 12.0, proposed=4)
-    assert recorder.total.gain_ms == pytest.approx(-200.0)
+def test_steps_that_verify_no_draft_lose_no_more_than_proposing_takes():
+    for took_ms, proposed, gain_ms in ((1000.0, 0, 0.0), (12.0, 4, -200.0)):
+        recorder = MetricsRecorder(kv_slots=8)
+        for _ in range(100):
+            book(recorder, took_ms, proposed=proposed)
+        assert recorder.total.gain_ms == pytest.approx(gain_ms)
 
 
-def test_without_plain_steps_the_error_is_a_tenth() -> None:
+def test_without_plain_steps_the_error_is_a_tenth():
     pace = PlainPace()
     assert pace.record_saved(600.0) + pace.record_saved(400.0) == 1000.0
     assert pace.variance_ms2 == pytest.approx(100.0**2)
     assert pace.observe(15.0, 10.0) == pytest.approx(500.0)  # they took half as long again
 
 
-def test_a_stall_is_booked_to_nobody() -> None:
+def test_a_stall_is_booked_to_nobody():
     recorder = MetricsRecorder(kv_slots=8)
     for number in range(300):
         stall_ms = 1000.0 if number % 50 == 7 else 0.0
@@ -94,7 +91,7 @@ def test_a_stall_is_booked_to_nobody() -> None:
     assert abs(recorder.total.gain_ms) < 0.05 * 300 * 20
 
 
-def test_a_saving_within_its_error_is_no_difference() -> None:
+def test_a_saving_within_its_error_is_no_difference():
     clear = Saving(seconds=2.0, error_seconds=0.5, run_seconds=10.0)
     assert (clear.is_significant, clear.speedup, clear.speedup_error) == (True, 1.2, 0.05)
     assert not Saving(0.5, 0.5, 10.0).is_significant

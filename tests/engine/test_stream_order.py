@@ -1,11 +1,14 @@
-"""The order of a stream against plain decoding stepped tick by tick."""
+"""A stream's order against plain decoding stepped tick by tick, and its ends."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from rollout.engine.streaming import StreamOrder
+from rollout.engine.streaming import StreamOrder, in_order_of_plain_decoding
+from rollout.types import FinishReason
 from tests.helpers.plain_order import plain_order
 
 FOREVER = 10**6
@@ -67,9 +70,8 @@ class Run:
         assert self.released == certain
 
 
-@pytest.mark.parametrize("block", range(5))
-def test_the_order_is_that_of_plain_decoding_as_soon_as_it_is_certain(block: int):
-    for seed in range(60 * block, 60 * block + 60):
+def test_the_order_is_that_of_plain_decoding_as_soon_as_it_is_certain():
+    for seed in range(150):
         run = Run(seed)
         while run.unfinished:
             try:
@@ -80,23 +82,25 @@ def test_the_order_is_that_of_plain_decoding_as_soon_as_it_is_certain(block: int
         assert run.released == plain_order(run.ticks, run.max_running), f"seed {seed}"
 
 
-def test_plain_decoding_itself_is_never_held_back():
-    """Each tick every running one emits one token: what ends is handed out in that tick."""
-    rng = np.random.default_rng(1)
-    ticks, max_running = rng.integers(1, 30, 50).tolist(), 5
-    emitted = [0] * len(ticks)
-    order = StreamOrder(len(ticks), max_running, emitted.__getitem__)
-    waiting, running = list(range(len(ticks))), []
-    while waiting or running:
-        while waiting and len(running) < max_running:
-            running.append(waiting.pop(0))
-        for index in running:
-            emitted[index] += 1
-        ended = sorted(index for index in running if emitted[index] == ticks[index])
-        for index in ended:
-            order.end(index, ticks[index])
-        running = [index for index in running if index not in ended]
-        assert order.release() == ended
+def test_the_others_keep_their_order_when_some_are_aborted():
+    """The order is that of a run in which the aborted ones ended with their next token."""
+    for seed in range(60):
+        run = Run(seed)
+        aborted = set()
+        while run.unfinished:
+            index = int(run.rng.choice(run.unfinished))
+            run.emitted[index] += 1
+            if run.rng.random() < 0.2:
+                run.order.abort(index, run.emitted[index] - 1)
+                run.ticks[index] = run.emitted[index]
+                aborted.add(index)
+                continue
+            if run.emitted[index] == run.ticks[index]:
+                run.order.end(index, run.ticks[index])
+            run.released += run.order.release()
+        run.released += run.order.release()
+        expected = [i for i in plain_order(run.ticks, run.max_running) if i not in aborted]
+        assert run.released == expected, f"seed {seed}"
 
 
 def test_an_aborted_request_holds_nobody_up():
@@ -109,48 +113,47 @@ def test_an_aborted_request_holds_nobody_up():
     assert order.release() == [1, 2]
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_the_others_keep_their_order_when_some_are_aborted(seed: int):
-    """The order is that of a run in which the aborted ones ended with their next token."""
-    run = Run(seed)
-    aborted = set()
-    while run.unfinished:
-        if run.rng.random() < 0.2:
-            index = int(run.rng.choice(run.unfinished))
-            run.order.abort(index, run.emitted[index])
-            run.emitted[index] += 1
-            run.ticks[index] = run.emitted[index]
-            aborted.add(index)
-            continue
-        index = int(run.rng.choice(run.unfinished))
-        run.emitted[index] += 1
-        if run.emitted[index] == run.ticks[index]:
-            run.order.end(index, run.ticks[index])
-        run.released += run.order.release()
-    run.released += run.order.release()
-    expected = [i for i in plain_order(run.ticks, run.max_running) if i not in aborted]
-    assert run.released == expected
+def request(request_id, length):
+    return SimpleNamespace(request_id=request_id, tokens=[0] * (2 + length), prompt_len=2)
 
 
-def test_a_check_looks_at_running_requests_alone():
-    """Four thousand requests, a straggler first, and one check per token."""
-    rng = np.random.default_rng(2)
-    count, max_running, looks = 4096, 32, 0
-    ticks = rng.integers(1, 20, count).tolist()
-    ticks[0] = 5000
-    emitted = [0] * count
+def rollout(request_id, length):
+    return SimpleNamespace(
+        request_id=request_id, token_ids=[0] * length, finish_reason=FinishReason.STOP
+    )
 
-    def look(index: int) -> int:
-        nonlocal looks
-        looks += 1
-        return emitted[index]
 
-    order = StreamOrder(count, max_running, look)
-    released: list[int] = []
-    for index in [*range(1, count), 0]:
-        emitted[index] = ticks[index]
-        order.end(index, ticks[index])
-        before = looks
-        released += order.release()
-        assert looks - before <= 2 * max_running
-    assert released == plain_order(ticks, max_running)
+def test_what_was_held_back_comes_before_the_error():
+    requests = [request(7, 1), request(8, 5), request(9, 3)]
+
+    def steps():
+        yield [rollout(8, 5), rollout(9, 3)]  # 7 may still end before both
+        raise RuntimeError("the step failed")
+
+    stream = in_order_of_plain_decoding(requests, 3, steps())
+    assert [next(stream).request_id, next(stream).request_id] == [8, 9]
+    with pytest.raises(RuntimeError, match="the step failed"):
+        next(stream)
+
+
+def test_whoever_leaves_early_gets_no_more():
+    requests = [request(0, 2), request(1, 9)]
+    stream = in_order_of_plain_decoding(requests, 2, iter([[rollout(0, 2)], [rollout(1, 9)]]))
+    assert next(stream).request_id == 0
+    stream.close()
+    assert list(stream) == []
+
+
+def test_steps_run_while_an_aborted_one_is_handed_out_change_nothing():
+    _, second, _ = requests = [request(0, 6), request(1, 5), request(2, 6)]
+    aborted = rollout(0, 6)
+    aborted.finish_reason = FinishReason.ABORT
+
+    def steps():
+        yield [aborted, rollout(2, 6)]
+        yield [rollout(1, 6)]
+
+    stream = in_order_of_plain_decoding(requests, 3, steps())
+    assert next(stream).request_id == 0
+    second.tokens.append(0)  # it ended meanwhile, with the third: it arrived before that
+    assert [each.request_id for each in stream] == [1, 2]

@@ -81,7 +81,7 @@ def run(model, overlap: str):
     return engine.generate([[5, 6, 7]], PARAMS), engine.worker
 
 
-def test_proposing_is_hidden_behind_the_other_half(tiny_model_path) -> None:
+def test_proposing_is_hidden_behind_the_other_half(tiny_model_path):
     whole, alone = run(str(tiny_model_path), "never")
     halves, worker = run(str(tiny_model_path), "always")
     assert outcome(halves) == outcome(whole)
@@ -93,7 +93,7 @@ def test_proposing_is_hidden_behind_the_other_half(tiny_model_path) -> None:
 
 
 @pytest.mark.parametrize("spec", ["none", "ngram"])
-def test_who_takes_turns(tiny_model_path, spec) -> None:
+def test_who_takes_turns(tiny_model_path, spec):
     engine = RolloutEngine.from_pretrained(str(tiny_model_path), spec)
     assert engine.worker.overlaps
     engine.generate([[5, 6, 7]], PARAMS)

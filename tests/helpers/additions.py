@@ -28,27 +28,11 @@ whether its logits are float32."""
 
 
 class Addition(NamedTuple):
-    """``length`` numbers of one dtype that are added up, and how they lie in registers."""
+    """``length`` numbers of one dtype that are added up."""
 
     operation: str
     dtype: str
     length: int
-    layout: str
-
-
-def additions(ttgir: str) -> set[Addition]:
-    """The additions of floating-point numbers. Integers need no order, and a tensor core's
-    instruction fixes its own: see tests/ops/test_triton_compiles.py."""
-    layouts = dict(_ALIAS.findall(ttgir))
-    found = set()
-    for operation, axis, body, operands in _FOLDED.findall(ttgir):
-        if "arith.addf" not in body:
-            continue
-        for shape, dtype, alias in _TENSOR.findall(operands):
-            length = int(shape.split("x")[int(axis)])
-            layout = f"{shape}{layouts[alias]} along {axis}"
-            found.add(Addition(operation, dtype, length, layout))
-    return found
 
 
 def differing_sums(launches: Iterable[Launch]) -> dict[str, list[str]]:
@@ -56,37 +40,40 @@ def differing_sums(launches: Iterable[Launch]) -> dict[str, list[str]]:
     kernel."""
     variants = defaultdict(list)
     for launch in launches:
-        signature = launch.arguments[0]
         kind = launch.name
         if kind in _BY_DTYPE:
-            kind += f" of {signature['logits_ptr']}"
+            kind += f" of {launch.arguments[0]['logits_ptr']}"
         variants[kind].append(launch)
-    found = {
-        kind: differing(map(_additions_of, some)) for kind, some in variants.items() if some[1:]
-    }
-    return {kind: each for kind, each in found.items() if each}
+    found = {}
+    for kind, some in variants.items():
+        layouts = defaultdict(set)
+        for launch in some if some[1:] else ():
+            for addition, own in _layouts(launch).items():
+                layouts[addition].add(frozenset(own))
+        differing = [
+            f"{key}: {sorted(map(sorted, own))}" for key, own in layouts.items() if len(own) > 1
+        ]
+        if differing:
+            found[kind] = differing
+    return found
 
 
-def _additions_of(launch: Launch) -> set[Addition]:
-    """The additions of the kernel as it is launched; it gets layouts only if it has any."""
+def _layouts(launch: Launch) -> dict[Addition, set[str]]:
+    """How the numbers of each addition of floating-point numbers lie in registers.
+
+    Integers need no order, and a tensor core's instruction fixes its own. A kernel as it is
+    launched gets layouts only if it has any additions.
+    """
     forms = dialects(launch.source, launch.options)
-    without_layouts = next(forms)
-    if not any("arith.addf" in body for _, _, body, _ in _FOLDED.findall(without_layouts)):
-        return set()
-    return additions(next(forms))
-
-
-def differing(variants: Iterable[set[Addition]]) -> list[str]:
-    """The sums of equally many numbers whose layout differs between two variants."""
-    layouts: dict[tuple[str, str, int], dict[frozenset[str], None]] = defaultdict(dict)
-    for variant in variants:
-        own: dict[tuple[str, str, int], set[str]] = defaultdict(set)
-        for operation, dtype, length, layout in variant:
-            own[operation, dtype, length].add(layout)
-        for key, some in own.items():
-            layouts[key][frozenset(some)] = None
-    return [
-        f"{key}: {[sorted(each) for each in some]}"
-        for key, some in layouts.items()
-        if len(some) > 1
-    ]
+    if not any("arith.addf" in body for _, _, body, _ in _FOLDED.findall(next(forms))):
+        return {}
+    ttgir = next(forms)
+    aliases = dict(_ALIAS.findall(ttgir))
+    found = defaultdict(set)
+    for operation, axis, body, operands in _FOLDED.findall(ttgir):
+        if "arith.addf" in body:
+            for shape, dtype, alias in _TENSOR.findall(operands):
+                length = int(shape.split("x")[int(axis)])
+                layout = f"{shape}{aliases[alias]} along {axis}"
+                found[Addition(operation, dtype, length)].add(layout)
+    return found

@@ -52,17 +52,11 @@ class Case:
     v_pool: torch.Tensor
     op: Callable[..., torch.Tensor] = paged_attention
 
-    def run(
-        self,
-        requests: list[Request] | None = None,
-        *,
-        op: Callable[..., torch.Tensor] | None = None,
-        **kwargs,
-    ) -> list[torch.Tensor]:
+    def run(self, requests: list[Request] | None = None, **kwargs) -> list[torch.Tensor]:
         """Output rows by request."""
         requests = self.requests if requests is None else requests
         q, plan = batch(requests, **kwargs)
-        out = (op or self.op)(q, self.k_pool, self.v_pool, plan, q.shape[-1] ** -0.5)
+        out = self.op(q, self.k_pool, self.v_pool, plan, q.shape[-1] ** -0.5)
         return list(out[: plan.q_offsets_B1[-1]].split([r.entry.num_rows for r in requests]))
 
 
@@ -103,24 +97,24 @@ def plan_of(entries: list[Entry], longest: int | None = None) -> AttentionPlan:
     )
 
 
+PLACED = (
+    "rows_B", "q_offsets_B1", "starts_B", "run_lens_B", "node_offsets_B1", "node_masks_N",
+    "node_slots_N",
+)  # fmt: skip
+
+
 def on(device: torch.device, plan: AttentionPlan) -> AttentionPlan:
-    tensors = (
-        "req_to_token", "rows_B", "q_offsets_B1", "starts_B", "run_lens_B", "node_offsets_B1",
-        "node_masks_N", "node_slots_N",
-    )  # fmt: skip
-    placed = {name: getattr(plan, name).to(device) for name in tensors}
+    placed = {name: getattr(plan, name).to(device) for name in ("req_to_token", *PLACED)}
     return AttentionPlan(**placed, longest=plan.longest)
 
 
 def engine_step(q: torch.Tensor, plan: AttentionPlan) -> tuple[torch.Tensor, AttentionPlan]:
     """The step padded to its bucket, as a forward is captured; queries of padding are NaN."""
-    names = ("rows_B", "q_offsets_B1", "starts_B", "run_lens_B", "node_offsets_B1",
-             "node_masks_N", "node_slots_N")  # fmt: skip
     rows_T = np.zeros(int(plan.q_offsets_B1[-1]), dtype=np.int64)
     step = StepArrays(
         input_ids_T=rows_T, positions_T=rows_T, slots_T=rows_T, sampled_R=rows_T[:0],
         longest=int((plan.starts_B + plan.run_lens_B).max()),
-        **{name: getattr(plan, name).numpy() for name in names},
+        **{name: getattr(plan, name).numpy() for name in PLACED},
     )  # fmt: skip
     bucket = Buckets(max_rows=256, max_context_len=131_072).bucket(step)
     assert bucket is not None

@@ -1,4 +1,4 @@
-"""Attention over whole sequences with torch's own kernel: no pool, no slots, no plan."""
+"""Attention and recurrent states of whole sequences, without pool, slots or plan of attention."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from rollout.memory.state_pool import StatePool
 from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenStates
+from rollout.models.spec import ModelSpec
 from rollout.ops.paged_attention import PLAIN, AttentionVariant
 from rollout.ops.rotary_store_kv import rotary_store_kv_
-from tests.helpers.dense_states import DenseStates
+from rollout.ops.state_plan import NO_STATE, StatePlan
+from rollout.runner.step_states import StepStates
 
 
 def rotated(
@@ -102,13 +105,57 @@ class GrowingAttention:
         return attended(q_THD, k_TKD, v_TKD, None, variant).contiguous()
 
 
+class DenseStates:
+    """States of several sequences laid end to end, from scratch or from what a step has kept."""
+
+    def __init__(
+        self, spec: ModelSpec, *, num_slots: int = 0, dtype: torch.dtype = torch.float32
+    ) -> None:
+        """``num_slots``: to keep states in, numbered from 1."""
+        assert spec.linear_attention is not None
+        self.pool = StatePool(
+            spec.linear_attention, num_slots=num_slots, dtype=dtype, device=torch.device("cpu")
+        )
+
+    def begin(
+        self,
+        lengths: Sequence[int],
+        sources: Sequence[int] | None = None,
+        targets: Sequence[int] | None = None,
+    ) -> StepStates:
+        """The states of one step: the sequences' lengths, the slots they continue, and those of
+        their last states."""
+        nowhere = [NO_STATE] * len(lengths)
+        offsets = torch.tensor([0, *lengths]).cumsum(0)
+        parents = torch.arange(sum(lengths)) - 1
+        kept = torch.full((sum(lengths),), NO_STATE)
+        for first, last, target in zip(offsets[:-1], offsets[1:], targets or nowhere, strict=True):
+            if first < last:
+                parents[first] = -1
+                kept[last - 1] = target
+        plan = StatePlan(
+            q_offsets_B1=offsets.int(),
+            sources_B=torch.tensor(sources or nowhere, dtype=torch.int32),
+            parents_T=parents.int(),
+            targets_T=kept.int(),
+        )
+        return StepStates(
+            convolutions=self.pool.convolutions, recurrent=self.pool.recurrent, plan=plan
+        )
+
+
+def states_of(model, lengths: Sequence[int]) -> StepStates | None:
+    """The states of whole sequences from scratch, if the model has any."""
+    if model.spec.linear_attention is None:
+        return None
+    return DenseStates(model.spec, dtype=model.dtype).begin(lengths)
+
+
 @torch.inference_mode()
 def features_of(model, features: AuxHiddenStates, sequence: Sequence[int]) -> torch.Tensor:
     """The features [length, F] that a draft reads of each token of a sequence."""
     length = len(sequence)
-    attention, states = DenseAttention([length]), None
-    if model.spec.linear_attention is not None:
-        states = DenseStates(model.spec, dtype=model.dtype).begin([length])
+    attention, states = DenseAttention([length]), states_of(model, [length])
     like = torch.empty(0, dtype=model.dtype)
     collector = AuxHiddenStateCollector(features, length, model.spec.hidden_size, like)
     tokens = torch.as_tensor(sequence).long()
@@ -122,8 +169,6 @@ def logits_of(model, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     lengths = [len(sequence) for sequence in sequences]
     attention = DenseAttention(lengths, model.spec.attention_scale)
     tokens = torch.tensor([token for sequence in sequences for token in sequence]).long()
-    states = None
-    if model.spec.linear_attention is not None:
-        states = DenseStates(model.spec, dtype=model.dtype).begin(attention.lengths)
+    states = states_of(model, lengths)
     hidden = model.forward(tokens, attention.positions, attention, states=states)
     return list(model.logits(hidden).split(attention.lengths))

@@ -163,15 +163,14 @@ def failing(case: Case) -> list[Rollout]:
     rollouts = list(case.run(between))
     assert len(rollouts) == len(requests)
     assert failed
-    whole = [rollout for rollout in rollouts if rollout.finish_reason != "abort"]
-    assert 0 < len(whole) < len(rollouts)
-    for rollout in whole:
-        case.check(rollout)
+    aborted = [rollout for rollout in rollouts if rollout.finish_reason == "abort"]
+    assert 0 < len(aborted) < len(rollouts)
     for rollout in rollouts:
-        wanted, count = (
-            case.wanted[rollout.prompt_index, rollout.sample_index],
-            len(rollout.token_ids),
-        )
+        if rollout.finish_reason != "abort":
+            case.check(rollout)
+    for rollout in aborted:
+        wanted = case.wanted[rollout.prompt_index, rollout.sample_index]
+        count = len(rollout.token_ids)
         assert rollout.token_ids == wanted.token_ids[:count]
         assert rollout.logprobs == wanted.logprobs[:count]
     return rollouts

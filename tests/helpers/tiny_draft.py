@@ -12,8 +12,6 @@ from safetensors.torch import load_file
 
 from tests.helpers.tiny_model import write_checkpoint
 
-LAYOUTS = ("eagle", "specforge", "speculators")
-
 
 def save_tiny_eagle3(
     folder: Path,

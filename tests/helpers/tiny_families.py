@@ -12,6 +12,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
+    LlamaConfig,
     MinistralConfig,
     MistralConfig,
     Olmo2Config,
@@ -56,12 +57,21 @@ TWO_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
 }
 CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**heads(6, 6)),
+    "llama biases": LlamaConfig(
+        **heads(6, 3, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
+    ),
+    "llama wide heads": LlamaConfig(**heads(4, 1, head_dim=22)),
+    "mistral": MistralConfig(**heads(8, 2, head_dim=10, sliding_window=None)),
+    "qwen2": Qwen2Config(**heads(4, 2)),
+    "qwen3": Qwen3Config(
+        **heads(4, 1, head_dim=26, attention_bias=True, tie_word_embeddings=True)
+    ),
     "phi3": Phi3Config(**heads(6, 2)),
     "phi3 long": Phi3Config(
         **heads(6, 3, rope_parameters=dict(LONG), original_max_position_embeddings=100)
     ),
-    "olmo2": Olmo2Config(**heads(4, 2)),
-    "olmo2 biases": Olmo2Config(**heads(3, 3, attention_bias=True, tie_word_embeddings=True)),
+    "olmo2": Olmo2Config(**heads(3, 3, attention_bias=True, tie_word_embeddings=True)),
     "granite": GraniteConfig(
         **heads(6, 2, embedding_multiplier=3.5, residual_multiplier=0.3,
                 attention_multiplier=0.2, logits_scaling=0.35)
@@ -76,9 +86,11 @@ CONFIGS: dict[str, PretrainedConfig] = {
                 layer_types=["full_attention"] * 3, position_embedding_type="rope",
                 mamba_n_heads=4)
     ),
-    "smollm3": SmolLM3Config(**heads(6, 2, no_rope_layer_interval=2)),
-    "smollm3 biases": SmolLM3Config(
+    "smollm3": SmolLM3Config(
         **heads(4, 1, no_rope_layers=[0, 1, 0], attention_bias=True, tie_word_embeddings=True)
+    ),
+    "smollm3 window": SmolLM3Config(
+        **heads(6, 2, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=6)
     ),
     "mistral window": MistralConfig(**heads(6, 2, sliding_window=11)),
     "ministral": MinistralConfig(
@@ -110,9 +122,6 @@ CONFIGS: dict[str, PretrainedConfig] = {
                 attention_bias=False, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
     ),
     "phi3 window": Phi3Config(**heads(6, 2, sliding_window=9)),
-    "smollm3 window": SmolLM3Config(
-        **heads(6, 2, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=6)
-    ),
     "olmo3": Olmo3Config(
         **heads(4, 2, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
                 sliding_window=8, rope_parameters=dict(TWO_ROPES))
@@ -120,10 +129,6 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "gemma2": Gemma2Config(
         **heads(4, 2, head_dim=14, sliding_window=10, query_pre_attn_scalar=20,
                 attn_logit_softcapping=1.5, final_logit_softcapping=4.0)
-    ),
-    "gemma2 uncapped": Gemma2Config(
-        **heads(3, 3, head_dim=12, sliding_window=17, tie_word_embeddings=True,
-                attn_logit_softcapping=None, final_logit_softcapping=None)
     ),
     "gemma3": Gemma3TextConfig(
         **heads(4, 1, head_dim=10, sliding_window=7, query_pre_attn_scalar=12,

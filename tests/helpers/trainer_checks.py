@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,6 @@ from torch import nn
 
 from rollout import RolloutEngine
 from rollout.errors import WeightUpdateError
-from rollout.trainers import RolloutHook
-from tests.helpers.hang import HANG_SECONDS
-from tests.helpers.live_bytes import LiveBytes
 
 PROMPT, OUTPUT = [5, 6, 7, 8], [9, 3, 4, 60, 12, 33, 8, 8]
 
@@ -39,13 +35,6 @@ def gap(engine: RolloutEngine, expected: list[float]) -> float:
     """The largest difference of the engine's logprobs from ``expected``."""
     scored = engine.score(PROMPT, OUTPUT)
     return max(abs(ours - theirs) for ours, theirs in zip(scored, expected, strict=True))
-
-
-def weights_in(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A trainer's parameters, and its routers' correction biases, which are buffers."""
-    buffers = model.named_buffers()
-    biases = {name: each for name, each in buffers if name.endswith("e_score_correction_bias")}
-    return dict(model.named_parameters()) | biases
 
 
 def loss_of(model: nn.Module, rank: int = 0) -> torch.Tensor:
@@ -79,55 +68,6 @@ def hash_of(tensors: Mapping[str, torch.Tensor]) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(values.view(torch.uint8).numpy().data if values.numel() else b"")
     return digest.hexdigest()
-
-
-def tensor_parallel_engine(folder: Path, dtype: str) -> RolloutEngine:
-    """One engine on all ranks of the launcher."""
-    parallel = {"mode": "tensor", "size": int(os.environ["WORLD_SIZE"]), "timeout": HANG_SECONDS}
-    return RolloutEngine.from_pretrained(
-        str(folder), spec="none", dtype=dtype, device="cpu", max_context_len=64,
-        parallel=parallel,
-    )  # fmt: skip
-
-
-def slices_of(folder: Path, model: nn.Module, dtype: str, **options: Any) -> dict[str, Any]:
-    """A sync of an engine on all ranks, beside an update with whole tensors.
-
-    ``peak``, ``largest``: bytes that the sync allocated at once and in one piece.
-    """
-    engine = tensor_parallel_engine(folder, dtype)
-    hook = RolloutHook(engine, model, dtype=dtype, **options)
-    with LiveBytes() as live:
-        sync = hook.sync()
-    found = engine.weights_digest()
-    with hook.source.stream() as stream:
-        engine.update_weights_from_tensor((name, tensor) for name, tensor in stream)
-    manifest = hook.source.manifest()
-    return {
-        "same": found == engine.weights_digest(),
-        "num_bytes": sync.num_bytes,
-        "whole_bytes": sum(spec.num_bytes for spec in manifest.values()),
-        "largest_tensor": max(spec.num_bytes for spec in manifest.values()),
-        "peak": live.peak,
-        "largest": live.largest,
-    }
-
-
-def assert_follows(result: Mapping[str, Any], rank: int) -> None:
-    """The trainer's weights moved and were left alone; rank 0's engine has them."""
-    assert result["moved"] > 0.1
-    assert result["untouched"]
-    if rank == 0:
-        assert result["gap"] < 1e-5
-        assert result["same_digest"]
-
-
-def assert_sent_in_slices(result: Mapping[str, Any], bucket_bytes: int) -> None:
-    """Check a result of `slices_of`: each rank was sent its own slices, and no whole tensor."""
-    assert result["same"]
-    assert result["num_bytes"] < 0.6 * result["whole_bytes"]
-    assert result["largest"] < result["largest_tensor"]
-    assert result["peak"] <= max(bucket_bytes, result["largest_tensor"]) + 1024
 
 
 class FailingEngine:

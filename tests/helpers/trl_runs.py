@@ -28,10 +28,6 @@ def conversations() -> Dataset:
     )
 
 
-def texts() -> Dataset:
-    return Dataset.from_list([{"prompt": text, "wanted": text.split()[0]} for text in PROMPTS])
-
-
 @dataclass
 class WordReward:
     """Rewards variety and the wanted word; keeps what it was shown."""
@@ -53,7 +49,7 @@ class WordReward:
         return rewards
 
 
-def config(folder: Path, **options: Any) -> GRPOConfig:
+def config(folder: Path, kind: Callable[..., Any] = GRPOConfig, **options: Any) -> Any:
     defaults: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": 3,
@@ -70,7 +66,7 @@ def config(folder: Path, **options: Any) -> GRPOConfig:
         "gradient_checkpointing": False,
         "seed": 5,
     }
-    return GRPOConfig(**defaults | options)
+    return kind(**defaults | options)
 
 
 def spec_options(spec: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The other end of a transport, as a process of its own that may die or stop on the way.
 
-What it is told and what it says goes through a pipe.
+Messages to it and from it go through a pipe.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
-from rollout.errors import RolloutError
-from rollout.weights.checkpoint_source import CheckpointSource
 from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.group import WeightGroup
-from rollout.weights.joined_groups import JoinedGroups
-from rollout.weights.manifest import Manifest
 from rollout.weights.shared_memory import SharedMemorySender
 from tests.helpers.forked import forked
 from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.weight_transports import BUCKET_BYTES, TensorSource
 
-BUCKET_BYTES = 8192
+CLOSED = r"onnection (closed|reset|refused)|roken pipe|cannot be reached"
+"""The words for a member whose connections have ended, unlike one that is late."""
 
 
 class Peer:
-    """A process that runs one of this file's functions: `share`, `send`, `receive`.
+    """A process that runs one of this file's functions: `share`, `send`.
 
-    ``after``: so many tensors of its stream, it sends itself ``by``.
+    After ``after`` tensors of its stream, it sends itself the signal ``by``.
     """
 
     def __init__(
@@ -42,17 +42,13 @@ class Peer:
         by: signal.Signals = signal.SIGKILL,
     ) -> None:
         self._pipe, theirs = Pipe()
-        cut = _Cut(after, by)
-        self.process = forked(_serve, function, theirs, cut, arguments)
+        self.process = forked(function, theirs, (after, by), *arguments)
         theirs.close()  # so that its death ends the pipe
 
-    def tell(self, what: Any = None) -> None:
-        self._pipe.send(what)
-
-    def hear(self, what: str) -> Any:
+    def hear(self, key: str) -> Any:
         """Raises EOFError where it has died."""
         try:
-            return self._pipe.recv()[what]
+            return self._pipe.recv()[key]
         except (EOFError, ConnectionResetError):
             raise EOFError("the peer has died") from None
 
@@ -60,18 +56,13 @@ class Peer:
         """The handles of a peer that shares, until there are no more; EOFError when it dies."""
         while True:
             try:
-                self.tell()
+                self._pipe.send(None)
             except BrokenPipeError:
                 raise EOFError("the peer has died") from None
             handle = self.hear("handle")
             if handle is None:
                 return
             yield handle
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self._pipe.close()
 
 
 @contextmanager
@@ -80,42 +71,25 @@ def peer(function: Callable[..., None], *arguments: Any, **cut: Any) -> Iterator
     try:
         yield found
     finally:
-        found.kill()
+        found.process.kill()
+        found.process.join()
 
 
-class _Cut:
-    def __init__(self, after: int, by: signal.Signals) -> None:
-        self._after, self._by = after, by
+class _CutSource(TensorSource):
+    """The tensors of a folder, up to the signal."""
 
-    def __call__(self, named_tensors: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        for index, pair in enumerate(named_tensors):
+    def __init__(self, folder: Path, cut: tuple[int, signal.Signals]) -> None:
+        super().__init__(load_file(folder / "model.safetensors"))
+        self._after, self._by = cut
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for index, pair in enumerate(super().__iter__()):
             if index == self._after:
                 os.kill(os.getpid(), self._by)
             yield pair
 
 
-class _CutSource:
-    def __init__(self, folder: str, cut: _Cut) -> None:
-        self._source = CheckpointSource(folder)
-        self._cut = cut
-
-    def manifest(self) -> Manifest:
-        return self._source.manifest()
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._cut(self._source)
-
-
-def _serve(
-    function: Callable[..., None], pipe: Connection, cut: _Cut, arguments: tuple[Any, ...]
-) -> None:
-    try:
-        function(pipe, cut, *arguments)
-    except RolloutError as error:
-        pipe.send({"error": str(error)})
-
-
-def share(pipe: Connection, cut: _Cut, folder: str) -> None:
+def share(pipe: Connection, cut: tuple[int, signal.Signals], folder: Path) -> None:
     """Hands out a handle each time it is asked, None when there are no more, until it is killed."""
     with SharedMemorySender(BUCKET_BYTES) as sender:
         handles = sender.handles(_CutSource(folder, cut))
@@ -124,19 +98,12 @@ def share(pipe: Connection, cut: _Cut, folder: str) -> None:
             pipe.send({"handle": next(handles, None)})
 
 
-def send(pipe: Connection, cut: _Cut, folder: str, port: int, size: int) -> None:
+def send(pipe: Connection, cut: tuple[int, signal.Signals], folder: Path, port: int) -> None:
+    """Sends the folder's tensors through a group of two."""
     group = WeightGroup(
-        master_address="127.0.0.1", master_port=port, rank=0, world_size=size,
+        master_address="127.0.0.1", master_port=port, rank=0, world_size=2,
         group_name="weights", timeout=HANG_SECONDS,
     )  # fmt: skip
     sender, source = DistributedSender(group, BUCKET_BYTES), _CutSource(folder, cut)
     pipe.send({"arguments": sender.arguments(source)})
     sender.send(source)
-
-
-def receive(pipe: Connection, cut: _Cut, port: int, rank: int, size: int) -> None:
-    groups = JoinedGroups()
-    groups.init("127.0.0.1", port, rank, size, "weights", "gloo", HANG_SECONDS)
-    pipe.send({"joined": rank})
-    with groups.source(**pipe.recv(), timeout=HANG_SECONDS) as source:
-        pipe.send({"received": sum(1 for _ in cut(source))})

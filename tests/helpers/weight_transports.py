@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,21 +47,6 @@ class TensorSource:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self.tensors.items())
-
-
-@contextmanager
-def opened(kind: str, engine: RolloutEngine, folder: Path) -> Iterator[Update]:
-    """The transport, ready for any number of updates."""
-    if kind.startswith("shared_memory"):
-        with SharedMemorySender(BUCKET_BYTES, num_segments=2) as sender:
-            yield lambda tensors, **options: _shared(kind, engine, sender, tensors, options)
-    elif kind.startswith("distributed"):
-        with group_of(engine) as (group, threads):
-            yield lambda tensors, **options: _distributed(
-                kind, engine, group, threads, tensors, options
-            )
-    else:
-        yield lambda tensors, **options: _here(kind, engine, folder, tensors, options)
 
 
 def member(store: TCPStore, rank: int = 0, world_size: int = 2) -> WeightGroup:
@@ -110,59 +95,68 @@ def arguments(tensors: Tensors) -> dict[str, Any]:
     }
 
 
-def _here(
-    kind: str, engine: RolloutEngine, folder: Path, tensors: Tensors, options: dict[str, Any]
-) -> None:
-    pairs = list(tensors.items())
-    if kind == "collection":
-        engine.update_weights_from_tensor(pairs, **options)
-    elif kind == "generator":
-        engine.update_weights_from_tensor((pair for pair in pairs), **options)
-    elif kind == "flattened_bucket":
-        stream = buckets(pairs, BUCKET_BYTES)
-        engine.update_weights_from_tensor(stream, load_format="flattened_bucket", **options)
-    else:
-        folder.mkdir(exist_ok=True)
-        save_file(dict(tensors), folder / "model.safetensors")
-        engine.update_weights_from_disk(folder, **options)
-
-
-def _shared(
-    kind: str,
-    engine: RolloutEngine,
-    sender: SharedMemorySender,
-    tensors: Tensors,
-    options: dict[str, Any],
-) -> None:
-    handles = sender.handles(tensors.items())
-    if kind == "shared_memory":
-        engine.update_weights_from_ipc(handles, **options)
-        return
-    engine.begin_weight_update(TensorSource(tensors).manifest(), **options)
-    for handle in handles:
-        engine.update_weights_from_ipc(handle)
-    engine.end_weight_update()
-
-
-def _distributed(
-    kind: str,
-    engine: RolloutEngine,
-    group: WeightGroup,
+def send_to(
+    engine: Any,
+    sender: DistributedSender,
     threads: ThreadPoolExecutor,
     tensors: Tensors,
-    options: dict[str, Any],
+    **options: Any,
 ) -> None:
-    sent: Future[None]
-    if kind == "distributed":
-        sender = DistributedSender(group, BUCKET_BYTES)
-        call = sender.arguments(TensorSource(tensors))
-        sent = threads.submit(sender.send, TensorSource(tensors), HANG_SECONDS)
-    else:
-        call = arguments(tensors)
-        sent = threads.submit(lambda: [group.broadcast(each) for each in tensors.values()])
+    """A whole update of an engine or a cluster through the sender's group."""
+    source = TensorSource(tensors)
+    _during(
+        threads.submit(sender.send, source, HANG_SECONDS),
+        lambda: engine.update_weights_from_distributed(**sender.arguments(source), **options),
+    )
+
+
+def _during(sent: Future[object], receive: Callable[[], object]) -> None:
     try:
-        engine.update_weights_from_distributed(**call, **options)
+        receive()
     finally:
         error = sent.exception(HANG_SECONDS)
     if error is not None:
         raise error
+
+
+@contextmanager
+def opened(kind: str, engine: Any, folder: Path, world_size: int = 2) -> Iterator[Update]:
+    """The transport to an engine or a cluster, ready for any number of updates."""
+
+    def update(tensors: Tensors, **options: Any) -> None:
+        pairs = tensors.items()
+        match kind:
+            case "collection":
+                engine.update_weights_from_tensor(pairs, **options)
+            case "generator":
+                engine.update_weights_from_tensor(iter(pairs), **options)
+            case "flattened_bucket":
+                stream = buckets(pairs, BUCKET_BYTES)
+                engine.update_weights_from_tensor(stream, load_format=kind, **options)
+            case "disk":
+                folder.mkdir(exist_ok=True)
+                save_file(dict(tensors), folder / "model.safetensors")
+                engine.update_weights_from_disk(folder, **options)
+            case "shared_memory":
+                engine.update_weights_from_ipc(shared.handles(pairs), **options)
+            case "shared_memory_calls":
+                engine.begin_weight_update(TensorSource(tensors).manifest(), **options)
+                for handle in shared.handles(pairs):
+                    engine.update_weights_from_ipc(handle)
+                engine.end_weight_update()
+            case "distributed":
+                sender = DistributedSender(group, BUCKET_BYTES)
+                send_to(engine, sender, threads, tensors, **options)
+            case "distributed_bare":
+                call = arguments(tensors)
+                _during(
+                    threads.submit(lambda: [group.broadcast(each) for each in tensors.values()]),
+                    lambda: engine.update_weights_from_distributed(**call, **options),
+                )
+
+    with ExitStack() as stack:
+        if kind.startswith("shared_memory"):
+            shared = stack.enter_context(SharedMemorySender(BUCKET_BYTES, num_segments=2))
+        elif kind.startswith("distributed"):
+            group, threads = stack.enter_context(group_of(engine, world_size))
+        yield update

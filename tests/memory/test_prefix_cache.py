@@ -128,12 +128,3 @@ def test_integrity_finds_a_wrong_lock_count():
     cache.lock(node)
     with pytest.raises(IntegrityError, match="1 locks, 0 holders"):
         cache.check_integrity([])
-
-
-def test_unlocking_twice_is_refused():
-    cache = PrefixCache(SlotAllocator(10).free)
-    _, node = cache.match(int32([]))
-    cache.lock(node)
-    cache.unlock(node)
-    with pytest.raises(AssertionError, match="more often"):
-        cache.unlock(node)

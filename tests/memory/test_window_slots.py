@@ -42,11 +42,10 @@ def test_a_long_request_holds_little_more_than_its_window() -> None:
     memory.check_integrity()
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 30])
-def test_a_cached_prefix_is_usable_before_which_a_window_is_whole(window) -> None:
-    rng = np.random.default_rng(window)
-    memory = memory_of(60, window)
-    for _ in range(50):
+def test_a_cached_prefix_is_usable_before_which_a_window_is_whole() -> None:
+    rng = np.random.default_rng(0)
+    for window in (1, 2, 5, 30) * 50:
+        memory = memory_of(60, window)
         slots = rng.permutation(60)[:40].astype(np.int32) + 1
         memory.windows.slot_of[slots] = has = rng.random(40) < 0.8
         usable = [length for length in range(41) if has[max(0, length - window + 1) : length].all()]
@@ -69,13 +68,6 @@ def test_samples_of_a_prompt_find_its_last_window() -> None:
     assert memory.windows.counters()["windows/used"] == 0
     assert memory.cached_len(int32([*prompt, 1])) == 50
     assert memory.cached_len(int32(prompt[:30])) == 0, "of an earlier end no window is there"
-
-
-def test_a_prefix_shorter_than_the_window_is_usable_at_every_length() -> None:
-    memory = memory_of(80, 20)
-    row, _ = run(memory, list(range(15)))
-    memory.release(row, list(range(15)))
-    assert [memory.cached_len(int32([*range(n), 99])) for n in (1, 7, 15)] == [1, 7, 15]
 
 
 def test_the_window_that_was_let_go_first_is_evicted_first() -> None:
@@ -127,35 +119,6 @@ def test_a_request_is_admitted_if_its_window_fits_beside_the_others() -> None:
     memory.check_integrity()
 
 
-def test_slots_of_rejected_nodes_and_failed_steps_come_back() -> None:
-    memory = memory_of(40, 16, prefix_cache=False)
-    row, _ = run(memory, list(range(10)))
-    [nodes] = memory.reserve_drafts([5])
-    memory.check_integrity()
-    memory.commit_paths([row], [10], [2], nodes[[0, 3]])
-    memory.check_integrity()
-    memory.end_step()
-    assert memory.windows.slots.available == 40 - 12
-    assert memory.extend(row, 10) == 10
-    assert memory.windows.slots.available == 40 - 10
-    memory.check_integrity()
-    memory.release(row, [])
-    assert memory.windows.slots.available == 40
-
-
-def test_windows_of_older_weights_are_not_shared() -> None:
-    memory = memory_of(60, 8)
-    tokens = list(range(20))
-    row, _ = run(memory, tokens)
-    memory.share(row, tokens)
-    memory.reset()
-    memory.check_integrity()
-    assert memory.cached_len(int32([*tokens, 1])) == 0
-    memory.release(row, tokens)
-    assert memory.windows.slots.available == 60
-    memory.check_integrity()
-
-
 def test_integrity_finds_a_slot_that_is_lost_and_a_hold_too_many() -> None:
     memory = memory_of(60, 8)
     row, _ = run(memory, list(range(20)))
@@ -179,9 +142,6 @@ def test_a_request_whose_length_is_known_is_admitted_with_slots_to_reach_it() ->
     row, _ = memory.admit(int32(range(5)), headroom=0)
     memory.release(row, [])
     assert memory.run_room == memory.windows.obtainable - 3
-    memory.check_integrity()
-
-
-def test_drafts_share_the_smaller_pool() -> None:
-    assert memory_of(60, 8).node_slots == 60
+    assert memory.node_slots == 120
     assert memory_of(60, 8, kv_slots=30).node_slots == 30
+    memory.check_integrity()

@@ -11,8 +11,6 @@ from safetensors.torch import load_file
 from rollout.config import DType
 from rollout.models.eagle.loader import load_eagle, read_eagle_spec
 from rollout.models.loader import load_model
-from rollout.runner.memory_saver import WeightBackup
-from rollout.weights.parts import WeightParts
 from tests.helpers.dense_attention import GrowingAttention, features_of
 from tests.helpers.plain_eagle import PlainEagle1, PlainEagle3
 from tests.helpers.tiny_draft import save_tiny_eagle1, save_tiny_eagle3
@@ -38,29 +36,22 @@ def files_of(folder):
 
 
 @torch.inference_mode()
-def steps(model, features, *, recompute):
+def steps(model, features, attention=None):
     """Logits of the pass over given tokens, then of two steps on its last hidden state.
 
-    ``recompute``: the model attends over whole sequences, so each step runs it all anew.
+    Without ``attention`` the model attends over whole sequences, so each step runs it all anew.
     """
-    given = len(TOKENS) - 1
     tokens, hidden = TOKENS[1:], model.fuse(features)
-    positions = torch.arange(given)
-    attention = GrowingAttention()
-    if recompute:
-        out = model.forward(tokens, hidden, positions)
-    else:
-        out = model.forward(tokens, hidden, positions, attention)
+    positions = torch.arange(len(tokens))
+    caches = () if attention is None else (attention,)
+    out = model.forward(tokens, hidden, positions, *caches)
     logits = [model.logits(out)]
     for step, token in enumerate((17, 51)):
-        new_token, new_hidden = torch.tensor([token]), out[-1:]
-        new_position = torch.tensor([given + step])
-        if recompute:
-            tokens, hidden = torch.cat([tokens, new_token]), torch.cat([hidden, new_hidden])
-            positions = torch.cat([positions, new_position])
-            out = model.forward(tokens, hidden, positions)[-1:]
-        else:
-            out = model.forward(new_token, new_hidden, new_position, attention)
+        new = torch.tensor([token]), out[-1:], torch.tensor([len(TOKENS) - 1 + step])
+        if attention is None:
+            old = tokens, hidden, positions
+            new = tokens, hidden, positions = tuple(map(torch.cat, zip(old, new, strict=True)))
+        out = model.forward(*new, *caches)[-1:]
         logits.append(model.logits(out))
     return torch.cat(logits)
 
@@ -99,7 +90,7 @@ def test_eagle3_is_the_papers(case, target_path, target, tmp_path):
 
     layer = config.get("transformer_layer_config", config)
     plain = PlainEagle3(tensors, layer, embedding_and_head(target_path)[0], config)
-    expected = steps(plain, features.split(48, dim=1), recompute=True)
+    expected = steps(plain, features.split(48, dim=1))
     if draft.token_ids_D is not None:
         stored = tensors["d2t"]
         if not CASES[case].get("absolute"):
@@ -107,8 +98,15 @@ def test_eagle3_is_the_papers(case, target_path, target, tmp_path):
         assert draft.token_ids_D.tolist() == sorted(stored.tolist())
         expected = expected[:, stored.argsort()]
     assert draft.token_ids_D is None or len(draft.token_ids_D) == draft.spec.draft_vocab_size
-    found = steps(draft, features, recompute=False)
+    found = steps(draft, features, GrowingAttention())
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for name, loader in draft.weight_loaders().items():  # in the checkpoint's order
+        stored = name.removeprefix("draft.").replace("midlayer.", layer_prefix(tensors))
+        assert torch.equal(loader.read(), tensors[stored]), name
+
+
+def layer_prefix(tensors) -> str:
+    return "midlayer." if "midlayer.hidden_norm.weight" in tensors else "layers.0."
 
 
 @pytest.mark.parametrize(
@@ -130,26 +128,20 @@ def test_eagle_is_the_papers(case, target_path, target, tmp_path):
     embedding, head = embedding_and_head(target_path)
     layer = config.get("transformer_layer_config", config)
     plain = PlainEagle1(tensors, layer, embedding, head)
-    expected = steps(plain, [features], recompute=True)
-    found = steps(draft, features, recompute=False)
+    expected = steps(plain, [features])
+    found = steps(draft, features, GrowingAttention())
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("save", [save_tiny_eagle1, save_tiny_eagle3])
 @torch.inference_mode()
-def test_no_rows_pass(save, target_path, target, tmp_path):
+def test_no_rows_pass_and_inputs_are_left_alone(save, target_path, target, tmp_path):
     draft = load_eagle(save(tmp_path / "draft", target_path), target)
     nothing = torch.empty(0, dtype=torch.int64)
     hidden = draft.fuse(torch.empty(0, draft.spec.feature_size))
     out = draft.forward(nothing, hidden, nothing, GrowingAttention())
     assert out.shape == (0, draft.spec.hidden_size)
     assert draft.logits(out).shape == (0, draft.spec.draft_vocab_size)
-
-
-@pytest.mark.parametrize("save", [save_tiny_eagle1, save_tiny_eagle3])
-@torch.inference_mode()
-def test_inputs_are_left_alone(save, target_path, target, tmp_path):
-    draft = load_eagle(save(tmp_path / "draft", target_path), target)
     features = features_of(target, draft.spec.features, TOKENS[:-1])
     hidden = draft.fuse(features).clone()
     before = features.clone(), hidden.clone()
@@ -165,7 +157,7 @@ def test_what_a_draft_takes_from_the_target_follows_it(target_path, tmp_path):
     target = load_model(target_path, DType.float32, CPU)
     draft = load_eagle(save_tiny_eagle1(tmp_path / "draft", target_path), target)
     features = features_of(target, draft.spec.features, TOKENS[:-1])
-    before = steps(draft, features, recompute=False)
+    before = steps(draft, features, GrowingAttention())
     weight_loaders = target.weight_loaders()
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         weight_loaders[name].write(-weight_loaders[name].read())
@@ -173,46 +165,7 @@ def test_what_a_draft_takes_from_the_target_follows_it(target_path, tmp_path):
     embedding, head = embedding_and_head(target_path)
     plain = PlainEagle1(tensors, config, -embedding, -head)
     plain.embedding = -embedding
-    after = steps(draft, features, recompute=False)
+    after = steps(draft, features, GrowingAttention())
     assert not torch.allclose(after, before)
-    expected = steps(plain, [features], recompute=True)
+    expected = steps(plain, [features])
     torch.testing.assert_close(after, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("save", "options"),
-    [(save_tiny_eagle1, {}), (save_tiny_eagle3, {"draft_vocab_size": 31, "unsorted": True})],
-)
-def test_a_draft_is_a_part_that_holds_its_own_alone(save, options, target_path, tmp_path):
-    target = load_model(target_path, DType.float32, CPU)
-    folder = save(tmp_path / "draft", target_path, **options)
-    draft = load_eagle(folder, target)
-    parts = WeightParts({"target": target})
-    parts.add("draft", draft)
-    tensors, _ = files_of(folder)
-    own = draft.weight_loaders()
-    assert all(name.startswith("draft.") for name in own)
-    for name, loader in own.items():  # in the checkpoint's order, whatever is kept
-        assert torch.equal(loader.read(), tensors[name.removeprefix("draft.")])
-
-    features = features_of(target, draft.spec.features, TOKENS[:-1])
-    before, digest = steps(draft, features, recompute=False), parts.digest("draft")
-    kept = WeightBackup(parts, frozenset({"draft"}))
-    num_bytes = sum(loader.read().nbytes for loader in own.values())
-    assert draft.release() >= num_bytes  # packed weights are padded
-    assert target.vocabulary.embedding_WE.untyped_storage().nbytes()
-    draft.allocate()
-    kept.write_back(parts)
-    kept.discard()
-    assert parts.digest("draft") == digest
-    assert torch.equal(steps(draft, features, recompute=False), before)
-
-
-@pytest.mark.parametrize("packing", [True, False])
-def test_products_pack_where_the_targets_do(packing, target_path, tmp_path):
-    folder = save_tiny_eagle3(tmp_path / "draft", target_path)
-    target = load_model(target_path, DType.float32, CPU, packing=packing)
-    linears = load_eagle(folder, target).linears()
-    assert len(linears) == 6
-    assert {linear.is_packed for linear in linears} == {target.vocabulary.head.is_packed}
-    assert packing or not linears[0].is_packed

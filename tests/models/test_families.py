@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from rollout.config import DType
@@ -17,6 +18,7 @@ from rollout.models.layers.grouped_linear import GroupedLinear
 from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.loader import load_model, read_into
 from rollout.models.mxfp4 import dequantised
+from rollout.models.spec import ModelSpec
 from rollout.ops.grouped_matmul import RowGroups
 from rollout.weights.transaction import WeightTransaction
 from rollout.weights.update_options import UpdateOptions
@@ -42,20 +44,10 @@ def assert_parity(model, theirs, prompts, tolerance: float = 1e-5) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits(name, tmp_path):
+def test_logits_as_loaded_and_after_an_update(name, tmp_path):
+    """A trainer's tensors have the names in memory, from which fused projections are read too."""
     model = load_model(save_tiny_family(tmp_path, name), DType.auto, CPU, 100)
     assert_parity(model, tiny_family(name), sequences(1, 17, 45, 5))
-
-
-def test_long_factors_are_those_of_the_longest_context(tmp_path):
-    model = load_model(save_tiny_family(tmp_path, "phi3 long"), DType.auto, CPU)
-    assert_parity(model, tiny_family("phi3 long"), sequences(101, 130))
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_trainers_tensors_are_an_update(name, tmp_path):
-    """By the names in memory, from which fused projections are read too."""
-    model = load_model(save_tiny_family(tmp_path, name), DType.auto, CPU, 100)
     trainer = tiny_family(name, seed=1)
     transaction = WeightTransaction({"target": model}, passes_over=model.spec.passes_over)
     transaction.begin(UpdateOptions())
@@ -64,7 +56,24 @@ def test_a_trainers_tensors_are_an_update(name, tmp_path):
     assert_parity(model, trainer, sequences(9))
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "gemma2", "olmo2"])
+def test_long_factors_are_those_of_the_longest_context(tmp_path):
+    model = load_model(save_tiny_family(tmp_path, "phi3 long"), DType.auto, CPU)
+    assert_parity(model, tiny_family("phi3 long"), sequences(101, 130))
+
+
+@torch.inference_mode()
+def test_bfloat16_errs_no_more_than_transformers_does(tmp_path):
+    exact = tiny_family("llama biases")
+    model = load_model(save_tiny_family(tmp_path, "llama biases"), DType.bfloat16, CPU)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    (prompt,) = sequences(64)
+    truth = exact(torch.tensor([prompt])).logits[0]
+    their_error = (theirs(torch.tensor([prompt])).logits[0] - truth).abs().mean()
+    our_error = (logits_of(model, [prompt])[0] - truth).abs().mean()
+    assert our_error < 1.3 * their_error
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "gemma2"])
 @torch.inference_mode()
 def test_memory_is_given_back_whole(name, tmp_path):
     model = load_model(save_tiny_family(tmp_path, name), DType.auto, CPU, 100)
@@ -76,7 +85,7 @@ def test_memory_is_given_back_whole(name, tmp_path):
     assert torch.equal(logits_of(model, sequences(20))[0], wanted)
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "gemma2", "granite"])
+@pytest.mark.parametrize("name", ["gemma2", "granite"])
 @torch.inference_mode()
 def test_drafts_are_trained_on_what_the_target_computes(name, tmp_path):
     model = load_model(save_tiny_family(tmp_path, name), DType.auto, CPU, 100)
@@ -159,9 +168,9 @@ def test_a_fused_projection_and_its_parts_exclude_each_other(tmp_path):
         transaction.load(both.items())
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "refusal"),
-    [
+def test_malformed_fields_are_named(tmp_path):
+    long = CONFIGS["phi3 long"].rope_parameters | {"long_factor": [1, 0, 2]}
+    for name, changes, refusal in (
         ("granite", {"residual_multiplier": 0}, "residual_multiplier=0"),
         ("granite", {"logits_scaling": "2"}, "logits_scaling='2'"),
         ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers=\[1\]"),
@@ -170,12 +179,9 @@ def test_a_fused_projection_and_its_parts_exclude_each_other(tmp_path):
         ("gemma2", {"attn_logit_softcapping": "50"}, "attn_logit_softcapping='50'"),
         ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
         ("phi3 long", {"head_dim": 16}, "3 and 3 entries for 12"),
-        ("phi3 long", {"rope_parameters": {**CONFIGS["phi3 long"].rope_parameters,
-                                           "long_factor": [1, 0, 2]}}, "long_factor="),
-    ],
-)  # fmt: skip
-def test_malformed_fields_are_named(name, changes, refusal, tmp_path):
-    file = save_tiny_family(tmp_path, name) / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    with pytest.raises(CheckpointError, match=refusal):
-        load_model(tmp_path, DType.auto, CPU)
+        ("phi3 long", {"rope_parameters": long}, "long_factor="),
+    ):
+        config = CONFIGS[name].to_dict() | {"architectures": [type(tiny_family(name)).__name__]}
+        (tmp_path / "config.json").write_text(json.dumps(config | changes, default=str))
+        with pytest.raises(CheckpointError, match=refusal):
+            ModelSpec.read(tmp_path)

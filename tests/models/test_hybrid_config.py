@@ -8,72 +8,30 @@ from rollout.models.hybrid_config import LinearAttentionSpec
 from rollout.models.layers.rope import RopeType
 from rollout.models.spec import ModelSpec
 
-NEXT = {
-    "architectures": ["Qwen3NextForCausalLM"],
+COMMON = {
+    "head_dim": 256, "hidden_act": "silu", "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16, "linear_value_head_dim": 128, "max_position_embeddings": 262144,
+    "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "full_attention_interval": 4,
     "attention_bias": False,
-    "bos_token_id": 151643,
-    "decoder_sparse_step": 1,
-    "eos_token_id": 151645,
-    "full_attention_interval": 4,
-    "head_dim": 256,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 5120,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_value_head_dim": 128,
-    "max_position_embeddings": 262144,
-    "mlp_only_layers": [*range(8)],
-    "model_type": "qwen3_next",
-    "num_attention_heads": 16,
-    "num_hidden_layers": 8,
-    "num_key_value_heads": 2,
-    "partial_rotary_factor": 0.25,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 10000000,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 151936,
-}
-TEXT = {
-    "attention_bias": False,
-    "attn_output_gate": True,
-    "dtype": "bfloat16",
-    "eos_token_id": 248044,
-    "full_attention_interval": 4,
-    "head_dim": 256,
-    "hidden_act": "silu",
-    "hidden_size": 5120,
-    "intermediate_size": 17408,
-    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 48,
-    "linear_value_head_dim": 128,
-    "mamba_ssm_dtype": "float32",
-    "max_position_embeddings": 262144,
-    "model_type": "qwen3_5_text",
-    "mtp_num_hidden_layers": 1,
-    "mtp_use_dedicated_embeddings": False,
-    "num_attention_heads": 24,
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 4,
-    "output_gate_type": "swish",
-    "partial_rotary_factor": 0.25,
-    "rms_norm_eps": 1e-06,
+}  # fmt: skip
+NEXT = COMMON | {
+    "architectures": ["Qwen3NextForCausalLM"], "decoder_sparse_step": 1, "eos_token_id": 151645,
+    "hidden_size": 2048, "intermediate_size": 5120, "linear_num_value_heads": 32,
+    "mlp_only_layers": [*range(8)], "num_attention_heads": 16, "num_hidden_layers": 8,
+    "num_key_value_heads": 2, "rope_scaling": None, "rope_theta": 10000000,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 151936,
+}  # fmt: skip
+TEXT = COMMON | {
+    "attn_output_gate": True, "dtype": "bfloat16", "eos_token_id": 248044, "hidden_size": 5120,
+    "intermediate_size": 17408, "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_value_heads": 48, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False, "num_attention_heads": 24, "num_hidden_layers": 4,
+    "num_key_value_heads": 4, "output_gate_type": "swish", "vocab_size": 248320,
     "rope_parameters": {
-        "mrope_interleaved": True,
-        "mrope_section": [11, 11, 10],
-        "partial_rotary_factor": 0.25,
-        "rope_theta": 10000000,
-        "rope_type": "default",
+        "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000, "rope_type": "default",
     },
-    "vocab_size": 248320,
-}
+}  # fmt: skip
 SEEING = {
     "architectures": ["Qwen3_5ForConditionalGeneration"],
     "image_token_id": 248056,
@@ -125,61 +83,45 @@ def test_what_a_text_model_passes_over(tmp_path):
         assert not spec.passes_over(name)
 
 
-@pytest.mark.parametrize("factor", [0.5, 1.0])
-def test_where_the_rotary_part_is_said(factor, tmp_path):
-    assert read(tmp_path, NEXT, partial_rotary_factor=factor).rotary_dim == 256 * factor
-    rope = TEXT["rope_parameters"] | {"partial_rotary_factor": factor}
-    assert read(tmp_path, READING, rope_parameters=rope).rotary_dim == 256 * factor
+def test_ropes_and_layers_as_a_config_may_say_them(tmp_path):
+    for factor in (0.5, 1.0):
+        assert read(tmp_path, NEXT, partial_rotary_factor=factor).rotary_dim == 256 * factor
+        rope = TEXT["rope_parameters"] | {"partial_rotary_factor": factor}
+        assert read(tmp_path, READING, rope_parameters=rope).rotary_dim == 256 * factor
     assert read(tmp_path, NEXT, partial_rotary_factor="absent").rotary_dim == 64
-
-
-def test_without_recurrent_layers(tmp_path):
+    yarn = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 262144}
+    spec = read(tmp_path, NEXT, rope_scaling=yarn)
+    assert (spec.rope.rope_type, spec.rope.factor) == (RopeType.YARN, 2.0)
     spec = read(tmp_path, READING, layer_types=["full_attention"] * 4)
     assert spec.linear_attention is None
     assert spec.attention_layers == (0, 1, 2, 3)
 
 
-def test_stretched_contexts(tmp_path):
-    yarn = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 262144}
-    spec = read(tmp_path, NEXT, rope_scaling=yarn)
-    assert (spec.rope.rope_type, spec.rope.factor) == (RopeType.YARN, 2.0)
+SLIDING = ["sliding_attention"] + ["full_attention"] * 3
+NOT_IMPLEMENTED = [  # config, field, value
+    (NEXT, "quantization_config", {"quant_method": "fp8"}),
+    (READING, "attn_output_gate", False),
+    (READING, "output_gate_type", "sigmoid"),
+    (READING, "mtp_use_dedicated_embeddings", True),
+    (READING, "layer_types", ["linear_attention"] * 4),
+    (READING, "layer_types", SLIDING),
+    (READING, "hidden_act", "gelu"),
+    (SEEING, "architectures", ["Qwen3VLForConditionalGeneration"]),
+]
+MALFORMED = [
+    (READING, {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4"),
+    (READING, {"linear_num_value_heads": 40}, "linear_num_value_heads=40"),
+    (READING, {"linear_key_head_dim": 0}, "linear_key_head_dim=0"),
+    (NEXT, {"partial_rotary_factor": 2}, "partial_rotary_factor=2"),
+    (NEXT, {"head_dim": 12}, "head_dim=12 has 3 dimensions"),
+    (SEEING, {"text_config": []}, r"text_config=\[\]"),
+]
 
 
-@pytest.mark.parametrize(
-    ("config", "changes", "names"),
-    [
-        (NEXT, {"quantization_config": {"quant_method": "fp8"}}, ("quantization_config", "fp8")),
-        (READING, {"attn_output_gate": False}, ("attn_output_gate", "False")),
-        (READING, {"output_gate_type": "sigmoid"}, ("output_gate_type", "sigmoid")),
-        (READING, {"mtp_use_dedicated_embeddings": True}, ("mtp_use_dedicated_embeddings",)),
-        (READING, {"layer_types": ["linear_attention"] * 4}, ("layer_types", "full_attention")),
-        (
-            READING,
-            {"layer_types": ["sliding_attention"] + ["full_attention"] * 3},
-            ("layer_types", "sliding_attention"),
-        ),
-        (READING, {"hidden_act": "gelu"}, ("hidden_act", "gelu")),
-        (SEEING, {"architectures": ["Qwen3VLForConditionalGeneration"]}, ("architectures",)),
-    ],
-)
-def test_what_is_not_implemented_is_named(config, changes, names, tmp_path):
-    with pytest.raises(UnsupportedModelError) as error:
-        read(tmp_path, config, **changes)
-    for name in names:
-        assert name in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("config", "changes", "name"),
-    [
-        (READING, {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4"),
-        (READING, {"linear_num_value_heads": 40}, "linear_num_value_heads=40"),
-        (READING, {"linear_key_head_dim": 0}, "linear_key_head_dim=0"),
-        (NEXT, {"partial_rotary_factor": 2}, "partial_rotary_factor=2"),
-        (NEXT, {"head_dim": 12}, "head_dim=12 has 3 dimensions"),
-        (SEEING, {"text_config": []}, r"text_config=\[\]"),
-    ],
-)
-def test_malformed_fields_are_named(config, changes, name, tmp_path):
-    with pytest.raises(CheckpointError, match=name):
-        read(tmp_path, config, **changes)
+def test_what_is_refused_is_named(tmp_path):
+    for config, field, value in NOT_IMPLEMENTED:
+        with pytest.raises(UnsupportedModelError, match=field):
+            read(tmp_path, config, **{field: value})
+    for config, changes, name in MALFORMED:
+        with pytest.raises(CheckpointError, match=name):
+            read(tmp_path, config, **changes)

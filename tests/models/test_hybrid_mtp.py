@@ -14,24 +14,14 @@ from tests.helpers.tiny_hybrid import save_tiny_chain, tiny_hybrid
 TOKENS = torch.tensor([5, 9, 11, 3, 70, 12, 9, 9, 41, 80, 3])
 
 
-@pytest.fixture(params=[False, True], ids=["dense", "experts"])
-def experts(request):
-    return request.param
-
-
-@pytest.fixture(params=["qwen3_5", "qwen3_next"])
-def loaded(request, experts, tmp_path):
-    """Transformers' target and head, ours, and the folder."""
-    theirs = save_tiny_chain(tmp_path, request.param, experts=experts)
-    target = load_model(tmp_path, DType.float32, torch.device("cpu"))
-    chain = MtpChain.find(tmp_path, target.spec)
-    (step,) = chain.load(target)
-    return tiny_hybrid(request.param, experts=experts), theirs, target, step, tmp_path
-
-
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
 @torch.inference_mode()
-def test_a_step_is_what_transformers_parts_compute(loaded):
-    model, theirs, target, step, _ = loaded
+def test_a_step_is_what_transformers_parts_compute(family, experts, tmp_path):
+    theirs = save_tiny_chain(tmp_path, family, experts=experts)
+    model = tiny_hybrid(family, experts=experts)
+    target = load_model(tmp_path, DType.float32, torch.device("cpu"))
+    (step,) = MtpChain.find(tmp_path, target.spec).load(target)
     assert step.spec.features == AuxHiddenStates(final=True)
     hidden = step.fuse(features_of(target, step.spec.features, TOKENS))[:-1]
     attention = DenseAttention([len(TOKENS) - 1])
@@ -41,10 +31,7 @@ def test_a_step_is_what_transformers_parts_compute(loaded):
     logits = model.lm_head(expected)
     torch.testing.assert_close(step.logits(ours), logits, rtol=1e-4, atol=1e-3)
 
-
-def test_destinations_are_the_checkpoints_own(loaded):
-    _, _, target, step, folder = loaded
-    stored = load_file(folder / "model.safetensors")
+    stored = load_file(tmp_path / "model.safetensors")
     weight_loaders = step.weight_loaders()
     required = {name for name, loader in weight_loaders.items() if loader.required}
     assert required == {name for name in stored if name.startswith("mtp.")}

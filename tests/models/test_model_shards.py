@@ -10,7 +10,6 @@ from rollout.errors import InvalidInputError
 from rollout.models.checkpoint import Checkpoint
 from rollout.models.loader import load_model
 from rollout.parallel import ModelRanks
-from rollout.parallel.partition import even_parts
 from tests.helpers.biased_llama import save_biased_llama
 from tests.helpers.dense_attention import logits_of
 from tests.helpers.thread_ranks import on_ranks
@@ -30,7 +29,7 @@ def folders(tmp_path_factory):
         "biased": save_biased_llama(root / "biased"),
         "tied": save_biased_llama(root / "tied", tied=True),
         "hybrid": save_tiny_hybrid(root / "hybrid", "qwen3_5"),
-        "interleaved": save_tiny_hybrid(root / "interleaved", "qwen3_next"),
+        "shared": save_tiny_hybrid(root / "shared", "qwen3_next", experts=True),
         "experts": save_tiny_moe(root / "experts"),
         "latent": root / "latent",
     }
@@ -44,12 +43,10 @@ def load(folder, packing=True, **options):
     ("name", "size", "packing"),
     [
         ("biased", 4, True),
-        ("biased", 8, False),
         ("tied", 2, True),
         ("hybrid", 2, True),
-        ("interleaved", 2, True),
+        ("shared", 2, True),
         ("experts", 2, False),
-        ("latent", 2, True),
         ("latent", 3, False),
     ],
 )
@@ -92,11 +89,3 @@ def test_ranks_with_rows_of_their_own_are_bitwise_one(name, size, folders):
 def test_heads_that_cannot_be_shared_out(folders):
     with pytest.raises(InvalidInputError, match="8 query heads"):
         on_ranks(3, lambda group: load(folders["biased"], ranks=ModelRanks.of_tensor(group)))
-
-
-def test_even_parts_are_of_one_length_but_the_last():
-    for total in range(1, 40):
-        for size in range(1, 9):
-            parts = even_parts(total, size)
-            assert [index for part in parts for index in part] == list(range(total))
-            assert all(len(part) <= len(parts[0]) for part in parts)

@@ -1,44 +1,34 @@
+from itertools import cycle
+
 import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from rollout.models.layers.rope import RopeSpec, RopeType, cos_sin_table
+from rollout.models.layers.rope import RopeSpec, cos_sin_table
 from rollout.models.rope_config import context_limit, rope_fields, rope_spec
 
 CPU = torch.device("cpu")
 POSITIONS = 256
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+AT_64 = {"factor": 4.0, "original_max_position_embeddings": 64}
 ROPES = {
     "default": {"rope_theta": 1e6},
     "linear": {"factor": 3.0},
     "dynamic": {"factor": 2.0},
     "llama3": {**LLAMA3, "original_max_position_embeddings": 64},
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn": AT_64,
     "yarn untruncated": {
-        "factor": 40.0,
-        "original_max_position_embeddings": 128,
-        "truncate": False,
-        "beta_fast": 16,
-        "beta_slow": 2,
+        "factor": 40.0, "original_max_position_embeddings": 128, "truncate": False,
+        "beta_fast": 16, "beta_slow": 2,
     },
-    "yarn mscale": {
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-        "mscale": 0.707,
-        "mscale_all_dim": 1.2,
-    },
-    "yarn attention": {
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-        "attention_factor": 0.9,
-    },
-    "longrope": {"factor": 4.0, "original_max_position_embeddings": 64},
-}
+    "yarn mscale": {**AT_64, "mscale": 0.707, "mscale_all_dim": 1.2},
+    "yarn attention": {**AT_64, "attention_factor": 0.9},
+    "longrope": AT_64,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("head_dim", [2 * 9, 64, 128])
-@pytest.mark.parametrize("name", ROPES)
+@pytest.mark.parametrize(("name", "head_dim"), [*zip(ROPES, cycle((18, 64)), strict=False)])
 def test_table_is_that_of_transformers(name, head_dim):
     params = {"rope_type": name.split()[0], "rope_theta": 10_000.0, **ROPES[name]}
     half = head_dim // 2
@@ -75,54 +65,32 @@ def test_dynamic_base_is_that_of_the_longest_context_and_a_row_depends_on_its_po
     torch.testing.assert_close(beyond[:, :16], cos[0, :, :16], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("params", "limit"),
-    [
+def test_context_limit():
+    for params, limit in (
         ({}, 100),
         ({"rope_type": "linear", "factor": 2.5}, 250),
         ({"rope_type": "dynamic", "factor": 2.0}, 200),
         ({"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 10}, 100),
         ({"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 100}, 400),
         ({"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 25}, 100),
-    ],
-)
-def test_context_limit(params, limit):
-    assert context_limit(rope_spec({"rope_parameters": params}, 100), 100) == limit
-
-
-def test_yarn_factor_follows_from_the_two_context_lengths():
+    ):
+        assert context_limit(rope_spec({"rope_parameters": params}, 100), 100) == limit, params
     params = {"rope_type": "yarn", "original_max_position_embeddings": 25}
     assert rope_spec({"rope_parameters": params}, 100).factor == 4.0
 
 
-def test_every_type_is_covered_above():
-    assert {name.split()[0] for name in ROPES} == set(RopeType)
-
-
-@pytest.mark.parametrize(
-    "scaling",
-    [
+def test_a_spec_written_as_config_reads_as_itself():
+    yarn = {"rope_type": "yarn", "original_max_position_embeddings": 64, "beta_slow": 2.0}
+    long = {"rope_type": "longrope", "original_max_position_embeddings": 64}
+    for scaling in (
         None,
         {"rope_type": "linear", "factor": 4.0},
         {"rope_type": "dynamic", "factor": 2.0},
-        {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
-        {"rope_type": "yarn", "original_max_position_embeddings": 64, "beta_slow": 2.0},
-        {
-            "rope_type": "longrope",
-            "original_max_position_embeddings": 64,
-            "short_factor": [1.0, 2.0],
-            "long_factor": [3.0, 4.0],
-        },
-    ],
-)
-def test_a_spec_written_as_config_reads_as_itself(scaling):
-    spec = rope_spec({"rope_theta": 777.0, "rope_scaling": scaling}, 256)
-    others = {"rope_theta": 5.0, "rope_scaling": {"rope_type": "linear", "factor": 3.0}}
-    config = others | rope_fields(spec, 256)
-    assert rope_spec(config, config["max_position_embeddings"]) == spec
+        {"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 64},
+        yarn,
+        long | {"short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]},
+    ):
+        spec = rope_spec({"rope_theta": 777.0, "rope_scaling": scaling}, 256)
+        others = {"rope_theta": 5.0, "rope_scaling": {"rope_type": "linear", "factor": 3.0}}
+        config = others | rope_fields(spec, 256)
+        assert rope_spec(config, config["max_position_embeddings"]) == spec, scaling

@@ -91,11 +91,6 @@ def leaves(tree: list[Drafted]) -> list[int]:
     return [j for j in range(len(tree)) if j + 1 not in parents]
 
 
-def children(tree: list[Drafted], parent: int = 0) -> dict[int, float]:
-    """Token -> probability of the nodes below a tree node."""
-    return {node.token: node.probability for node in tree if node.parent == parent}
-
-
 def assert_well_formed(tree: list[Drafted], budget: int, floor: float) -> None:
     assert len(tree) <= budget
     edges = [(node.parent, node.token) for node in tree]

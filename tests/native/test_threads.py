@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -44,38 +43,6 @@ def test_threads_share_one_corpus():
         list(pool.map(partial(work, corpus), range(6)))
     assert corpus.counters()["open_sequences"] == 0
     corpus.check_integrity()
-
-
-def insert(corpus, tokens):
-    corpus.insert(tokens)
-
-
-def build(corpus, tokens):
-    builder = corpus.external_builder()
-    builder.append(tokens, np.array([0, len(tokens)], I64))
-    assert builder.build(lambda: True)
-
-
-@pytest.mark.parametrize(("call", "least"), [(insert, 2), (build, 5)])
-def test_other_threads_run_while_a_call_does(call, least):
-    corpus = Corpus(max_bytes=64 << 20, max_external_bytes=256 << 20)
-    tokens = np.random.default_rng(0).integers(0, 50_000, 3_000_000).astype(I32)
-    ticks = []
-    done = threading.Event()
-
-    def tick():
-        while not done.is_set():
-            ticks.append(time.perf_counter())
-            time.sleep(0.001)
-
-    thread = threading.Thread(target=tick)
-    thread.start()
-    begin = time.perf_counter()
-    call(corpus, tokens)
-    end = time.perf_counter()
-    done.set()
-    thread.join()
-    assert sum(begin < t < end for t in ticks) > least
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

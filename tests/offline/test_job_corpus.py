@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.engine.worker_factory import worker_factory
 from rollout.offline import JobResult, JobStatus, RunConfig
 from rollout.offline.fingerprint import fingerprint
 from rollout.offline.job_corpus import JobCorpus
@@ -26,7 +24,7 @@ SPEC = {"budget": "fixed", "corpus_bytes": 1 << 20}
 
 
 @pytest.fixture
-def config(text_model_path: Path, tmp_path: Path) -> RunConfig:
+def config(text_model_path, tmp_path):
     texts = ["three four five", "nine", "one two", "two one", "six seven eight"]
     return small_job(text_model_path, tmp_path, [{"prompt": text} for text in texts], PARAMS)
 
@@ -62,18 +60,14 @@ def corpus_file(config: RunConfig) -> Path:
 
 
 def line(result: JobResult, name: str = "corpus") -> str:
-    assert result.summary is not None
     return dict([*result.summary.lines(), *result.summary.details()])[name]
 
 
 def accepted(result: JobResult) -> float:
-    assert result.summary is not None
     return result.summary.metrics.accepted / result.summary.metrics.generated_tokens
 
 
-def test_a_stopped_job_goes_on_warm(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stopped_job_goes_on_warm(config, monkeypatch, caplog):
     caplog.set_level("INFO")
     whole = named(config, "whole.jsonl")
     run(whole)
@@ -95,39 +89,7 @@ def test_a_stopped_job_goes_on_warm(
     assert output_rows(config) == output_rows(cold) == output_rows(whole)
 
 
-def test_what_is_proposed_is_what_an_undisturbed_corpus_would(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The resumed job's corpus against one that was fed the same and never left memory."""
-    stopped(config, monkeypatch)
-    kept: list[RolloutEngine] = []
-    real_init = RolloutEngine.__init__
-
-    def noted_init(engine: RolloutEngine, *args: Any) -> None:
-        real_init(engine, *args)
-        kept.append(engine)
-
-    other = named(config, "other.jsonl")
-    with monkeypatch.context() as patch:
-        patch.setattr(RolloutEngine, "__init__", noted_init)
-        stopped(other, monkeypatch)
-        (undisturbed,) = kept
-    resumed = RolloutEngine.from_config(config.engine, worker_factory("ngram", **SPEC))
-    resumed.load_corpus(corpus_file(config))
-    prompts = ["three four five", "six", "one two"]
-    undisturbed.scheduler.abort_all()
-    undisturbed.flush_cache()
-    drafts = []
-    for engine in (undisturbed, resumed):
-        engine.reset_metrics()
-        engine.generate(prompts, PARAMS)
-        metrics = engine.metrics()
-        drafts.append((metrics.drafted, metrics.accepted, metrics.expected_accepted))
-    assert drafts[0] == drafts[1]
-    assert drafts[0][1] > 0
-
-
-def test_the_next_epoch_begins_with_the_last_ones_corpus(config: RunConfig) -> None:
+def test_the_next_epoch_begins_with_the_last_ones_corpus(config):
     first = run(config)
     cold, warm = named(config, "cold.jsonl"), named(config, "warm.jsonl")
     cold_result = run(cold)
@@ -142,88 +104,61 @@ def test_the_next_epoch_begins_with_the_last_ones_corpus(config: RunConfig) -> N
     assert line(run(again)).startswith("cold; ")
 
 
-@pytest.mark.parametrize("fault", ["damaged", "empty", "other corpus_bytes", "a folder"])
-def test_a_corpus_that_cannot_be_used_costs_a_warning(
-    config: RunConfig,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    tmp_path: Path,
-    fault: str,
-) -> None:
-    whole = named(config, "whole.jsonl")
-    run(whole)
-    stopped(config, monkeypatch)
-    file = corpus_file(config)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    if fault == "a folder":
-        file.unlink()
-        file.mkdir()
-    elif fault != "other corpus_bytes":
-        file.write_bytes(content if fault == "damaged" else b"")
-    result = run(config, corpus_bytes=2 << 20 if fault == "other corpus_bytes" else 1 << 20)
-    assert result.status is JobStatus.COMPLETED
-    assert line(result).startswith("cold; ")
-    reasons = {"other corpus_bytes": "spec.corpus_bytes=1048576", "a folder": "Is a directory"}
-    warnings = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
-    assert str(file) in warnings[0]
-    assert reasons.get(fault, "the file is") in warnings[0]
-    assert len(warnings) == 1 + (fault == "a folder")  # nor can it be saved there
-    assert output_rows(config) == output_rows(whole)
+UNUSABLE = {
+    "damaged": "the file is",
+    "other corpus_bytes": "spec.corpus_bytes=1048576",
+    "a folder": "Is a directory",
+    "no memory": "without the earlier run's corpus: not enough memory",
+}
 
 
-def test_a_corpus_too_large_for_memory_costs_a_warning(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def load_corpus(engine: RolloutEngine, path: Path) -> None:
+@pytest.mark.parametrize("fault", UNUSABLE)
+def test_a_corpus_that_cannot_be_used_costs_a_warning(config, monkeypatch, caplog, fault):
+    def load_corpus(engine, path):
         raise MemoryError
 
     stopped(config, monkeypatch)
-    monkeypatch.setattr(RolloutEngine, "load_corpus", load_corpus)
-    assert line(run(config)).startswith("cold; ")
-    assert "without the earlier run's corpus: not enough memory" in caplog.text
+    file = corpus_file(config)
+    if fault == "a folder":
+        file.unlink()
+        file.mkdir()
+    elif fault == "damaged":
+        file.write_bytes(b"")
+    elif fault == "no memory":
+        monkeypatch.setattr(RolloutEngine, "load_corpus", load_corpus)
+    result = run(config, corpus_bytes=2 << 20 if fault == "other corpus_bytes" else 1 << 20)
+    assert result.status is JobStatus.COMPLETED
+    assert line(result).startswith("cold; ")
+    warnings = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert UNUSABLE[fault] in warnings[0]
+    assert len(warnings) == 1 + (fault == "a folder")  # nor can it be saved there
 
 
-def test_saved_while_it_generates(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_while_it_generates(config, monkeypatch):
     saves: list[int] = []
     real_save = RolloutEngine.save_corpus
 
-    def noted_save(engine: RolloutEngine, path: Path) -> None:
+    def noted_save(engine, path):
         real_save(engine, path)
         saves.append(engine.metrics().steps)
 
     monkeypatch.setattr(RolloutEngine, "save_corpus", noted_save)
-    left = corpus_file(config).with_name(corpus_file(config).name + ".saving.abc")
-    left.write_text("of a job that was killed")
+    left = (
+        Path(f"{corpus_file(config)}.saving.abc"),
+        Path(f"{corpus_file(config)}.learned.json.saving.abc"),
+    )
+    for path in left:
+        path.write_text("of a job or a replica that was killed")
     run(named(config, "rollouts.jsonl", corpus_seconds=1e-6))
     assert len(saves) > 5
     assert saves == sorted(saves)
-    assert not left.exists()
+    assert not any(path.exists() for path in left)
     saves.clear()
     run(named(config, "seldom.jsonl"))
     assert len(saves) == 1
 
 
-def test_what_a_replica_left_that_was_killed_while_it_saved_goes_with_the_next_save(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real_save = RolloutEngine.save_corpus
-
-    def killed_first(engine: RolloutEngine, path: Path) -> None:
-        """The cluster then has another replica save it."""
-        Path(f"{path}.saving.abc").write_text("half of it")
-        Path(f"{path}.learned.json.saving.abc").write_text("half of it")
-        real_save(engine, path)
-
-    monkeypatch.setattr(RolloutEngine, "save_corpus", killed_first)
-    run(config)
-    assert corpus_file(config).exists()
-    assert not list(corpus_file(config).parent.glob("*.saving.*"))
-
-
-def test_no_corpus_where_none_is_wanted_or_there_is_none(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_corpus_where_none_is_wanted_or_there_is_none(config, monkeypatch):
     never = named(config, "rollouts.jsonl", corpus_seconds=0.0)
     stopped(never, monkeypatch)
     assert not corpus_file(config).exists()
@@ -232,66 +167,34 @@ def test_no_corpus_where_none_is_wanted_or_there_is_none(
     assert corpus_file(config).read_text() == "is not looked at"
     plain = named(config, "plain.jsonl")
     result = run(plain, "none")
-    assert result.summary is not None
     assert "corpus" not in dict(result.summary.lines())
     assert not corpus_file(plain).exists()
 
 
-def wait_for_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job this short may end before its external corpora have loaded: it waits for them."""
-    finish = JobCorpus.finish
-
-    def waiting(corpus: JobCorpus) -> list[tuple[str, str]]:
-        corpus._engine.wait_for_external_corpora(timeout=HANG_SECONDS)
-        return finish(corpus)
-
-    monkeypatch.setattr(JobCorpus, "finish", waiting)
-
-
-def test_external_corpora_are_reported(
-    config: RunConfig,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_external_corpora_are_reported(config, tmp_path, caplog, monkeypatch):
     caplog.set_level("INFO")
+    monkeypatch.setattr("rollout.offline.job_corpus._WATCH_SECONDS", 0.0)
     (tmp_path / "code.jsonl").write_text('"one two three"\n' * 3)
     (tmp_path / "notes.jsonl").write_text("3\n")
     files = {name: str(tmp_path / f"{name}.jsonl") for name in ("code", "notes")}
-    wait_for_loads(monkeypatch)
+    finish = JobCorpus.finish
+
+    def waiting(corpus):
+        corpus._engine.wait_for_external_corpora(timeout=HANG_SECONDS)  # a job this short may not
+        return finish(corpus)
+
+    monkeypatch.setattr(JobCorpus, "finish", waiting)
+    stopped(config, monkeypatch)
     result = run(config, external_corpora=files)
     assert result.status is JobStatus.COMPLETED
+    assert line(result).startswith("warm, ")
     assert caplog.text.count("drafting from code too: 9 tokens") == 1
     assert caplog.text.count("external corpus notes was not loaded: ") == 1
     assert line(result, "corpus code") == "published, 9 tokens"
     assert "notes.jsonl:1=3: must be a JSON string" in line(result, "corpus notes")
 
 
-def test_external_corpora_of_a_resumed_job(
-    config: RunConfig,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Their room is just enough for one copy, and the second run finds another file."""
-    caplog.set_level("INFO")
-    monkeypatch.setattr("rollout.offline.job_corpus._WATCH_SECONDS", 0.0)
-    notes = tmp_path / "notes.jsonl"
-    notes.write_text(json.dumps("one two three " * 70_000))
-    options = {"max_external_bytes": 4_500_000, "external_corpora": {"notes": str(notes)}}
-    corpus = RolloutEngine.from_config(config.engine, worker_factory("ngram", **SPEC, **options))
-    corpus.wait_for_external_corpora(timeout=HANG_SECONDS)
-    stopped(config, monkeypatch)
-    corpus.save_corpus(corpus_file(config))
-    notes.write_text("3\n")
-    wait_for_loads(monkeypatch)
-    result = run(config, **options)
-    assert line(result).startswith("warm, 210,000 tokens; ")
-    assert "notes.jsonl:1=3: must be a JSON string" in line(result, "corpus notes")
-    assert caplog.text.count("external corpus notes was not loaded: ") == 1
-
-
-def test_the_corpus_is_no_part_of_what_decides_the_output(config: RunConfig) -> None:
+def test_the_corpus_is_no_part_of_what_decides_the_output(config):
     spec = {"_target_": "spec_workers.ngram.build", "corpus_path": "a", "external_corpora": {}}
     other = named(replace(config, spec=spec), "rollouts.jsonl", corpus_seconds=3.0)
     assert fingerprint(other, "hash") == fingerprint(config, "hash")

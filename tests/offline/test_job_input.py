@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import uuid
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,7 @@ from rollout.config import SchedulerConfig
 from rollout.errors import InvalidInputError
 from rollout.offline import DataConfig, JobStatus, OutputError, RunConfig
 from rollout.offline.prompt_tokens import TokenFile
-from tests.helpers.small_jobs import (
-    output_rows,
-    run,
-    small_files,
-    small_job,
-    with_output,
-    write_rows,
-)
+from tests.helpers.small_jobs import output_rows, run, small_files, small_job, with_output
 
 PARAMS = SamplingParams(temperature=0.9, max_new_tokens=2, seed=5)
 # Long lines and small groups of rows, so that most are read after the first step.
@@ -35,7 +27,7 @@ ROWS = [{"prompt": [5 + index, 6], "id": index, "pad": "x" * 4000} for index in 
 
 
 @pytest.fixture
-def config(text_model_path: Path, tmp_path: Path) -> RunConfig:
+def config(text_model_path, tmp_path):
     config = small_job(text_model_path, tmp_path, ROWS, PARAMS)
     return replace(config, scheduler=SchedulerConfig(max_running=1, max_step_tokens=16))
 
@@ -59,31 +51,16 @@ def rewrite(path: Path) -> None:
         file.write(path.read_bytes().replace(b"xxxx", b"yyyy"))
 
 
-def append(path: Path) -> None:
-    with path.open("ab") as file:
-        file.write(b'{"prompt": [9], "id": 99, "pad": ""}\n')
-
-
-def rename(path: Path) -> None:
-    other = path.with_name("other")
-    write_rows(other, [{"prompt": [9], "id": 99, "pad": "z"}])
-    other.replace(path)
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-@pytest.mark.parametrize("change", [truncate, rewrite, append, rename, Path.unlink])
-def test_a_job_runs_what_it_began_with(
-    config: RunConfig,
-    monkeypatch: pytest.MonkeyPatch,
-    suffix: str,
-    change: Callable[[Path], None],
-) -> None:
+@pytest.mark.parametrize(
+    ("suffix", "change"), [(".jsonl", rewrite), (".jsonl", Path.unlink), (".parquet", truncate)]
+)
+def test_a_job_runs_what_it_began_with(config, monkeypatch, suffix, change):
     config = with_suffix(config, suffix)
     path = Path(config.data.path)
     original, changes = path.read_bytes(), []
     real_step = RolloutEngine.step
 
-    def step(engine: RolloutEngine) -> Any:
+    def step(engine):
         if not changes:
             changes.append(change(path))
         return real_step(engine)
@@ -107,12 +84,7 @@ def parquet_job(config: RunConfig, columns: Any, **options: Any) -> RunConfig:
 BAD_TEXT = pa.Array.from_buffers(pa.string(), 1, pa.array([b"\xff"]).buffers())
 UNREADABLE: list[tuple[Any, str]] = [
     ({"prompt": BAD_TEXT}, "cannot be read as Parquet: 'utf-8' codec"),
-    ({"prompt": ["a"], "x": pa.array([10**15], pa.timestamp("s"))}, "cannot be read as Parquet"),
     ({"prompt": ["a"], "x": pa.array([10**7], pa.date32())}, "cannot be read as Parquet: date val"),
-    (
-        {"prompt": ["a"], "x": pa.array([1], pa.timestamp("us", "No/City"))},
-        "cannot be .* 'No/Ci",
-    ),
     (pa.table([["a"], [1], [2]], names=["prompt", "x", "x"]), "has columns twice: x"),
     ({"x": pa.array([1])}, "1 of 1 rows cannot be used:\n  row 1 has no prompt"),
     ({"prompt": pa.array([None], pa.string())}, "row 1 has no prompt: prompt is null"),
@@ -120,18 +92,16 @@ UNREADABLE: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("columns", "reason"), UNREADABLE)
-@pytest.mark.parametrize("output", ["out.jsonl", "out.parquet"])
-def test_parquet_that_python_cannot_hold(
-    config: RunConfig, tmp_path: Path, columns: Any, reason: str, output: str
-) -> None:
-    config = with_output(parquet_job(config, columns), path=str(tmp_path / output))
-    with pytest.raises(InvalidInputError, match=reason) as raised:
-        run(config)
-    assert raised.value.field == "data.path"
+def test_parquet_that_python_cannot_hold(config, tmp_path):
+    for columns, reason in UNREADABLE:
+        for output in ("out.jsonl", "out.parquet"):
+            unreadable = with_output(parquet_job(config, columns), path=str(tmp_path / output))
+            with pytest.raises(InvalidInputError, match=reason) as raised:
+                run(unreadable)
+            assert raised.value.field == "data.path"
 
 
-def test_damaged_parquet_is_told_before_any_work(config: RunConfig) -> None:
+def test_damaged_parquet_is_told_before_any_work(config):
     """With page checksums every damaged value is noticed, else what cannot be decoded."""
     config = parquet_job(
         config,
@@ -145,19 +115,14 @@ def test_damaged_parquet_is_told_before_any_work(config: RunConfig) -> None:
     path = Path(config.data.path)
     content = path.read_bytes()
     middle = content.index(b"xxxx", len(content) // 2)
-    for damaged in (
-        content[:middle] + b"y" + content[middle + 1 :],
-        content[:middle],
-        content[:-20] + bytes(20),
-        b"",
-    ):
+    for damaged in (content[:middle] + b"y" + content[middle + 1 :], content[:middle], b""):
         path.write_bytes(damaged)
         with pytest.raises(InvalidInputError, match="cannot be read as Parquet"):
             run(config)
     assert not Path(config.output.path or "").exists()
 
 
-def test_columns_that_only_parquet_has(config: RunConfig) -> None:
+def test_columns_that_only_parquet_has(config, tmp_path):
     """All of them can be written as JSON, or are refused before the model is loaded."""
     values = {
         "uuid": pa.array([uuid.UUID(int=7).bytes], pa.uuid()),
@@ -169,15 +134,8 @@ def test_columns_that_only_parquet_has(config: RunConfig) -> None:
     (row,) = output_rows(config)
     assert row["uuid"] == "00000000-0000-0000-0000-000000000007"
     assert (row["map"], row["when"]) == ([["a", 1]], "PT1S")
-
-
-def test_a_column_that_arrow_cannot_write_is_named_before_any_work(
-    config: RunConfig, tmp_path: Path
-) -> None:
-    """Else the job would fail at its end, each time."""
     tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(np.zeros((1, 2, 2), np.float32))
     config = parquet_job(config, {"prompt": [[5, 6]], "x": tensors})
-    run(config)
     config = with_output(config, path=str(tmp_path / "out.parquet"))
     with pytest.raises(InvalidInputError, match="column 'x' do not make a Parquet column") as told:
         run(config)
@@ -185,17 +143,14 @@ def test_a_column_that_arrow_cannot_write_is_named_before_any_work(
     assert not list(tmp_path.glob("out.parquet*"))
 
 
-def test_a_disk_without_room_for_the_copy(config: RunConfig) -> None:
+def test_a_disk_without_room(config, tmp_path):
     """No file of this process may grow beyond a few bytes."""
     with small_files(100), pytest.raises(OutputError, match="cannot hold a copy of"):
         run(config)
-    assert run(config).status is JobStatus.COMPLETED
-
-
-def test_a_disk_without_room_for_the_token_ids(tmp_path: Path) -> None:
     tokens = TokenFile(tmp_path)
     tokens.append([5, 6])
     with small_files(4096), pytest.raises(OutputError, match="cannot hold the prompts' token ids"):
         tokens.append(list(range(10_000)))
     assert next(iter(tokens)) == [5, 6]
     tokens.close()
+    assert run(config).status is JobStatus.COMPLETED

@@ -20,12 +20,19 @@ ROWS = [{"prompt": [5, 6, 7]}, {"prompt": [8]}]
 
 
 @pytest.fixture
-def config(text_model_path: Path, tmp_path: Path) -> RunConfig:
-    return small_job(text_model_path, tmp_path, ROWS, PARAMS)
+def config(text_model_path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = small_job(text_model_path, tmp_path, ROWS, PARAMS)
+    return with_output(config, overwrite=True)
 
 
-def with_data(config: RunConfig, path: Path) -> RunConfig:
-    return replace(config, data=DataConfig(path=str(path)))
+def with_files(
+    config: RunConfig, data: str = "", output: str = "", spec: Any = None, **log: str
+) -> RunConfig:
+    config = replace(config, spec=spec or config.spec, log=LogConfig(**log))
+    if data:
+        config = replace(config, data=DataConfig(path=data))
+    return with_output(config, path=output) if output else config
 
 
 def content(folder: Path) -> dict[str, bytes | str]:
@@ -38,158 +45,93 @@ def refused(config: RunConfig, message: str, folder: Path) -> None:
     """The job raises before it changes a file, however much it may overwrite."""
     before = content(folder)
     with pytest.raises(InvalidInputError, match=message):
-        run(with_output(config, overwrite=True))
+        run(config)
     assert content(folder) == before
 
 
-@pytest.mark.parametrize(
-    ("data", "output"),
-    [
-        ("q.parquet.partial.jsonl", "q.parquet"),
-        ("q.parquet.partial.jsonl", "sub/../q.parquet"),
-        ("q.parquet.partial.jsonl", "link/q.parquet"),
-        ("q.jsonl.corpus.saving.jsonl", "q.jsonl"),
-        ("q.jsonl.corpus.learned.json.saving.a.jsonl", "q.jsonl"),
-        ("q.jsonl", "q.jsonl"),
-        ("q.jsonl", "link/q.jsonl"),
-        ("q.jsonl", "symbolic.jsonl"),
-        ("q.jsonl", "hard.jsonl"),
-        ("symbolic.jsonl", "q.jsonl"),
-        ("symbolic.jsonl", "hard.jsonl"),
-    ],
-)
-def test_the_prompts_are_never_written(
-    config: RunConfig, tmp_path: Path, data: str, output: str
-) -> None:
-    (tmp_path / "sub").mkdir()
+def test_no_file_is_written_that_is_read(config, tmp_path, text_model_path):
+    for folder in ("sub", "draft", "folder.jsonl"):
+        (tmp_path / folder).mkdir()
     (tmp_path / "link").symlink_to(tmp_path)
-    write_rows(tmp_path / "q.jsonl", ROWS)
-    (tmp_path / "symbolic.jsonl").symlink_to("q.jsonl")
-    (tmp_path / "hard.jsonl").hardlink_to(tmp_path / "q.jsonl")
-    write_rows(tmp_path / data, ROWS)
-    config = with_output(with_data(config, tmp_path / data), path=str(tmp_path / output))
-    refused(config, r"data\.path", tmp_path)
+    reserved = ("q.parquet.partial.jsonl", "q.jsonl.corpus.saving.jsonl",
+                "q.jsonl.corpus.learned.json.saving.a.jsonl")  # fmt: skip
+    for name in ("q.jsonl", "draft/config.json", *reserved):
+        write_rows(tmp_path / name, ROWS)
+    Path("symbolic.jsonl").symlink_to("q.jsonl")
+    Path("hard.jsonl").hardlink_to("q.jsonl")
+    Path("link.jsonl").symlink_to(tmp_path / "target.parquet")
+    Path("out.jsonl").symlink_to("rollouts.jsonl")
+    Path("l.parquet.run.json").symlink_to("prompts.jsonl")
+    os.mkfifo("pipe.jsonl")  # opening it would wait for a reader
+    for data, output in (
+        (reserved[0], "q.parquet"),
+        (reserved[0], "sub/../q.parquet"),
+        (reserved[0], "link/q.parquet"),
+        (reserved[1], "q.jsonl"),
+        (reserved[2], "q.jsonl"),
+        ("q.jsonl", "q.jsonl"),
+        ("q.jsonl", "symbolic.jsonl"),
+        ("symbolic.jsonl", "hard.jsonl"),
+    ):
+        refused(with_files(config, data, output), r"data\.path", tmp_path)
+    link = with_files(config, output="l.parquet")
+    refused(link, r"l\.parquet\.run\.json too, which is data\.path", tmp_path)
+    for field, spec in (
+        ("external_corpora", {"external_corpora": {"a": "hard.txt", "code": "q.jsonl"}}),
+        ("external_corpora", {"external_corpora": {"code": "q.jsonl.run.json"}}),
+        ("corpus_path", {"corpus_path": "q.jsonl.corpus.learned.json"}),
+        ("corpus_path", {"corpus_path": "q.jsonl"}),
+    ):
+        refused(with_files(config, output="q.jsonl", spec=spec), rf"is spec\.{field}", tmp_path)
+    learned = with_files(config, spec={"corpus_path": "q"}, jsonl="q.learned.json")
+    refused(learned, r"^log\.jsonl=.* is spec\.corpus_path", tmp_path)
+    draft = with_files(config, spec={"draft_path": "draft"}, jsonl="draft/config.json")
+    refused(draft, r"is read from spec\.draft_path", tmp_path)
+    for name in ("rollouts.jsonl", "out.jsonl", "prompts.jsonl", "rollouts.jsonl.run.json",
+                 "rollouts.jsonl.corpus", "rollouts.jsonl.lock"):  # fmt: skip
+        refused(with_files(config, jsonl=name), r"^log\.jsonl=", tmp_path)
+    refused(with_files(config, tensorboard="rollouts.jsonl"), r"^log\.tensorboard=", tmp_path)
+    for field, given, kind in (
+        ("output.path", with_files(config, output="folder.jsonl"), "a file"),
+        ("output.path", with_files(config, output="pipe.jsonl"), "a file"),
+        ("log.jsonl", with_files(config, jsonl="folder.jsonl"), "a file"),
+        ("log.tensorboard", with_files(config, tensorboard="prompts.jsonl"), "a folder"),
+    ):
+        refused(given, rf"^{field}=.* must name {kind}", tmp_path)
+    other = with_files(config, output="link.jsonl")
+    refused(other, "is a link to .*target.parquet: must end as that does", tmp_path)
 
 
-@pytest.mark.parametrize("suffix", [".partial.jsonl", ".run.json", ".tmp", ".lock", ".corpus"])
-def test_a_link_in_the_place_of_a_file_beside_the_output(
-    config: RunConfig, tmp_path: Path, suffix: str
-) -> None:
-    config = with_output(config, path=str(tmp_path / "q.parquet"))
-    (tmp_path / f"q.parquet{suffix}").symlink_to(config.data.path)
-    refused(config, rf"q\.parquet{suffix} too, which is data\.path", tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("spec", "file"),
-    [
-        ({"external_corpora": {"code": "q.jsonl"}}, "q.jsonl"),
-        ({"external_corpora": {"code": "q.jsonl.run.json"}}, "q.jsonl.run.json"),
-        ({"corpus_path": "q.jsonl.corpus.learned.json"}, "q.jsonl.corpus.learned.json"),
-        ({"corpus_path": "q.jsonl"}, "q.jsonl"),
-        ({"draft_path": "draft"}, "draft/config.json"),
-    ],
-)
-def test_what_drafts_are_made_from_is_never_written(
-    config: RunConfig,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    spec: dict[str, Any],
-    file: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "draft").mkdir()
-    Path(file).write_text("precious")
-    log = LogConfig(jsonl=file if "draft_path" in spec else None)
-    config = replace(with_output(config, path="q.jsonl"), spec=spec, log=log)
-    refused(config, rf"is (read from )?spec\.{next(iter(spec))}", tmp_path)
-
-
-def test_no_file_of_the_model_is_written(
-    config: RunConfig, tmp_path: Path, text_model_path: Path
-) -> None:
+def test_no_file_of_the_model_is_written(config, tmp_path, text_model_path):
     """An output may stand beside the model's files, and be there when the job goes on."""
     folder = tmp_path / "model"
     folder.mkdir()
     for file in text_model_path.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     config = replace(config, model=replace(config.model, path=str(folder)))
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        log = LogConfig(jsonl=str(folder / name))
-        refused(replace(config, log=log), r"is read from model\.path", tmp_path)
-    config = with_output(config, path=str(folder / "q.jsonl"))
-    config = replace(config, log=LogConfig(jsonl=str(folder / "log.jsonl")))
-    assert [run(config).status for _ in range(2)] == [
-        JobStatus.COMPLETED,
-        JobStatus.NOTHING_TO_DO,
-    ]
+    for name in ("config.json", "model.safetensors"):
+        log = with_files(config, jsonl=str(folder / name))
+        refused(log, r"is read from model\.path", tmp_path)
+    config = with_files(config, output=str(folder / "q.jsonl"), jsonl=str(folder / "log.jsonl"))
+    config = with_output(config, overwrite=False)
+    assert [run(config).status for _ in range(2)] == [JobStatus.COMPLETED, JobStatus.NOTHING_TO_DO]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "rollouts.jsonl",
-        "other.jsonl",
-        "prompts.jsonl",
-        "rollouts.jsonl.run.json",
-        "rollouts.jsonl.corpus",
-        "rollouts.jsonl.lock",
-    ],
-)
-@pytest.mark.parametrize("kind", ["jsonl", "tensorboard"])
-def test_the_log_has_a_file_of_its_own(
-    config: RunConfig, tmp_path: Path, kind: str, name: str
-) -> None:
-    (tmp_path / "other.jsonl").symlink_to("rollouts.jsonl")
-    log = LogConfig(**{kind: str(tmp_path / name)})
-    refused(replace(config, log=log), rf"^log\.{kind}=", tmp_path)
-
-
-def test_folders_in_the_place_of_files(config: RunConfig, tmp_path: Path) -> None:
-    (tmp_path / "folder.jsonl").mkdir()
-    folder = str(tmp_path / "folder.jsonl")
-    refused(with_output(config, path=folder), r"^output\.path=.* must name a file", tmp_path)
-    log = LogConfig(jsonl=folder)
-    refused(replace(config, log=log), r"^log\.jsonl=.* must name a file", tmp_path)
-    log = LogConfig(tensorboard=config.data.path)
-    refused(replace(config, log=log), r"^log\.tensorboard=.* must name a folder", tmp_path)
-    os.mkfifo(tmp_path / "pipe.jsonl")  # opening it would wait for a reader
-    refused(with_output(config, path=str(tmp_path / "pipe.jsonl")), "must name a file", tmp_path)
-
-
-def test_a_link_to_the_output_is_followed(config: RunConfig, tmp_path: Path) -> None:
+def test_a_link_to_the_output_is_followed(config, tmp_path):
     link, target = tmp_path / "link.jsonl", tmp_path / "store" / "target.jsonl"
     link.symlink_to(target)
-    by_link = with_output(config, path=str(link))
-    by_name = with_output(config, path=str(target))
+    by_link = with_output(config, path=str(link), overwrite=False)
     assert run(by_link).output == target
     assert os.readlink(link) == str(target)
-    assert run(by_name).status is JobStatus.NOTHING_TO_DO
+    assert run(with_output(by_link, path=str(target))).status is JobStatus.NOTHING_TO_DO
     assert len(output_rows(by_link)) == 2
-    assert sorted(path.name for path in target.parent.iterdir()) == [
-        "target.jsonl",
-        "target.jsonl.run.json",
-    ]
+    assert sorted(os.listdir(target.parent)) == ["target.jsonl", "target.jsonl.run.json"]
     with output_lock(target), pytest.raises(OutputError, match="by another job"):
         run(by_link)
-    link.unlink()
-    link.symlink_to(tmp_path / "target.parquet")
-    refused(by_link, "is a link to .*target.parquet: must end as that does", tmp_path)
 
 
-def test_a_link_in_the_lock_s_place_is_not_written_through(
-    config: RunConfig, tmp_path: Path
-) -> None:
-    precious = tmp_path / "precious"
-    precious.write_text("precious")
-    Path(f"{config.output.path}.lock").symlink_to(precious)
-    with pytest.raises(OutputError, match=r"jsonl.lock cannot be written"):
-        run(config)
-    assert precious.read_text() == "precious"
-
-
-def test_rollouts_without_their_record_are_not_removed(config: RunConfig, tmp_path: Path) -> None:
-    config = with_output(config, path=str(tmp_path / "q.parquet"))
+def test_what_nobody_says_a_job_wrote_is_left_alone(config, tmp_path):
+    config = with_output(config, path=str(tmp_path / "q.parquet"), overwrite=False)
     journal = tmp_path / "q.parquet.partial.jsonl"
     journal.write_text("precious\n")
     with pytest.raises(OutputError, match=r"partial\.jsonl exists and no q\.parquet\.run\.json"):
@@ -197,3 +139,8 @@ def test_rollouts_without_their_record_are_not_removed(config: RunConfig, tmp_pa
     assert journal.read_text() == "precious\n"
     run(with_output(config, overwrite=True))
     assert len(output_rows(config)) == 2
+    Path("rollouts.jsonl.lock").symlink_to("q.parquet")
+    before = Path("q.parquet").read_bytes()
+    with pytest.raises(OutputError, match=r"jsonl.lock cannot be written"):
+        run(with_output(config, path="rollouts.jsonl"))
+    assert Path("q.parquet").read_bytes() == before

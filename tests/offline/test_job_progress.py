@@ -1,30 +1,194 @@
-"""Progress lines, log and summary of the dataset job."""
+"""What a job says while it runs and at its end: time left, progress, log, summary, table."""
 
 from __future__ import annotations
 
 import io
 import json
 import re
+import sys
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from rollout.engine.metrics import EngineMetrics
 from rollout.engine.worker_factory import worker_factory
-from rollout.offline import LogConfig, RunConfig, run_job
+from rollout.errors import InvalidInputError, MetricsError
+from rollout.offline import JobResult, JobStatus, LogConfig, SweepTable, run_job
+from rollout.offline.progress import TimeLeft
+from rollout.offline.run_log import JsonlLog, TensorBoardMetrics
+from rollout.offline.summary import Summary
+from rollout.types import FinishReason
+from tests.helpers.requests import make_request
 from tests.helpers.small_jobs import PARAMS, output_rows, run, with_output
 
-
-def test_rollouts_without_text_are_in_the_summary(config: RunConfig) -> None:
-    sampling = replace(PARAMS, stop_token_ids=[2], logit_bias={2: 100.0})
-    result = run(replace(config, sampling=sampling))
-    assert result.summary is not None
-    shown = dict(result.summary.lines())["without text"]
-    assert shown.startswith("12: the model stopped at once; data.chat_template=auto puts")
+LIMIT = 10_000
 
 
-def test_progress_and_summary(config: RunConfig, tmp_path: Path) -> None:
+def running(generated: int, **params: Any):
+    return make_request([1] * (3 + generated), prompt_len=3, max_new_tokens=LIMIT, **params)
+
+
+def after(lengths: list[int]) -> TimeLeft:
+    left = TimeLeft()
+    for length in lengths:
+        rollout: Any = SimpleNamespace(finish_reason=FinishReason.STOP, token_ids=[1] * length)
+        left.observe(running(length), rollout)
+    return left
+
+
+METRICS = EngineMetrics(generated_tokens=1000, target_forwards=1000, steps=250)  # four at a time
+SECONDS = 10.0
+
+
+def test_nothing_is_said_before_the_first_rollouts():
+    assert after([]).seconds([running(50)], 8, METRICS, SECONDS) is None
+    assert after([5, 5]).seconds([running(50)], 6, METRICS, SECONDS) is None
+    aborted: Any = SimpleNamespace(finish_reason=FinishReason.ABORT, token_ids=[1])
+    left = after([5, 5])
+    left.observe(running(1), aborted)
+    assert left.seconds([running(50)], 6, METRICS, SECONDS) is None
+
+
+def test_rollouts_of_one_length_take_their_tokens_over_the_throughput():
+    left = after([100] * 400)
+    waiting = [running(0)] * 3
+    eight_more = left.seconds([*[running(60)] * 4, *waiting], 12, METRICS, SECONDS)
+    assert eight_more == pytest.approx((4 * 40 + 8 * 100) / 100, rel=0.02)
+
+
+def test_long_ones_that_run_make_those_to_come_longer():
+    """Counts alone would say: four ended in ten seconds, so sixteen end in forty."""
+    left = after([10, 10, 10, 10])
+    short = left.seconds([running(5)] * 4, 16, METRICS, SECONDS)
+    long = left.seconds([running(500)] * 4, 16, METRICS, SECONDS)
+    assert short < 3
+    assert long == pytest.approx((4 * 500 + 12 * (40 + 4 * 500) / 4) / 100)
+
+
+def test_none_is_longer_than_it_may_be():
+    left = after([10, 10, 10])
+    few = [make_request([1] * 63, prompt_len=3, max_new_tokens=64) for _ in range(8)]
+    assert left.seconds(few, 10, METRICS, SECONDS) == pytest.approx((8 * 4 + 2 * 64) / 100)
+
+
+def test_the_last_ones_take_the_steps_of_the_longest():
+    left = after([100] * 3 + [1100])
+    last = left.seconds([running(100)], 1, METRICS, SECONDS)
+    assert last == pytest.approx(1000 * 10 / 250)  # not 1000 tokens at 100 tokens/s
+
+
+def printed(table: SweepTable) -> list[str]:
+    """The lines of the table in a terminal of 80 columns, with single spaces."""
+    file = StringIO()
+    table.print(Console(file=file, width=80))
+    lines = file.getvalue().splitlines()
+    return [" ".join(line.split()) for line in lines]
+
+
+def result(status: JobStatus, path: Path, rollouts: int, seconds: float = 2.0) -> JobResult:
+    metrics = EngineMetrics(generated_tokens=9000, target_forwards=6000)
+    summary = Summary(output=path, rollouts=rollouts, seconds=seconds, metrics=metrics)
+    return JobResult(status, path, summary)
+
+
+def test_jobs_are_named_by_what_differs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    table = SweepTable()
+    table.add(["model.path=m", "spec=none"], result(JobStatus.COMPLETED, tmp_path / "0.jsonl", 12))
+    assert printed(table) == []
+    table.add(["model.path=m", "spec=ngram"], result(JobStatus.STOPPED, Path("1.jsonl"), 5, 1.0))
+    table.add(["model.path=m", "sampling.stop=[foo]"], None)
+    table.add(["model.path=m"], JobResult(JobStatus.NOTHING_TO_DO, Path("/else[x]/3[/b].jsonl")))
+    lines = printed(table)
+    assert lines[0] == "jobs of the sweep"
+    for line in (
+        "0 spec=none 12 2.0 4,500 1.00x 1.500",
+        "1 spec=ngram 5, stopped 1.0 9,000 2.00x 1.500",
+        "2 stop=[foo] failed",
+        "job 0: 0.jsonl",
+        "job 1: 1.jsonl",
+        "job 3: /else[x]/3[/b].jsonl",
+    ):
+        assert line in lines
+
+
+def test_a_speedup_is_over_the_same_settings_without_drafts_and_words_stay_whole():
+    table = SweepTable()
+    settings = ["sampling.temperature=0.6", "spec.num_draft_tokens=16", "sampling.max_new_tokens=9"]
+    cold = ["sampling.temperature=0.0", *settings[1:]]
+    done = JobStatus.COMPLETED
+    table.add(["spec=ngram", *settings], result(done, Path("0.jsonl"), 1_000_000, 400.0))
+    table.add(["spec=none", settings[0], settings[2]], result(done, Path("1.jsonl"), 12, 800.0))
+    table.add(["spec=hybrid", *cold], result(done, Path("2.jsonl"), 12, 100.0))
+    lines = printed(table)
+    assert "0 spec=ngram 1,000,000 400.0 22 2.00x 1.500" in lines
+    assert "2 spec=hybrid 12 100.0 90 1.500" in lines  # its temperature was not decoded plainly
+    assert {"temperature=0.0", "num_draft_tokens=16"} <= set(lines)
+    assert any("seconds tokens/s speedup" in line for line in lines)
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+
+
+def test_jsonl_goes_on_with_a_file(tmp_path):
+    path = tmp_path / "new" / "run.jsonl"
+    for first in (0, 2):
+        log = JsonlLog(path)
+        for step in (first, first + 1):
+            log.write("step", {"step": step, "accept_length": 1.5})
+        assert len(lines_of(path)) == first + 2  # there before close
+        log.close()
+    lines = lines_of(path)
+    assert [(line["kind"], line["step"], line["accept_length"]) for line in lines] == [
+        ("step", step, 1.5) for step in range(4)
+    ]
+    assert lines[0]["time"] <= lines[-1]["time"]
+
+
+def test_a_torn_line_and_what_json_has_no_number_for(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"kind": "step", "st')
+    log = JsonlLog(path)
+    log.write("learned", {"budget": {"cost": [1.0, float("nan"), float("inf")]}, "gate": (2, -1.5)})
+    log.close()
+    torn, whole, end = path.read_text().split("\n")
+    assert (torn, end) == ('{"kind": "step", "st', "")
+    line = json.loads(whole, parse_constant=pytest.fail)
+    assert line["budget"] == {"cost": [1.0, None, None]}
+    assert line["gate"] == [2, -1.5]
+
+
+def test_jsonl_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MetricsError, match=r"log.jsonl=.*cannot be written: File exists"):
+        JsonlLog(tmp_path / "file" / "run.jsonl")
+    full = JsonlLog(Path("/dev/full"))
+    with pytest.raises(MetricsError, match="No space left"):
+        full.write("step", {"drafted": 1})
+
+
+def test_tensorboard_scalars(tmp_path, monkeypatch):
+    writer = TensorBoardMetrics(tmp_path)
+    for step in range(3):
+        writer.write(step, {"accept_length": 1 + step / 2})
+    writer.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    scalars = events.Scalars("rollout/accept_length")
+    assert [(scalar.step, scalar.value) for scalar in scalars] == [(0, 1.0), (1, 1.5), (2, 2.0)]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(InvalidInputError, match=r"log.tensorboard=.*specrollout\[metrics\]"):
+        TensorBoardMetrics(tmp_path)
+
+
+def test_progress_and_summary(config, tmp_path):
     config = replace(
         config,
         log=LogConfig(
@@ -38,20 +202,11 @@ def test_progress_and_summary(config: RunConfig, tmp_path: Path) -> None:
     terminal = Console(file=io.StringIO(), force_terminal=True, width=160)
     run_job(config, worker_factory("ngram"), terminal)
     shown = terminal.file.getvalue()  # type: ignore[attr-defined]
-    for text in (
-        "rollouts/s",
-        "tokens/s",
-        "accept length",
-        "ETA",
-        "12/12",
-        "peak memory",
-        "specrollout report",
-    ):
+    for text in ("rollouts/s", "tokens/s", "accept length", "ETA", "12/12", "peak memory",
+                 "specrollout report", "rollouts.jsonl"):  # fmt: skip
         assert text in shown
-    assert "rollouts.jsonl" in shown
     assert re.search(r"loading \S*: \d+ of \d+ MiB", shown)
-    lines = [json.loads(line) for line in (tmp_path / "log" / "steps.jsonl").read_text().split("\n")
-             if line]  # fmt: skip
+    lines = map(json.loads, (tmp_path / "log" / "steps.jsonl").read_text().splitlines())
     steps = [line for line in lines if line["kind"] == "step"]
     assert [step["step"] % 2 for step in steps] == [0] * len(steps)
     assert len(steps) >= 5
@@ -59,7 +214,7 @@ def test_progress_and_summary(config: RunConfig, tmp_path: Path) -> None:
     assert {"forward_ms", "accept_length", "kv_used", "corpus/live_tokens"} <= steps[0].keys()
 
 
-def test_the_log_of_a_run(config: RunConfig, tmp_path: Path) -> None:
+def test_the_log_of_a_run(config, tmp_path):
     log = tmp_path / "run.jsonl"
     config = replace(config, log=LogConfig(jsonl=str(log), every=7))
     run(config, "ngram")
@@ -79,9 +234,7 @@ def test_the_log_of_a_run(config: RunConfig, tmp_path: Path) -> None:
     rollouts.sort(key=lambda line: (line["prompt_index"], line["sample_index"]))
     assert [line["generated_tokens"] for line in rollouts] == [len(r["token_ids"]) for r in rows]
     assert [line["finish_reason"] for line in rollouts] == [row["finish_reason"] for row in rows]
-    assert [len({line["group"] for line in rollouts[i : i + 3]}) for i in range(0, 12, 3)] == [
-        1
-    ] * 4
+    assert len({(line["prompt_index"], line["group"]) for line in rollouts}) == 4
     assert len({line["group"] for line in rollouts}) == 4
     for line in rollouts:
         assert line["generated_tokens"] == line["verify_steps"] + line["accepted"]
@@ -93,11 +246,13 @@ def test_the_log_of_a_run(config: RunConfig, tmp_path: Path) -> None:
     assert sum(line["kind"] == "rollout" for line in lines[starts[1] :]) == 8
 
 
-def test_progress_lines_where_there_is_no_terminal(
-    config: RunConfig, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_progress_lines_where_there_is_no_terminal(config, caplog):
     caplog.set_level("INFO")
     run(replace(config, log=LogConfig(seconds=1e-6)))
     assert "/12  " in caplog.text
     assert "accept length 1.00  ETA after the first rollouts" in caplog.text
     assert "accept length 1.00  ETA 0:0" in caplog.text
+    empty = replace(PARAMS, stop_token_ids=[2], logit_bias={2: 100.0})
+    result = run(with_output(replace(config, sampling=empty), overwrite=True))
+    shown = dict(result.summary.lines())["without text"]
+    assert shown.startswith("12: the model stopped at once; data.chat_template=auto puts")

@@ -1,38 +1,139 @@
-"""Outputs that the dataset job resumes, leaves alone or refuses."""
+"""Jobs that are interrupted, and outputs that a job resumes, leaves alone or refuses."""
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollout import RolloutEngine
 from rollout.config import SchedulerConfig
-from rollout.offline import JobStatus, OutputError, RunConfig
+from rollout.errors import MetricsError, OutOfMemoryError
+from rollout.offline import JobStatus, LogConfig, OutputError
+from rollout.offline.run_log import JsonlLog
+from rollout.types import FinishReason, Rollout
 from tests.helpers.small_jobs import PARAMS, PROMPTS, output_rows, run, with_output, write_rows
 from tests.helpers.text_model import save_text_model
 
 
-def test_a_complete_output_is_left_alone(config: RunConfig) -> None:
-    run(config)
+def test_a_signal_stops_between_steps_and_the_job_goes_on(config, tmp_path, monkeypatch):
+    config = replace(config, sampling=replace(PARAMS, n=8))
+    whole = with_output(config, path=str(tmp_path / "whole.jsonl"))
+    run(whole)
+    stops = 0
     path = Path(config.output.path or "")
-    before = path.read_bytes(), path.stat().st_mtime_ns
-    result = run(replace(config, model=replace(config.model)), spec="ngram")
-    assert result.status is JobStatus.NOTHING_TO_DO
-    assert (path.read_bytes(), path.stat().st_mtime_ns) == before
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = [signal.getsignal(number) for number in numbers]
+    for number in numbers:
+        with monkeypatch.context() as patch:
+            patch.setattr(RolloutEngine, "step", signalled_step(path, number))
+            result = run(config)
+        if result.status is JobStatus.STOPPED:
+            stops += 1
+            assert result.signal is number
+        assert [signal.getsignal(number) for number in numbers] == handlers
+    assert stops == len(numbers)
+    assert run(config).status is JobStatus.COMPLETED
+    assert output_rows(config) == output_rows(whole)
+
+
+def test_a_stopped_job_names_the_file_that_is_there(config, tmp_path, monkeypatch):
+    write_rows(Path(config.data.path), [row for row in PROMPTS if isinstance(row["prompt"], str)])
+    config = with_output(config, path=str(tmp_path / "out.parquet"))
+    partial = tmp_path / "out.parquet.partial.jsonl"
+    monkeypatch.setattr(RolloutEngine, "step", signalled_step(partial, signal.SIGINT))
+    result = run(config)
+    assert result.status is JobStatus.STOPPED
+    assert result.summary.output == partial
+    assert len(partial.read_text().splitlines()) == result.summary.rollouts > 0
+    assert str(partial) in dict(result.summary.lines())["rollouts"]
+
+
+def test_a_second_signal_insists(config, tmp_path, monkeypatch):
+    path = Path(config.output.path or "")
+    with monkeypatch.context() as patch:
+        patch.setattr(RolloutEngine, "step", signalled_step(path, signal.SIGINT, times=2))
+        with pytest.raises(KeyboardInterrupt):
+            run(config)
+    done = len(output_rows(config))
+    result = run(config)
+    assert result.summary.resumed == done > 0
+    assert len(output_rows(config)) == 12
+
+
+def test_a_signal_that_is_ignored_stays_so(config, monkeypatch):
+    """nohup ignores SIGHUP, and so does the job it runs."""
+    path = Path(config.output.path or "")
+    monkeypatch.setattr(RolloutEngine, "step", signalled_step(path, signal.SIGHUP))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert run(config).status is JobStatus.COMPLETED
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def signalled_step(path: Path, number: signal.Signals, times: int = 1):
+    """A step in which the signal comes so many times, when the output has grown."""
+    real_step, sent = RolloutEngine.step, []
+    before = path.stat().st_size if path.exists() else 0
+
+    def step(engine: RolloutEngine) -> list[Rollout]:
+        if not sent and path.exists() and path.stat().st_size > before:
+            sent.append(number)
+            for _ in range(times):
+                signal.raise_signal(number)
+        return real_step(engine)
+
+    return step
+
+
+@pytest.mark.parametrize("fails", ["engine", "log"])
+def test_what_fails_loses_no_finished_rollout(config, tmp_path, monkeypatch, fails):
+    config = replace(config, log=LogConfig(jsonl=str(tmp_path / "run.jsonl")))
+    finished: list[Rollout] = []
+    real_step, real_write = RolloutEngine.step, JsonlLog.write
+
+    def step(engine):
+        if fails == "engine" and len(finished) >= 4:
+            raise OutOfMemoryError("the device is lost")
+        rollouts = real_step(engine)
+        finished.extend(r for r in rollouts if r.finish_reason is not FinishReason.ABORT)
+        return rollouts
+
+    def write(log, kind, values):
+        if fails == "log" and kind == "rollout":
+            raise MetricsError("the disk is full")
+        real_write(log, kind, values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RolloutEngine, "step", step)
+        patch.setattr(JsonlLog, "write", write)
+        with pytest.raises((OutOfMemoryError, MetricsError)):
+            run(config)
+    assert len(output_rows(config)) == len(finished) > 0
+    result = run(config)
+    assert result.summary.resumed == len(finished)
+    assert len(output_rows(config)) == 12
+
+
+def unfinished_record(output: Path) -> tuple[Path, str]:
+    """The record's file, and its text while the output was not complete."""
+    record = output.with_name(output.name + ".run.json")
+    return record, record.read_text().replace('"complete": {', '"complete": null, "was": {')
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_whatever_is_cut_off_is_made_again(config: RunConfig, suffix: str) -> None:
+def test_whatever_is_cut_off_is_made_again(config, suffix):
     same_type = [row for row in PROMPTS if isinstance(row["prompt"], str)]
     write_rows(Path(config.data.path), same_type)
     path = Path(config.output.path or "").with_suffix(suffix)
     config = with_output(config, path=str(path))
     run(config)
     expected = output_rows(config)
-    record = path.with_name(path.name + ".run.json")
-    unfinished = record.read_text().replace('"complete": {', '"complete": null, "was": {')
+    record, unfinished = unfinished_record(path)
     journal = path
     if suffix == ".parquet":
         journal = path.with_name(path.name + ".partial.jsonl")
@@ -47,35 +148,33 @@ def test_whatever_is_cut_off_is_made_again(config: RunConfig, suffix: str) -> No
         journal.write_bytes(content[:cut])
         result = run(config)
         assert result.status is JobStatus.COMPLETED
-        assert result.summary is not None
         assert result.summary.resumed == content[:cut].count(b"\n")
         assert result.summary.rollouts + result.summary.resumed == len(expected)
         assert output_rows(config) == expected
         if suffix == ".parquet":
             assert not journal.exists()
+    before = path.read_bytes(), path.stat().st_mtime_ns
+    assert run(config, spec="ngram").status is JobStatus.NOTHING_TO_DO
+    assert (path.read_bytes(), path.stat().st_mtime_ns) == before
 
 
-@pytest.mark.parametrize(
-    ("changes", "difference"),
-    [
-        ({"sampling": replace(PARAMS, temperature=0.5)}, "sampling.temperature was 0.9 and is 0.5"),
-        ({"sampling": replace(PARAMS, seed=6)}, "sampling.seed was 5 and is 6"),
-        ({"exact": False}, "exact was True and is False"),
-    ],
+CHANGES: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"sampling": replace(PARAMS, temperature=0.5)}, "sampling.temperature was 0.9 and is 0.5"),
+    ({"exact": False}, "exact was True and is False"),
 )
-def test_the_output_of_another_run_is_refused(
-    config: RunConfig, changes: dict[str, Any], difference: str
-) -> None:
+
+
+def test_the_output_of_another_run_is_refused(config):
     run(config)
-    other = replace(config, **changes)
-    with pytest.raises(OutputError, match=rf"another run: {difference}(; .*)?\. choose another"):
-        run(other)
+    for changes, difference in CHANGES:
+        other = replace(config, **changes)
+        said = rf"another run: {difference}(; .*)?\. choose another"
+        with pytest.raises(OutputError, match=said):
+            run(other)
     assert run(with_output(other, overwrite=True)).status is JobStatus.COMPLETED
 
 
-def test_inexact_runs_are_told_apart_by_the_batches_they_have_not_by_how_that_was_said(
-    config: RunConfig,
-) -> None:
+def test_inexact_runs_are_told_apart_by_the_batches_they_have_not_by_how_that_was_said(config):
     config = replace(config, exact=False, scheduler=SchedulerConfig())
     run(config)
     said = SchedulerConfig(max_running=32, max_step_tokens=512, chunk_len=256)
@@ -84,7 +183,7 @@ def test_inexact_runs_are_told_apart_by_the_batches_they_have_not_by_how_that_wa
         run(replace(config, scheduler=SchedulerConfig(max_running=31)))
 
 
-def test_changed_prompts_or_weights_are_noticed(config: RunConfig, tmp_path: Path) -> None:
+def test_changed_prompts_or_weights_are_noticed(config, tmp_path):
     run(config)
     write_rows(Path(config.data.path), [*PROMPTS, {"prompt": "one"}])
     with pytest.raises(OutputError, match=r"data \(the prompts themselves\) differs"):
@@ -101,26 +200,14 @@ def test_changed_prompts_or_weights_are_noticed(config: RunConfig, tmp_path: Pat
         run(moved)
 
 
-def test_a_file_of_someone_else_is_refused(config: RunConfig) -> None:
-    path = Path(config.output.path or "")
-    path.write_text("precious\n")
-    with pytest.raises(OutputError, match=r"no rollouts.jsonl.run.json says that a job wrote it"):
-        run(config)
-    assert path.read_text() == "precious\n"
-    run(with_output(config, overwrite=True))
-    assert len(output_rows(config)) == 12
-
-
-def test_an_unfinished_output_of_this_run_survives_overwrite(config: RunConfig) -> None:
+def test_an_unfinished_output_of_this_run_survives_overwrite(config):
     config = with_output(config, overwrite=True)
     run(config)
     path = Path(config.output.path or "")
-    record = path.with_name(path.name + ".run.json")
-    record.write_text(record.read_text().replace('"complete": {', '"complete": null, "was": {'))
+    record, unfinished = unfinished_record(path)
+    record.write_text(unfinished)
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:5]))
     result = run(config)
-    assert result.summary is not None
     assert (result.summary.resumed, result.summary.rollouts) == (5, 7)
     again = run(config)  # complete now: made anew
-    assert again.summary is not None
     assert (again.summary.resumed, again.summary.rollouts) == (0, 12)

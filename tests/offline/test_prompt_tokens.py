@@ -10,7 +10,7 @@ import pytest
 from rollout import SamplingParams
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.errors import InvalidInputError
-from rollout.offline import ChatTemplateMode, OutputError, RunConfig
+from rollout.offline import ChatTemplateMode, OutputError
 from rollout.offline.prompt_tokens import RowEncoder
 from tests.helpers.small_jobs import output_rows, run, small_job, with_output, write_rows
 
@@ -18,21 +18,17 @@ CHAT = [{"role": "user", "content": "one two"}]
 
 
 @pytest.fixture
-def encoder(text_model_path: Path) -> PromptEncoder:
+def encoder(text_model_path):
     return PromptEncoder.from_pretrained(text_model_path, 97)
 
 
 @pytest.fixture
-def config(text_model_path: Path, tmp_path: Path) -> RunConfig:
+def config(text_model_path, tmp_path):
     params = SamplingParams(max_new_tokens=4)
     return small_job(text_model_path, tmp_path, [{"prompt": "one two"}, {"prompt": [5]}], params)
 
 
-def with_template(config: RunConfig, mode: ChatTemplateMode) -> RunConfig:
-    return replace(config, data=replace(config.data, chat_template=mode))
-
-
-def test_text_becomes_a_user_message_unless_it_shall_not(encoder: PromptEncoder) -> None:
+def test_text_becomes_a_user_message_unless_it_shall_not(encoder):
     chat, raw = encoder.encode(CHAT), encoder.encode("one two")
     assert chat != raw
     for mode, expected in (("auto", chat), ("always", chat), ("never", raw)):
@@ -42,9 +38,7 @@ def test_text_becomes_a_user_message_unless_it_shall_not(encoder: PromptEncoder)
         assert rows.encode([5, 6])[0] == [5, 6]
 
 
-def test_text_that_was_put_through_the_template_already_is_not_again(
-    encoder: PromptEncoder,
-) -> None:
+def test_text_that_was_put_through_the_template_already_is_not_again(encoder):
     encoder.tokenizer.add_special_tokens({"additional_special_tokens": ["<user>"]})
     formatted = "<user> one two <assistant>"
     auto, always = (RowEncoder(encoder, ChatTemplateMode(mode)) for mode in ("auto", "always"))
@@ -56,13 +50,7 @@ def test_text_that_was_put_through_the_template_already_is_not_again(
     assert always.encode(formatted)[0] == encoder.encode(message)
 
 
-def test_a_template_that_cannot_be_worked_out_is_named(encoder: PromptEncoder) -> None:
-    encoder.tokenizer.chat_template = "{{ messages | length // 0 }}"
-    with pytest.raises(InvalidInputError, match="must suit the chat template, which says: integer"):
-        encoder.encode(CHAT)
-
-
-def test_without_a_template_text_stands_and_always_is_refused(encoder: PromptEncoder) -> None:
+def test_without_a_template_text_stands_and_always_is_refused(encoder):
     encoder.tokenizer.chat_template = None
     rows = RowEncoder(encoder, ChatTemplateMode.auto)
     assert rows.encode("one") == (encoder.encode("one"), "text, as it stands")
@@ -70,29 +58,21 @@ def test_without_a_template_text_stands_and_always_is_refused(encoder: PromptEnc
         RowEncoder(encoder, ChatTemplateMode.always)
 
 
-def test_the_choice_is_said_written_and_part_of_the_run(
-    config: RunConfig, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_choice_is_said_written_and_part_of_the_run(config, caplog):
     caplog.set_level("INFO")
-    config = with_template(with_output(config, prompt_ids=True), ChatTemplateMode.auto)
-    run(config)
-    assert (
-        "prompts: 1 of text, put through the chat template as a user message "
-        "(data.chat_template=never turns that off); 1 of token ids" in caplog.text
-    )
+    auto = replace(config.data, chat_template=ChatTemplateMode.auto)
+    run(with_output(replace(config, data=auto), prompt_ids=True))
+    assert "1 of text, put through the chat template as a user message (data.chat_t" in caplog.text
+    assert "; 1 of token ids" in caplog.text
     assert [len(row["prompt_ids"]) for row in output_rows(config)] == [4, 1]
     assert [row["prompt"] for row in output_rows(config)] == ["one two", [5]]
     with pytest.raises(OutputError, match=r"data.chat_template was 'auto' and is 'never'"):
-        run(with_template(config, ChatTemplateMode.never))
+        run(with_output(config, prompt_ids=True))
 
 
-def test_prompts_that_leave_less_of_the_context_than_asked_for_are_counted(
-    config: RunConfig, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_prompts_that_leave_less_of_the_context_than_asked_for_are_counted(config, caplog):
     write_rows(Path(config.data.path), [{"prompt": [5] * length} for length in (124, 125, 126)])
     run(config)
-    assert (
-        "2 of 3 prompts leave room for fewer than sampling.max_new_tokens=4 tokens in the context "
-        "of 128 (the model's limit): their rollouts end where it is full" in caplog.text
-    )
+    said = "2 of 3 prompts leave room for fewer than sampling.max_new_tokens=4 tokens in the "
+    assert f"{said}context of 128 (the model's limit)" in caplog.text
     assert [len(row["token_ids"]) for row in output_rows(config)] == [4, 3, 2]

@@ -1,4 +1,4 @@
-"""Ops run on the CPU, compiled, and on a GPU where there is one; tests/ops/test_interpreter.py runs
+"""Ops run on the CPU, compiled, and on a GPU where there is one; extended/test_interpreter.py runs
 those that have Triton kernels interpreted too, where the CPU's tensors go the way of a GPU's."""
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def compared_dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.fixture
 def rounds() -> Callable[[int], int]:
-    """So many of something, or a tenth where the interpreter is slow."""
+    """A number, or a tenth of it where the interpreter is slow."""
     return lambda count: max(1, count // 10) if INTERPRETED else count
 
 

@@ -21,10 +21,6 @@ SHAPES = ((2, 24), (2, 24), (4, 40))  # of q, k and v
 LONG = MIN_ROWS + CHUNK
 
 
-def plan_of(steps: list[Step]) -> ChunkedPlan | None:
-    return chunked_plan(make_plan(steps, 10), CPU, torch_kernel)
-
-
 @pytest.mark.parametrize(
     "steps",
     [
@@ -53,20 +49,22 @@ def test_chunks_are_the_recurrence(dtype: torch.dtype, steps: list[Step]) -> Non
     torch.testing.assert_close(states, expected_states, rtol=1e-4, atol=2e-5, equal_nan=True)
 
 
-def test_short_runs_and_draft_nodes_are_left_out() -> None:
-    assert plan_of([Step(run_len=MIN_ROWS - 1), Step(run_len=1, nodes=list(range(63)))]) is None
-    steps = [Step(run_len=LONG, nodes=list(range(70)), checkpoints=[LONG - 2]), Step(run_len=2)]
-    plan = plan_of(steps)
+def test_long_runs_are_cut_at_checkpoints_and_the_rest_is_left_out() -> None:
+    def plan_of(*steps: Step) -> ChunkedPlan | None:
+        return chunked_plan(make_plan(list(steps), 10), CPU, torch_kernel)
+
+    assert plan_of(Step(run_len=MIN_ROWS - 1), Step(run_len=1, nodes=list(range(63)))) is None
+    plan = plan_of(
+        Step(run_len=LONG, nodes=list(range(70)), checkpoints=[LONG - 2]), Step(run_len=2)
+    )
     assert plan is not None
     assert [part.lengths_R for part in plan.rounds] == [[LONG - 1]]
     assert plan.rest_rows.tolist() == list(range(LONG - 1, LONG + 70 + 2))
     assert plan.rest.q_offsets_B1.tolist() == [0, 71, 73]
     assert plan.rest.sources_B[0] == plan.rounds[0].targets_R[0]
 
-
-def test_a_round_takes_one_piece_of_each_run() -> None:
-    steps = [Step(run_len=LONG, checkpoints=[70, 90]), Step(run_len=2), Step(run_len=LONG)]
-    plan = plan_of(steps)
+    # A round takes one piece of each run.
+    plan = plan_of(Step(run_len=LONG, checkpoints=[70, 90]), Step(run_len=2), Step(run_len=LONG))
     assert plan is not None
     assert [part.lengths_R for part in plan.rounds] == [[LONG, 71], [20], [LONG - 91]]
     assert plan.rounds[0].sources_R.tolist() == [0, 0]

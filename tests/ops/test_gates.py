@@ -1,4 +1,4 @@
-"""Gates of recurrent and attention layers, against transformers and their references."""
+"""Gates of recurrent and attention layers, against their references."""
 
 from __future__ import annotations
 
@@ -17,18 +17,9 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor, atol: float = 4e-6
     torch.testing.assert_close(actual.cpu(), expected, rtol=rtol, atol=atol)
 
 
-@pytest.fixture
-def theirs(is_gpu):
-    """transformers' layers; None where only the kernels are compared."""
-    if is_gpu:
-        return None
-    from transformers.models.qwen3_next import modeling_qwen3_next
-
-    return modeling_qwen3_next
-
-
-@pytest.mark.parametrize("heads", [1, 4, 19, 48])
-@pytest.mark.parametrize("parameter_dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("heads", "parameter_dtype"), [(1, torch.float32), (19, torch.float16), (48, torch.float32)]
+)
 def test_delta_gates_are_the_reference(dtype, device, heads: int, parameter_dtype) -> None:
     """a and b inside one projection, with extremes; each row as it is alone."""
     torch.manual_seed(heads)
@@ -36,11 +27,10 @@ def test_delta_gates_are_the_reference(dtype, device, heads: int, parameter_dtyp
     ba[0, :2], ba[1, :2] = 60000, -60000
     parameters = (torch.rand(heads).mul(16).log(), torch.randn(heads))
     parameters = [each.to(parameter_dtype) for each in parameters]
-    arguments = (ba[:, heads : 2 * heads], ba[:, :heads], *parameters)
+    expected = reference.delta_gates(ba[:, heads : 2 * heads], ba[:, :heads], *parameters)
     ba, *parameters = (each.to(device) for each in (ba, *parameters))
     a, b = ba[:, heads : 2 * heads], ba[:, :heads]
     found = delta_gates(a, b, *parameters)
-    expected = reference.delta_gates(*arguments)
     for out, wanted in zip(found, expected, strict=True):
         assert out.dtype is torch.float32
         assert out.is_contiguous()
@@ -50,23 +40,16 @@ def test_delta_gates_are_the_reference(dtype, device, heads: int, parameter_dtyp
         assert all(torch.equal(x, y[row : row + 1]) for x, y in zip(alone, found, strict=True))
 
 
-@pytest.mark.parametrize("dim", [1, 16, 24, 100, 128])
-def test_gated_rms_norm_is_that_of_transformers(dtype, device, theirs, dim: int) -> None:
-    torch.manual_seed(dim)
-    x, weight = torch.randn(5, 3, dim).to(dtype) * 3, torch.randn(dim).to(dtype)
-    wide = torch.randn(5, 3 * dim + 7).to(dtype) * 3
-    gate = wide[:, 7:].unflatten(1, (3, dim))
-    expected = [reference.gated_rms_norm(x, gate, weight, EPS)]
-    if theirs is not None:
-        norm = theirs.Qwen3NextRMSNormGated(dim, eps=EPS).to(dtype)
-        norm.weight.data.copy_(weight)
-        expected.append(norm(x, gate).detach())
-    x, weight = x.to(device), weight.to(device)
-    gate = wide.to(device)[:, 7:].unflatten(1, (3, dim))
-    out = gated_rms_norm(x, gate, weight, EPS)
-    assert out.is_contiguous()
-    for wanted in expected:
-        assert_near(out, wanted)
+def test_gated_rms_norm_is_the_reference(dtype, device) -> None:
+    torch.manual_seed(0)
+    for dim in (1, 24, 128):
+        x, weight = torch.randn(5, 3, dim).to(dtype) * 3, torch.randn(dim).to(dtype)
+        wide = torch.randn(5, 3 * dim + 7).to(dtype) * 3
+        expected = reference.gated_rms_norm(x, wide[:, 7:].unflatten(1, (3, dim)), weight, EPS)
+        gate = wide.to(device)[:, 7:].unflatten(1, (3, dim))
+        out = gated_rms_norm(x.to(device), gate, weight.to(device), EPS)
+        assert out.is_contiguous()
+        assert_near(out, expected)
 
 
 def test_a_row_of_gated_rms_norm_does_not_depend_on_the_others(
@@ -83,18 +66,14 @@ def test_a_row_of_gated_rms_norm_does_not_depend_on_the_others(
         assert torch.equal(alone, together[row : row + 1])
 
 
-@pytest.mark.parametrize("width", [1, 24, 100, 576])
-def test_an_offset_of_one_is_that_of_transformers(dtype, device, theirs, width: int) -> None:
+@pytest.mark.parametrize("width", [24, 576])
+def test_an_offset_of_one_is_the_reference(dtype, device, width: int) -> None:
     torch.manual_seed(width)
     x, residual = torch.randn(2, 3, width).to(dtype) * 3
     weight = torch.randn(width).to(dtype)
     on_device = [tensor.to(device, copy=True) for tensor in (x, residual, weight)]
     out = rms_norm(on_device[0], on_device[2], EPS, unit_offset=True)
     assert_near(out, rms_norm_reference.rms_norm(x, weight, EPS, unit_offset=True))
-    if theirs is not None:
-        norm = theirs.Qwen3NextRMSNorm(width, eps=EPS).to(dtype)
-        norm.weight.data.copy_(weight)
-        assert_near(out, norm(x).detach())
     for row in range(3):
         alone = rms_norm(on_device[0][row : row + 1], on_device[2], EPS, unit_offset=True)
         assert torch.equal(alone, out[row : row + 1])
@@ -103,11 +82,14 @@ def test_an_offset_of_one_is_that_of_transformers(dtype, device, theirs, width: 
     assert torch.equal(on_device[1].cpu(), residual)
 
 
-@pytest.mark.parametrize("dim", [1, 24, 100, 128])
+@pytest.mark.parametrize("dim", [1, 128])
 def test_sigmoid_gate_is_the_reference(dtype, device, dim: int) -> None:
     """Gates of heads and of flat rows are alike, and each row is as it is alone."""
     torch.manual_seed(dim)
     wide = (torch.randn(5, 3, 2 * dim) * 5).to(dtype)
+    extremes = torch.tensor([0.0, -0.0, 1e4, -1e4, 88.0, -88.0, torch.inf, -torch.inf])
+    if dim > 8:
+        wide[4, 2, dim : dim + 8] = extremes.to(dtype)
     expected = torch.randn(5, 3, dim).to(dtype)
     x, by_row = expected.to(device, copy=True), expected.to(device, copy=True)
     flat = expected.view(5, 3 * dim).to(device, copy=True)
@@ -120,10 +102,3 @@ def test_sigmoid_gate_is_the_reference(dtype, device, dim: int) -> None:
     for row in range(5):
         sigmoid_gate_(by_row[row : row + 1], gate[row : row + 1])
     assert torch.equal(by_row, x)
-
-
-def test_extreme_gates_of_attention(device) -> None:
-    gate = torch.tensor([[0.0, -0.0, 1e4, -1e4, 88.0, -88.0, torch.inf, -torch.inf]])
-    x = torch.ones_like(gate, device=device)
-    sigmoid_gate_(x, gate.to(device))
-    torch.testing.assert_close(x.cpu(), gate.sigmoid(), rtol=1e-6, atol=1e-30)

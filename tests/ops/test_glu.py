@@ -35,14 +35,14 @@ def ops(request):
     return OPS[request.param]
 
 
-@pytest.mark.parametrize("width", [1, 7, 16, 100, 1030])
-def test_ops_are_the_reference(dtype, device, ops, width: int) -> None:
+def test_ops_are_the_reference(dtype, device, ops) -> None:
     op, expected = ops
-    torch.manual_seed(width)
-    x = (torch.randn(3, 2 * width + 5) * torch.tensor([[0.02], [1.0], [8.0]])).to(dtype)
-    x = x[:, : 2 * width]
+    torch.manual_seed(0)
     rtol = 4e-6 if dtype is torch.float32 else 2 * torch.finfo(dtype).eps
-    torch.testing.assert_close(op(x.to(device)).cpu(), expected(x), rtol=rtol, atol=2e-6)
+    for width in (1, 7, 16, 100, 1030):
+        x = (torch.randn(3, 2 * width + 5) * torch.tensor([[0.02], [1.0], [8.0]])).to(dtype)
+        x = x[:, : 2 * width]
+        torch.testing.assert_close(op(x.to(device)).cpu(), expected(x), rtol=rtol, atol=2e-6)
 
 
 def test_extremes(device, ops) -> None:

@@ -34,13 +34,14 @@ def case_of(device, entries, heads: int, rotary_dim: int, latent_dim: int, dtype
 
 
 @pytest.mark.parametrize(
-    ("heads", "rotary_dim", "latent_dim"),
-    [(6, 4, 7), (16, 8, 24), (35, 16, 40), (20, 64, 512)],
+    ("heads", "rotary_dim", "latent_dim"), [(6, 4, 7), (35, 16, 40), (20, 64, 512)]
 )
 def test_it_is_the_reference(dtype, device, is_gpu, heads, rotary_dim, latent_dim) -> None:
+    """A long context is cut among programs of a GPU."""
     if INTERPRETED and latent_dim > 500:
         pytest.skip("the interpreter is slow")
-    case = case_of(device, ENTRIES, heads, rotary_dim, latent_dim, dtype)
+    entries = [*ENTRIES, Entry(1100, 3)] if heads == 6 else ENTRIES
+    case = case_of(device, entries, heads, rotary_dim, latent_dim, dtype)
     q, plan = batch(case.requests, padding=2)
     scale = q.shape[-1] ** -0.5
     out = case.op(q, case.k_pool, case.v_pool, plan, scale)
@@ -50,21 +51,12 @@ def test_it_is_the_reference(dtype, device, is_gpu, heads, rotary_dim, latent_di
     eps = 0 if dtype is torch.float32 else torch.finfo(dtype).eps
     rtol, atol = eps, 5e-6 + eps / 8
     if is_gpu:  # probabilities are rounded to the values' dtype
-        rtol = atol = max(5e-6, 4 * eps)
+        rtol = atol = max(1e-5, 4 * eps)
     torch.testing.assert_close(out, expected, rtol=rtol, atol=atol)
 
 
-def test_a_long_context_is_cut_among_programs(device) -> None:
-    case = case_of(device, [Entry(1100, 3), Entry(7, 1, [0, 0, 1])], 3, 4, 8, torch.float32)
-    q, plan = batch(case.requests)
-    out = case.op(q, case.k_pool, case.v_pool, plan, 0.3)
-    expected = reference.latent_attention(q, case.k_pool, plan, 0.3, 4)
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-    assert_bitwise(case.run()[1], case.run(case.requests[1:])[0])
-
-
 def test_rows_do_not_depend_on_the_batch(compared_dtype, device, set_threads) -> None:
-    case = case_of(device, ENTRIES, 9, 8, 24, compared_dtype)
+    case = case_of(device, [*ENTRIES, Entry(520, 2)], 9, 8, 24, compared_dtype)
     set_threads(2)
     together = case.run(padding=3)
     set_threads(1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -61,27 +62,17 @@ def assert_is_reference(is_gpu) -> Callable[[Case], None]:
     return compare
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"),
-    [
-        (6, 2, 7), (6, 2, 8), (6, 2, 16), (8, 1, 24), (9, 3, 64), (7, 1, 80), (2, 2, 128),
-        (1, 1, 16), (4, 4, 16), (16, 2, 16), (60, 1, 16),
-    ],
-)  # fmt: skip
-def test_paged_attention_is_the_reference(
-    dtype, device, assert_is_reference, heads, kv_heads, head_dim
-) -> None:
-    if INTERPRETED and head_dim <= 16:
-        pytest.skip("the interpreter is slow")
-    case = case_on(device, entries_of(head_dim, 5), heads, kv_heads, head_dim, dtype)
-    pools = (case.requests[0].q.to(device), case.k_pool.to(device))
-    assert native.supports(*pools) or gpu.supports(*pools)
-    assert_is_reference(case)
+def test_paged_attention_is_the_reference(dtype, device, assert_is_reference) -> None:
+    shapes = [(6, 2, 7), (1, 1, 16), (8, 1, 24), (9, 3, 64), (7, 1, 80), (2, 2, 128), (60, 1, 16)]
+    for heads, kv_heads, head_dim in shapes[2:5] if INTERPRETED else shapes:
+        case = case_on(device, entries_of(head_dim, 5), heads, kv_heads, head_dim, dtype)
+        pools = (case.requests[0].q.to(device), case.k_pool.to(device))
+        assert native.supports(*pools) or gpu.supports(*pools)
+        assert_is_reference(case)
 
 
 VARIANTS = {
     "one key": {"window": 1},
-    "window": {"window": 9},
     "wide window": {"window": 70},
     "cap": {"soft_cap": 0.7},
     "sinks": {"sinks": True},
@@ -89,13 +80,20 @@ VARIANTS = {
 }
 
 
+EXACT = ["plain", "one key", "wide window", "all"]
+
+
 def variant_of(name: str, heads: int, device: torch.device) -> AttentionVariant:
-    options = dict(VARIANTS[name])
+    options = dict(VARIANTS.get(name, {}))
     if options.pop("sinks", False):
         sinks_H = torch.linspace(-3, 2, heads)
         sinks_H[-1] = 60.0
         options["sinks_H"] = sinks_H.to(device)
     return AttentionVariant(**options)
+
+
+def op_of(name: str, heads: int, device: torch.device) -> Callable[..., torch.Tensor]:
+    return partial(paged_attention, variant=variant_of(name, heads, device))
 
 
 def without_what_no_window_sees(case: Case, window: int | None) -> Case:
@@ -106,57 +104,30 @@ def without_what_no_window_sees(case: Case, window: int | None) -> Case:
     return case
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("shape", [(6, 2, 16), (4, 1, 24)])
-def test_variants_are_the_reference(dtype, device, is_gpu, name, shape) -> None:
-    if INTERPRETED and (shape[0] == 4) != (name == "all"):
-        pytest.skip("the interpreter is slow")
-    variant = variant_of(name, shape[0], device)
-    case = case_on(
-        device, entries_of(3, 6), *shape, dtype, op=partial(paged_attention, variant=variant)
-    )
-    without_what_no_window_sees(case, variant.window)
-    q, plan = batch(case.requests)
-    out = case.op(q, case.k_pool, case.v_pool, plan, 0.3)
-    on_cpu = variant_of(name, shape[0], torch.device("cpu"))
-    expected = reference.paged_attention(q, case.k_pool, case.v_pool, plan, 0.3, on_cpu)
-    assert expected.isfinite().all()
+def test_variants_are_the_reference(dtype, device, is_gpu) -> None:
     eps = 0 if dtype is torch.float32 else torch.finfo(dtype).eps
     tolerance = max(5e-6, (4 if is_gpu else 1) * eps)
-    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+    for name in VARIANTS:
+        shape = (4, 1, 24) if name == "all" else (6, 2, 16)
+        op = op_of(name, shape[0], device)
+        case = case_on(device, entries_of(3, 6), *shape, dtype, op=op)
+        on_cpu = variant_of(name, shape[0], torch.device("cpu"))
+        without_what_no_window_sees(case, on_cpu.window)
+        q, plan = batch(case.requests)
+        out = case.op(q, case.k_pool, case.v_pool, plan, 0.3)
+        expected = reference.paged_attention(q, case.k_pool, case.v_pool, plan, 0.3, on_cpu)
+        assert expected.isfinite().all()
+        torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", ["one key", "wide window", "all"])
-def test_variants_are_exact(compared_dtype, device, name) -> None:
-    """Rows alone, in company, in chunks, and as nodes of a tree."""
-    entries = [Entry(61, 9), Entry(120, 4, random_tree(random.Random(1), 20)), Entry(505, 12)]
-    for head_dim in (16,) if INTERPRETED else (16, 24):
-        op = partial(paged_attention, variant=variant_of(name, 3, device))
-        case = case_on(device, entries, 3, 1, head_dim, compared_dtype, op=op)
-        together = case.run(padding=3)
-        for request, out in zip(case.requests, together, strict=True):
-            assert_bitwise(case.run([request])[0], out)
-            start, run_len = request.entry.start, request.entry.run_len
-            runs = decode_one_by_one(case, request.q[:run_len], request.slots, start)
-            assert_bitwise(runs, out[:run_len])
-        request, entry = case.requests[1], entries[1]
-        path = [node for node in range(1, 21) if entry.mask(20) >> node & 1]
-        rows = [entry.run_len - 1, *(entry.run_len - 1 + node for node in path)]
-        slots = request.slots + [request.node_slots[node - 1] for node in path]
-        q, root = request.q[rows], entry.start + entry.run_len - 1
-        assert_bitwise(decode_one_by_one(case, q, slots, root), together[1][rows])
-        chain = Request(Entry(root, len(rows)), q, slots, [])
-        assert_bitwise(case.run([chain])[0], together[1][rows])
-
-
-@pytest.mark.parametrize("name", ["window", "all"])
-def test_a_value_outside_a_rows_window_is_not_read(name) -> None:
-    """Rows of one tile, of which some see a token that is not finite."""
-    variant = variant_of(name, 3, torch.device("cpu"))
-    case = make_case([Entry(80, 15)], 3, 1, 16)
-    clean = case.run(op=partial(native.paged_attention, variant=variant))[0]
+def test_a_value_outside_a_rows_window_is_not_read() -> None:
+    """Of rows of one tile, some see a token that is not finite."""
+    variant = AttentionVariant(window=9)
+    op = partial(native.paged_attention, variant=variant)
+    case = replace(make_case([Entry(80, 15)], 3, 1, 16), op=op)
+    clean = case.run()[0]
     case.v_pool[case.requests[0].slots[82]] = torch.nan
-    found = case.run(op=partial(native.paged_attention, variant=variant))[0]
+    found = case.run()[0]
     sees = torch.arange(15).sub(2).abs().lt(variant.window) & (torch.arange(15) >= 2)
     assert torch.equal(found.isnan().flatten(1).any(1), sees)
     assert_bitwise(found[~sees], clean[~sees])
@@ -169,28 +140,30 @@ def test_a_long_context_is_cut_into_smaller_tiles(device, assert_is_reference) -
     assert_bitwise(case.run()[1], case.run(case.requests[1:])[0])
 
 
-@pytest.mark.parametrize("seed", range(1 if INTERPRETED else 4))
-def test_rows_do_not_depend_on_the_batch(compared_dtype, device, seed, set_threads) -> None:
-    case = case_on(device, entries_of(seed, 8), 9, 3, 24, compared_dtype, seed)
-    set_threads(2)
-    together = case.run(padding=3)
-    order = random.Random(seed).sample(range(len(together)), 3)
-    for index, out in zip(order, case.run([case.requests[i] for i in order]), strict=True):
-        assert_bitwise(out, together[index])
-    set_threads(1)
-    for request, out in zip(case.requests, together, strict=True):
-        assert_bitwise(case.run([request])[0], out)
+def test_rows_do_not_depend_on_the_batch(compared_dtype, device, set_threads) -> None:
+    for name in EXACT:
+        op = op_of(name, 9, device)
+        case = case_on(device, entries_of(0, 10), 9, 3, 24, compared_dtype, op=op)
+        set_threads(2)
+        together = case.run(padding=3)
+        order = random.Random(0).sample(range(len(together)), 3)
+        for index, out in zip(order, case.run([case.requests[i] for i in order]), strict=True):
+            assert_bitwise(out, together[index])
+        set_threads(1)
+        for request, out in zip(case.requests, together, strict=True):
+            assert_bitwise(case.run([request])[0], out)
 
 
-@pytest.mark.parametrize(("start", "run_len"), [(0, 1), (0, 70), (61, 9), (505, 12)])
-def test_prefill_is_chunked_prefill_is_decode(compared_dtype, device, start, run_len) -> None:
-    case = case_on(device, [Entry(start, run_len)], 3, 1, 64, compared_dtype)
-    request = case.requests[0]
-    whole = case.run()[0]
-    if not (INTERPRETED and run_len > 12):
-        assert_bitwise(decode_one_by_one(case, request.q, request.slots, start), whole)
-    cut = run_len // 3
-    if cut:
+@pytest.mark.parametrize("name", EXACT)
+def test_prefill_is_chunked_prefill_is_decode(compared_dtype, device, name) -> None:
+    for start, run_len in ((0, 70), (61, 9), (505, 12)):
+        op = op_of(name, 3, device)
+        case = case_on(device, [Entry(start, run_len)], 3, 1, 64, compared_dtype, op=op)
+        request = case.requests[0]
+        whole = case.run()[0]
+        if not (INTERPRETED and run_len > 9):
+            assert_bitwise(decode_one_by_one(case, request.q, request.slots, start), whole)
+        cut = run_len // 3
         chunks = [
             Request(Entry(start, cut), request.q[:cut], request.slots[: start + cut], []),
             Request(Entry(start + cut, run_len - cut), request.q[cut:], request.slots, []),
@@ -198,41 +171,37 @@ def test_prefill_is_chunked_prefill_is_decode(compared_dtype, device, start, run
         assert_bitwise(torch.cat(case.run(chunks)), whole)
 
 
-@pytest.mark.parametrize(
-    ("start", "run_len", "nodes"),
-    [(0, 1, 63), (63, 1, 12), (90, 4, 20), (505, 3, 9), (127, 40, 63)],
-)
-def test_a_path_of_a_tree_is_plain_decoding(compared_dtype, device, start, run_len, nodes) -> None:
-    """Trees that begin a block, end one, need two, and cross into another split."""
-    nodes = min(nodes, 20) if INTERPRETED else nodes
-    for seed in range(1 if INTERPRETED else 3):
-        entry = Entry(start, run_len, random_tree(random.Random(seed), nodes))
-        case = case_on(device, [entry], 3, 1, 16, compared_dtype, seed)
-        request = case.requests[0]
+TREES = [(0, 1, 63), (63, 1, 12), (505, 3, 9), (127, 40, 63), (126, 2, None), (120, 4, 20)]
+"""Starts, runs and nodes of trees that begin a block, end one, need two, and cross into another
+split; None: a chain."""
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_path_of_a_tree_is_plain_decoding(compared_dtype, device, name) -> None:
+    most = 20 if INTERPRETED else 63
+    for start, run_len, nodes in TREES if name == "plain" or not INTERPRETED else TREES[-1:]:
+        parents = list(range(most))
+        if nodes is not None:
+            parents = random_tree(random.Random(0), min(nodes, most))
+        entry = Entry(start, run_len, parents)
+        case = case_on(device, [entry], 3, 1, 16, compared_dtype, op=op_of(name, 3, device))
+        request, last = case.requests[0], len(parents)
         tree = case.run()[0]
-        for leaf in (1, nodes // 2, nodes):
+        for leaf in (1, last // 2, last):
             path = [node for node in range(1, leaf + 1) if entry.mask(leaf) >> node & 1]
             rows = [run_len - 1, *(run_len - 1 + node for node in path)]
             slots = request.slots + [request.node_slots[node - 1] for node in path]
             q, root = request.q[rows], start + run_len - 1
             chain = case.run([Request(Entry(root, len(rows)), q, slots, [])])[0]
             assert_bitwise(chain, tree[rows])
-            if leaf == nodes:
+            if leaf == last:
                 assert_bitwise(decode_one_by_one(case, q, slots, root), tree[rows])
 
 
-def test_a_chain_of_63_nodes(device) -> None:
-    case = case_on(device, [Entry(126, 2, list(range(63)))], 1, 1, 16)
-    request = case.requests[0]
-    chain = Request(Entry(127, 64), request.q[1:], request.slots + request.node_slots, [])
-    assert_bitwise(case.run([chain])[0], case.run()[0][1:])
-
-
-@pytest.mark.parametrize("seed", range(1 if INTERPRETED else 4))
-def test_the_last_rows_of_an_entry_alone_are_the_same(compared_dtype, device, seed: int) -> None:
+def test_the_last_rows_of_an_entry_alone_are_the_same(compared_dtype, device) -> None:
     """Keys and values of the rows before them are in the pools already. Some entries have none."""
-    case = case_on(device, entries_of(seed, 5), 4, 2, 32, compared_dtype, seed)
-    rng = random.Random(seed)
+    case = case_on(device, entries_of(0, 9), 4, 2, 32, compared_dtype)
+    rng = random.Random(0)
     whole = case.run()
     q, plan = batch(case.requests)
     kept = [rng.randint(0, request.entry.num_rows) for request in case.requests]
@@ -291,13 +260,6 @@ def test_padding_rows_are_zero_and_a_batch_may_be_empty(device) -> None:
         assert out[:-5].isfinite().all()
 
 
-def test_equal_scores_average_the_values(device) -> None:
-    case = case_on(device, [Entry(99, 1)], 1, 1, 8)
-    case.requests[0].q.zero_()
-    mean = case.v_pool[case.requests[0].slots].mean(0, keepdim=True)
-    torch.testing.assert_close(case.run()[0], mean, rtol=0, atol=1e-6)
-
-
 def test_scores_far_apart_do_not_overflow(device, assert_is_reference) -> None:
     case = case_on(device, [Entry(40, 3)], 2, 1, 16)
     case.requests[0].q.mul_(1000)
@@ -315,27 +277,17 @@ def test_one_plan_serves_layers_of_other_shapes(device) -> None:
         assert_bitwise(out, expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("rows_B", 9),
-        ("starts_B", 1000),
-        ("starts_B", -1),
-        ("run_lens_B", 0),
-        ("q_offsets_B1", 1),
-        ("node_slots_N", 10**6),
-        ("node_slots_N", -1),
-        ("node_masks_N", 0b110),
-        ("node_masks_N", 0b1011),
-        ("req_to_token", -1),
-    ],
-)
-def test_a_plan_that_contradicts_itself_is_refused(name: str, value: int) -> None:
-    case = make_case([Entry(3, 2, [0, 1])])
-    q, plan = batch(case.requests)
-    getattr(plan, name).view(-1)[0 if name != "req_to_token" else slice(None)] = value
-    with pytest.raises(ValueError, match=name):
-        native.paged_attention(q, case.k_pool, case.v_pool, plan, 1.0)
+def test_a_plan_that_contradicts_itself_is_refused() -> None:
+    for name, value in (
+        ("rows_B", 9), ("starts_B", 1000), ("starts_B", -1), ("run_lens_B", 0), ("q_offsets_B1", 1),
+        ("node_slots_N", 10**6), ("node_slots_N", -1), ("node_masks_N", 0b110),
+        ("node_masks_N", 0b1011), ("req_to_token", -1),
+    ):  # fmt: skip
+        case = make_case([Entry(3, 2, [0, 1])])
+        q, plan = batch(case.requests)
+        getattr(plan, name).view(-1)[0 if name != "req_to_token" else slice(None)] = value
+        with pytest.raises(ValueError, match=name):
+            native.paged_attention(q, case.k_pool, case.v_pool, plan, 1.0)
 
 
 def test_a_plan_of_other_dtypes_is_refused() -> None:

@@ -33,9 +33,10 @@ def empty_panels(outputs: int, inputs: int, dtype: torch.dtype, lanes: int = 64)
 
 @pytest.mark.parametrize("lanes", [32, 64])
 @pytest.mark.parametrize(("outputs", "inputs"), SIZES)
-def test_the_op_is_the_reference(dtype: torch.dtype, outputs: int, inputs: int, lanes: int) -> None:
+def test_the_op_is_the_reference(outputs: int, inputs: int, lanes: int) -> None:
+    dtype = torch.float32 if inputs in (3, 33, 96) else torch.bfloat16
     padded = random_bits(outputs, inputs + 5, dtype=dtype, seed=1)
-    for offset in (0, 1, 2):  # rows at odd addresses, of odd strides
+    for offset in (0, 1):  # rows at odd addresses, of odd strides
         rows = padded[:, offset : offset + inputs]
         for first, last in ((0, outputs), (outputs // 3, outputs), (outputs // 2, outputs // 2)):
             panels = empty_panels(outputs, inputs, dtype, lanes)
@@ -52,12 +53,9 @@ def test_the_op_is_the_reference(dtype: torch.dtype, outputs: int, inputs: int, 
 
 
 @needs_no_tiles
-@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("outputs", "inputs"), SIZES)
-def test_written_rows_are_those_onednn_packs(
-    outputs: int, inputs: int, threads: int, set_threads
-) -> None:
-    set_threads(threads)
+def test_written_rows_are_those_onednn_packs(outputs: int, inputs: int, set_threads) -> None:
+    set_threads(1 + outputs % 2)
     for dtype in (torch.float32, torch.bfloat16):
         before = torch.randn(outputs, inputs).to(dtype)
         after = torch.randn(outputs, inputs).to(dtype)
@@ -88,11 +86,8 @@ def test_an_unknown_layout_is_packed_anew(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(packed.opaque.to_dense(), weight)
 
 
-def test_wrong_sizes_are_refused(dtype: torch.dtype) -> None:
-    panels = empty_panels(65, 8, dtype)
-    for rows, first in (
-        (torch.zeros(65, 30, dtype=dtype), 0),
-        (torch.zeros(65, 8, dtype=dtype), 64),
-    ):
+def test_wrong_sizes_are_refused() -> None:
+    panels = empty_panels(65, 8, torch.float32)
+    for rows, first in ((torch.zeros(65, 30), 0), (torch.zeros(65, 8), 64)):
         with pytest.raises(ValueError, match="rows_MI"):
             write_panels(panels, first, rows)

@@ -14,13 +14,19 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual.cpu(), expected, rtol=rtol, atol=2e-6)
 
 
-@pytest.mark.parametrize("width", [1, 8, 24, 80, 100, 576])
-def test_rms_norm_is_the_reference(dtype, device, width: int) -> None:
+@pytest.mark.parametrize("width", [1, 24, 100, 576])
+def test_norms_are_the_reference(dtype, device, width: int) -> None:
     torch.manual_seed(width)
     x, weight = torch.randn(3, 2 * width).to(dtype)[:, :width] * 3, torch.randn(width).to(dtype)
-    on_device = [tensor.to(device) for tensor in (x, weight)]
-    assert native.supports(*on_device) or gpu.supports(*on_device)
-    assert_near(rms_norm(*on_device, EPS), reference.rms_norm(x, weight, EPS))
+    residual = torch.randn(3, width + 3).to(dtype)[:, :width]
+    on_device = [tensor.to(device, copy=True) for tensor in (x, residual, weight)]
+    assert native.supports(*on_device[::2]) or gpu.supports(*on_device[::2])
+    assert_near(rms_norm(*on_device[::2], EPS), reference.rms_norm(x, weight, EPS))
+    expected = reference.add_rms_norm(x, residual, weight, EPS)
+    out = add_rms_norm(*on_device, EPS)
+    assert out.is_contiguous()
+    assert torch.equal(on_device[1].cpu(), residual)
+    assert_near(out, expected)
 
 
 def test_rms_norm_of_heads_inside_a_fused_row(dtype, device) -> None:
@@ -33,20 +39,6 @@ def test_rms_norm_of_heads_inside_a_fused_row(dtype, device) -> None:
     assert_near(out, reference.rms_norm(heads.cpu(), weight.cpu(), EPS))
     assert torch.equal(rms_norm(heads.reshape(1, 3, 3, 64), weight, EPS)[0], out)
     assert torch.equal(rms_norm(heads[1, 1].contiguous(), weight, EPS), out[1, 1])
-
-
-@pytest.mark.parametrize("width", [24, 576])
-def test_add_rms_norm_is_the_reference(dtype, device, width: int) -> None:
-    torch.manual_seed(1)
-    weight = torch.randn(width).to(dtype)
-    x = torch.randn(5, 2 * width).to(dtype)[:, :width]
-    residual = torch.randn(5, width + 3).to(dtype)[:, :width]
-    on_device = [tensor.to(device, copy=True) for tensor in (x, residual, weight)]
-    expected = reference.add_rms_norm(x, residual, weight, EPS)
-    out = add_rms_norm(*on_device, EPS)
-    assert out.is_contiguous()
-    assert torch.equal(on_device[1].cpu(), residual)
-    assert_near(out, expected)
 
 
 def test_rows_do_not_depend_on_each_other(dtype, device, rounds, set_threads) -> None:
@@ -67,19 +59,15 @@ def test_rows_do_not_depend_on_each_other(dtype, device, rounds, set_threads) ->
             assert torch.equal(op(x[row : row + 1]), together[row : row + 1])
 
 
-def test_a_weight_of_another_width_is_refused() -> None:
-    with pytest.raises(ValueError, match="weight_E"):
-        native.rms_norm(torch.randn(2, 8), torch.randn(7), 1e-5)
-
-
 def test_no_rows(device) -> None:
     none, weight = torch.empty(0, 8, device=device), torch.ones(8, device=device)
     assert rms_norm(none, weight, EPS).shape == (0, 8)
     assert add_rms_norm(none, none, weight, EPS).shape == (0, 8)
 
 
-def test_a_weight_of_another_dtype_is_left_to_torch() -> None:
-    torch.manual_seed(0)
+def test_a_weight_of_another_width_is_refused_and_of_another_dtype_left_to_torch() -> None:
+    with pytest.raises(ValueError, match="weight_E"):
+        native.rms_norm(torch.randn(2, 8), torch.randn(7), 1e-5)
     x, weight = torch.randn(3, 16).bfloat16(), torch.randn(16)
     assert not native.supports(x, weight)
     assert torch.equal(rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))

@@ -24,43 +24,38 @@ def table(positions: int, rotated: int) -> torch.Tensor:
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 
 
-@pytest.mark.parametrize(
-    ("rows", "heads", "kv_heads", "head_dim", "rotated"),
-    [
-        (1, 4, 2, 8, 8), (7, 4, 2, 24, 16), (4, 9, 3, 64, 64), (5, 5, 1, 80, 20),
-        (4, 9, 11, 128, 128), (7, 4, 2, 128, 2), (4, 3, 2, 24, 0), (300, 4, 2, 64, 64),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_it_is_the_reference(
-    dtype, device, is_gpu, rows, heads, kv_heads, head_dim, rotated, index_dtype, threads,
-    set_threads,
-) -> None:  # fmt: skip
-    if is_gpu and (threads > 1 or rows > 100):
-        pytest.skip("the CPU's")
-    torch.manual_seed(head_dim)
+SHAPES = [  # rows, heads, kv heads, head dim, rotated dims
+    (0, 2, 1, 8, 8), (1, 4, 2, 8, 8), (7, 4, 2, 24, 16), (5, 5, 1, 80, 20), (4, 9, 11, 128, 128),
+    (7, 4, 2, 128, 2), (4, 3, 2, 24, 0), (300, 4, 2, 64, 64),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("threads", "index_dtype"), [(1, torch.int32), (2, torch.int64)])
+def test_it_is_the_reference(dtype, device, is_gpu, index_dtype, threads, set_threads) -> None:
     set_threads(threads)
-    shape = (heads, kv_heads, head_dim)
-    heads_of = fused_heads(rows, *shape, dtype, "cpu")
-    pools = interleaved_pools(2 * rows, *shape[1:], dtype, "cpu")
-    positions, cos_sin = torch.randint(50, (rows,), dtype=index_dtype), table(50, rotated)
-    slots = torch.randperm(2 * rows)[:rows].to(index_dtype)
-    q, k, v = torch.cat(heads_of, dim=1).to(device).split([heads, kv_heads, kv_heads], dim=1)
-    own_pools = torch.stack(pools, dim=1).to(device).unbind(1)
-    assert (gpu if is_gpu else native).supports(q, k, v, *own_pools)
-    on_device = [tensor.to(device) for tensor in (positions, cos_sin, slots)]
-    rotary_store_kv_(q, k, v, *on_device[:2], *own_pools, on_device[2])
-    reference.rotary_store_kv_(*heads_of, positions, cos_sin, *pools, slots)
     eps = 2 * torch.finfo(dtype).eps if dtype is not torch.float32 else 4e-6
     near = {"rtol": eps, "atol": 2e-6} if is_gpu else {"rtol": 0, "atol": 0}
-    torch.testing.assert_close(q.cpu(), heads_of[0], **near)
-    torch.testing.assert_close(own_pools[0].cpu(), pools[0], **near, equal_nan=True)
     exact = {"rtol": 0, "atol": 0, "equal_nan": True}
-    torch.testing.assert_close(own_pools[1].cpu(), pools[1], **exact)
-    torch.testing.assert_close(own_pools[0][..., rotated:].cpu(), pools[0][..., rotated:], **exact)
-    assert torch.equal(q[..., rotated:].cpu(), heads_of[0][..., rotated:])
-    assert torch.equal(v.cpu(), heads_of[2]), "values are left alone"
+    for rows, *shape, rotated in SHAPES[:-1] if is_gpu else SHAPES:
+        heads, kv_heads, head_dim = shape
+        torch.manual_seed(head_dim)
+        heads_of = fused_heads(rows, *shape, dtype, "cpu")
+        pools = interleaved_pools(2 * rows, *shape[1:], dtype, "cpu")
+        positions, cos_sin = torch.randint(50, (rows,), dtype=index_dtype), table(50, rotated)
+        slots = torch.randperm(2 * rows)[:rows].to(index_dtype)
+        q, k, v = torch.cat(heads_of, dim=1).to(device).split([heads, kv_heads, kv_heads], dim=1)
+        own_pools = torch.stack(pools, dim=1).to(device).unbind(1)
+        assert (gpu if is_gpu else native).supports(q, k, v, *own_pools)
+        on_device = [tensor.to(device) for tensor in (positions, cos_sin, slots)]
+        rotary_store_kv_(q, k, v, *on_device[:2], *own_pools, on_device[2])
+        reference.rotary_store_kv_(*heads_of, positions, cos_sin, *pools, slots)
+        keys, values = own_pools[0].cpu(), own_pools[1].cpu()
+        torch.testing.assert_close(q.cpu(), heads_of[0], **near)
+        torch.testing.assert_close(keys, pools[0], **near, equal_nan=True)
+        torch.testing.assert_close(values, pools[1], **exact)
+        torch.testing.assert_close(keys[..., rotated:], pools[0][..., rotated:], **exact)
+        assert torch.equal(q[..., rotated:].cpu(), heads_of[0][..., rotated:])
+        assert torch.equal(v.cpu(), heads_of[2]), "values are left alone"
 
 
 def test_keys_alone_are_stored_alike(dtype, device) -> None:
@@ -110,51 +105,36 @@ def test_padding_rows_share_a_slot(device) -> None:
         assert pool[[1, 3, 5]].isnan().all()
 
 
-@pytest.mark.parametrize(
-    ("position", "slot", "named"),
-    [(-1, 0, "positions_T"), (5, 0, "positions_T"), (0, -1, "slots_T"), (0, 4, "slots_T")],
-)
-def test_nothing_is_stored_where_a_position_or_a_slot_is_refused(position, slot, named) -> None:
+def test_nothing_is_stored_where_a_position_or_a_slot_is_refused() -> None:
     q, k, v = fused_heads(2, 2, 1, 8, torch.float32, "cpu")
     pool = torch.zeros(4, 1, 8)
-    positions, slots = torch.tensor([0, position]), torch.tensor([3, slot])
-    with pytest.raises(IndexError, match=named):
-        native.rotary_store_kv_(q, k, v, positions, table(5, 8), pool, pool, slots)
-    assert not pool.any()
+    for position, slot, named in (
+        (-1, 0, "positions_T"), (5, 0, "positions_T"), (0, -1, "slots_T"), (0, 4, "slots_T"),
+    ):  # fmt: skip
+        positions, slots = torch.tensor([0, position]), torch.tensor([3, slot])
+        with pytest.raises(IndexError, match=named):
+            native.rotary_store_kv_(q, k, v, positions, table(5, 8), pool, pool, slots)
+        assert not pool.any()
 
 
-@pytest.mark.parametrize("position", [-1, 5])
-def test_on_a_gpu_a_position_outside_the_table_makes_its_row_nan(device, is_gpu, position) -> None:
+def test_a_gpu_leaves_a_bad_slot_unwritten_and_makes_rows_of_bad_positions_nan(
+    device, is_gpu
+) -> None:
     if not is_gpu:
-        pytest.skip("it is refused")
-    q, kv = torch.ones(2, 2, 12, device=device), torch.ones(2, 1, 12, device=device)
-    pools = torch.zeros(2, 4, 1, 12, device=device)
-    positions, slots = (torch.tensor(each, device=device) for each in ([0, position], [1, 2]))
-    rotary_store_kv_(q, kv, kv.clone(), positions, torch.ones(5, 8, device=device), *pools, slots)
-    for rows in (q, pools[0, 1:3]):
-        assert rows[0].isfinite().all()
-        assert rows[1, :, :8].isnan().all()
-        assert (rows[1, :, 8:] == 1).all()
-    assert pools[1].sum(dim=(1, 2)).tolist() == [0, 12, 12, 0]
-
-
-@pytest.mark.parametrize("slot", [-1, 4])
-def test_on_a_gpu_a_slot_outside_the_pool_is_not_written(device, is_gpu, slot: int) -> None:
-    if not is_gpu:
-        pytest.skip("it is refused")
-    q, kv = torch.ones(2, 1, 8, device=device), torch.ones(2, 1, 8, device=device)
-    memory = torch.zeros(12, 2, 1, 8, device=device)
-    positions, slots = (torch.tensor(each, device=device) for each in ([1, 0], [slot, 2]))
-    cos_sin = torch.tensor([1.0] * 4 + [0.0] * 4, device=device)
-    cos_sin = cos_sin * torch.tensor([[1], [3]], device=device)
-    rotary_store_kv_(q, kv, kv.clone(), positions, cos_sin, *memory[4:8].unbind(1), slots)
-    assert memory.sum(dim=(1, 2, 3)).tolist() == [0] * 6 + [16] + [0] * 5
-    assert q.sum(dim=(1, 2)).tolist() == [24, 8], "queries are rotated all the same"
-
-
-def test_no_rows(device) -> None:
-    q, k, v = fused_heads(0, 2, 1, 8, torch.float32, device)
-    pool, none = torch.zeros(4, 1, 8, device=device), torch.empty(0, dtype=torch.int64)
-    none = none.to(device)
-    rotary_store_kv_(q, k, v, none, table(5, 8).to(device), pool, pool, none)
-    assert not pool.any()
+        pytest.skip("they are refused")
+    for position, slot in ((-1, 2), (5, 2), (1, -1), (1, 4)):
+        q, kv = torch.ones(2, 2, 12, device=device), torch.ones(2, 1, 12, device=device)
+        memory = torch.zeros(12, 2, 1, 12, device=device)
+        pools = memory[4:8].unbind(1)
+        positions, slots = (
+            torch.tensor(each, device=device) for each in ([0, position], [1, slot])
+        )
+        cos_sin = torch.ones(5, 8, device=device)
+        rotary_store_kv_(q, kv, kv.clone(), positions, cos_sin, *pools, slots)
+        rows = [q] if slot != 2 else [q, pools[0][1:3]]
+        for each in rows:
+            assert each[0].isfinite().all()
+            assert each[1, :, :8].isnan().all() == (position != 1)
+            assert (each[1, :, 8:] == 1).all()
+        written = [0] * 5 + [12] + ([12] if slot == 2 else [0]) + [0] * 5
+        assert memory[:, 1].sum(dim=(1, 2)).tolist() == written

@@ -16,29 +16,21 @@ def parameters(definition: ast.stmt) -> list[str]:
     return [argument.arg for argument in definition.args.args]
 
 
-def declared(body: list[ast.stmt]) -> dict[str, list[str]]:
-    """The parameters of functions, properties left out."""
-    return {
-        each.name: parameters(each)
-        for each in body
-        if isinstance(each, ast.FunctionDef)
-        and "property" not in map(ast.unparse, each.decorator_list)
-    }
-
-
-def compiled(owner: object) -> dict[str, list[str]]:
-    return {
-        name: parameters(ast.parse(f"{member.__nb_signature__[0][0]}: ...").body[0])
-        for name, member in inspect.getmembers(owner)
-        if hasattr(member, "__nb_signature__")
-    }
-
-
 @pytest.mark.parametrize("name", ["rollout.ops._cpu", "rollout.parallel._exchange"])
 def test_stub_has_the_functions_of_the_module(name: str) -> None:
     module = pytest.importorskip(name)
     stub = ast.parse((ROOT / name.replace(".", "/")).with_suffix(".pyi").read_text())
-    assert compiled(module) == declared(stub.body)
-    for each in stub.body:
-        if isinstance(each, ast.ClassDef):
-            assert compiled(getattr(module, each.name)) == declared(each.body)
+    classes = [each for each in stub.body if isinstance(each, ast.ClassDef)]
+    pairs = [(module, stub.body), *((getattr(module, each.name), each.body) for each in classes)]
+    for owner, body in pairs:
+        compiled = {
+            name: parameters(ast.parse(f"{member.__nb_signature__[0][0]}: ...").body[0])
+            for name, member in inspect.getmembers(owner)
+            if hasattr(member, "__nb_signature__")
+        }
+        assert compiled == {
+            each.name: parameters(each)
+            for each in body
+            if isinstance(each, ast.FunctionDef)
+            and "property" not in map(ast.unparse, each.decorator_list)
+        }

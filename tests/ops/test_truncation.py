@@ -72,10 +72,11 @@ def test_top_k_alone_keeps_tokens_too_unlikely_to_add_to_the_sum(device) -> None
 
 def test_a_threshold_is_the_same_alone_and_in_company(dtype, device) -> None:
     torch.manual_seed(0)
-    logits = (torch.randn(3, 4200) * 3).to(device, dtype)
+    logits = torch.randn(3, 4200) * 3
     logits[1] = torch.nan
-    half, ones = torch.full((3,), 0.5, device=device), torch.ones(3, device=device)
-    arguments = (logits, ones, torch.full((3,), 50, device=device), half, 0 * ones)
+    half, ones = torch.full((3,), 0.5), torch.ones(3)
+    arguments = (logits.to(dtype), ones, torch.full((3,), 50), half, 0 * ones)
+    arguments = [each.to(device) for each in arguments]
     together = truncation_threshold(*arguments)
     for row in (0, 2):
         alone = truncation_threshold(*(each[row : row + 1] for each in arguments))

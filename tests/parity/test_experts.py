@@ -14,20 +14,16 @@ from rollout.errors import InvalidInputError
 from tests.helpers.compared import numbers
 from tests.helpers.parity_models import prompts
 from tests.helpers.replaying import ReplayingCapture, plain_factory
-from tests.helpers.tiny_hybrid import save_tiny_hybrid, tiny_hybrid
-from tests.helpers.tiny_model import save_tiny_llama
-from tests.helpers.tiny_moe import save_tiny_moe, tiny_moe
+from tests.helpers.tiny_hybrid import tiny_hybrid
+from tests.helpers.tiny_moe import tiny_moe
 from tests.helpers.transformers_answers import chosen_experts
 
 PARAMS = SamplingParams(
     temperature=0.9, max_new_tokens=16, n=2, seed=5, top_logprobs=1, routed_experts=True
 )
 FAMILIES = {
-    "qwen3_moe": (save_tiny_moe, tiny_moe),
-    "qwen3_next": (
-        lambda folder: save_tiny_hybrid(folder, "qwen3_next", experts=True),
-        lambda: tiny_hybrid("qwen3_next", experts=True),
-    ),
+    "qwen3_moe": tiny_moe,
+    "qwen3_next": lambda: tiny_hybrid("qwen3_next", experts=True),
 }
 
 
@@ -38,8 +34,9 @@ def family(request):
 
 @pytest.fixture(scope="module")
 def folder(family, tmp_path_factory):
-    save, _ = FAMILIES[family]
-    return save(tmp_path_factory.mktemp(family))
+    folder = tmp_path_factory.mktemp(family)
+    FAMILIES[family]().save_pretrained(folder)
+    return folder
 
 
 def engine_of(folder, **options) -> RolloutEngine:
@@ -65,10 +62,12 @@ def test_captured_forwards_cannot_be_seen(folder, plain):
     engine.check_integrity()
     assert engine.worker.memory.usage.used == 0
     assert capture.replays > 10
+    (silent,) = engine.generate([[5, 6]], SamplingParams(max_new_tokens=3))
+    assert silent.routed_experts is None
 
 
-def test_what_is_recorded_is_what_transformers_chooses(family, plain):
-    theirs = FAMILIES[family][1]()
+def test_recorded_routes_are_those_of_transformers(family, plain):
+    theirs = FAMILIES[family]()
     for rollout in plain[:6]:
         expected = chosen_experts(theirs, rollout.prompt_ids + rollout.token_ids[:-1])
         assert rollout.routed_experts.dtype == np.uint8
@@ -85,12 +84,6 @@ def test_forwards_are_told_what_is_padding(folder, monkeypatch):
     )
     engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=3))
     assert told == [3, 1, 1]
-
-
-def test_only_who_asks_is_given_routes(folder):
-    engine = engine_of(folder)
-    (rollout,) = engine.generate([[5, 6]], SamplingParams(max_new_tokens=3))
-    assert rollout.routed_experts is None
 
 
 def test_an_aborted_request_has_what_was_computed(family, folder):
@@ -139,24 +132,21 @@ def abort(engine, request) -> list[Rollout]:
     return engine.take_ended()
 
 
-def test_routes_that_nobody_records_are_refused(folder, tmp_path):
+def test_routes_that_nobody_records_are_refused(folder, tiny_model_path):
     asks = SamplingParams(max_new_tokens=3, routed_experts=True)
     engine = RolloutEngine.from_pretrained(folder, spec="none")
     with pytest.raises(InvalidInputError, match=r"routed_experts.*model\.record_routes"):
         engine.generate([[5, 6]], asks)
-    dense = save_tiny_llama(tmp_path)
-    (dense / "model.safetensors").unlink()  # no weight is asked for
     with pytest.raises(InvalidInputError, match=r"record_routes.*no experts"):
-        RolloutEngine.from_pretrained(dense, record_routes=True)
+        RolloutEngine.from_pretrained(tiny_model_path, record_routes=True)
 
 
 def test_routes_come_and_go_with_the_kv_cache(folder):
     engine = engine_of(folder)
-    params = PARAMS
-    before, _ = engine.generate([[5, 6, 7]], params)
+    before, _ = engine.generate([[5, 6, 7]], PARAMS)
     freed = engine.release_memory(["kv_cache"])
     engine.resume_memory(["kv_cache"])
-    after, _ = engine.generate([[5, 6, 7]], params)
+    after, _ = engine.generate([[5, 6, 7]], PARAMS)
     assert np.array_equal(before.routed_experts, after.routed_experts)
-    dense = RolloutEngine.from_pretrained(folder, spec="none", dtype="float32")
-    assert freed != dense.release_memory(["kv_cache"])
+    silent = RolloutEngine.from_pretrained(folder, spec="none", dtype="float32")
+    assert freed != silent.release_memory(["kv_cache"])

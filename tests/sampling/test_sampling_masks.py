@@ -1,4 +1,4 @@
-"""Sampling masks and forbidden tokens, with drafts and without."""
+"""Sampling masks and forbidden tokens, with drafts."""
 
 from __future__ import annotations
 
@@ -21,38 +21,28 @@ CUTS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[RolloutEngine, RolloutEngine]:
-    """With drafts and without; a token is a byte."""
+def engine(tmp_path_factory: pytest.TempPathFactory) -> RolloutEngine:
+    """A token is a byte."""
     folder = save_byte_model(tmp_path_factory.mktemp("byte-model"), max_positions=256)
     options = {"budget": "fixed", "min_probability": 0.0}
-    return (
-        RolloutEngine.from_pretrained(folder, "ngram", spec_options=options, max_running=8),
-        RolloutEngine.from_pretrained(folder, "none", max_running=3),
-    )
+    return RolloutEngine.from_pretrained(folder, "ngram", spec_options=options, max_running=8)
 
 
-def with_and_without_drafts(
-    engines: tuple[RolloutEngine, RolloutEngine], **fields: Any
-) -> list[Rollout]:
-    """The rollouts, which are the same whatever is drafted; some of it is accepted."""
+def drafted(engine: RolloutEngine, **fields: Any) -> list[Rollout]:
+    """Rollouts of which drafts were accepted; that this cannot be seen is in the parity matrix."""
     params = SamplingParams(**{"n": 2, "seed": 4, "max_new_tokens": 24} | fields)
-    drafting, plain = engines
-    expected = plain.generate(PROMPTS, params)
-    for _ in range(2):
-        rollouts = drafting.generate(PROMPTS, params)
-        for own, other in zip(rollouts, expected, strict=True):
-            assert (own.token_ids, own.logprobs) == (other.token_ids, other.logprobs)
-            assert own.extras == other.extras
+    engine.generate(PROMPTS, params)
+    rollouts = engine.generate(PROMPTS, params)
     assert sum(rollout.stats.accepted for rollout in rollouts) > 0
     return rollouts
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: " ".join(cut))
-def test_a_mask_is_what_the_cut_leaves(engines, cut: dict[str, Any]) -> None:
+def test_a_mask_is_what_the_cut_leaves(engine, cut: dict[str, Any]) -> None:
     """Found again from all logprobs; renormalised over it, they are the sampling logprobs."""
-    vocab = engines[0].vocab_size
-    rollouts = with_and_without_drafts(
-        engines, **cut, sampling_mask=True, sampling_logprobs=True,
+    vocab = engine.vocab_size
+    rollouts = drafted(
+        engine, **cut, sampling_mask=True, sampling_logprobs=True,
         logprob_token_ids=list(range(vocab)),
     )  # fmt: skip
     for rollout in rollouts:
@@ -82,9 +72,9 @@ def left_by(
     return sorted(left.tolist())
 
 
-def test_forbidden_tokens_are_in_no_mask(engines) -> None:
-    rollouts = with_and_without_drafts(
-        engines, top_k=5, min_new_tokens=9, allowed_token_ids=[8, 30, 31, 32, 33],
+def test_forbidden_tokens_are_in_no_mask(engine) -> None:
+    rollouts = drafted(
+        engine, top_k=5, min_new_tokens=9, allowed_token_ids=[8, 30, 31, 32, 33],
         stop_token_ids=[8], sampling_mask=True,
     )  # fmt: skip
     for rollout in rollouts:
@@ -93,71 +83,64 @@ def test_forbidden_tokens_are_in_no_mask(engines) -> None:
         assert masks[9:] == [[8, 30, 31, 32, 33]] * (len(masks) - 9)
 
 
-def test_allowed_tokens_alone_are_drawn(engines) -> None:
+def test_allowed_tokens_alone_are_drawn(engine) -> None:
     """And their logprobs are those of the whole vocabulary, which trainers recompute."""
     allowed = [7, 40, 41, 90]
-    rollouts = with_and_without_drafts(engines, allowed_token_ids=allowed)
+    rollouts = drafted(engine, allowed_token_ids=allowed)
     for rollout in rollouts:
         assert set(rollout.token_ids) <= set(allowed)
-        scored = engines[0].score(rollout.prompt_ids, rollout.token_ids, SamplingParams())
+        scored = engine.score(rollout.prompt_ids, rollout.token_ids, SamplingParams())
         assert rollout.logprobs == scored
 
 
-def test_bad_words_are_not_completed(engines) -> None:
+def test_bad_words_are_not_completed(engine) -> None:
     """Not across a turn's beginning either: the prompt does not count."""
-    encoder = engines[0].encoder
+    encoder = engine.encoder
     letters = encoder.tokenizer("ab c", add_special_tokens=False)["input_ids"]
     fields: dict[str, Any] = {
         "allowed_token_ids": letters,
         "temperature": 4.0,
         "max_new_tokens": 60,
     }
-    texts = [encoder.decode(each.token_ids) for each in with_and_without_drafts(engines, **fields)]
-    assert any("ab" in text for text in texts)
-    assert any("c" in text for text in texts)
+    assert any("ab" in encoder.decode(each.token_ids) for each in drafted(engine, **fields))
     fields["bad_words"] = ["ab", "c"]
-    rollouts = with_and_without_drafts(engines, **fields)
+    rollouts = drafted(engine, **fields)
     for text in (encoder.decode(each.token_ids) for each in rollouts):
         assert "ab" not in text
         assert "c" not in text
     (a, b, *_) = letters
     continued = SamplingParams(allowed_token_ids=[b], bad_words=["ab"], max_new_tokens=2)
-    (rollout,) = engines[0].generate([[a]], continued)
+    (rollout,) = engine.generate([[a]], continued)
     assert rollout.token_ids == [b, b]
-    engines[0].submit([a], continued, partial_ids=[b])
-    (rollout,) = engines[0].step() or engines[0].step()
+    engine.submit([a], continued, partial_ids=[b])
+    (rollout,) = engine.step() or engine.step()
     assert rollout.token_ids == [b]
 
 
-def test_an_output_that_no_token_may_begin_ends_alone(engines) -> None:
+def test_an_output_that_no_token_may_begin_ends_alone(engine) -> None:
     asked = [
         SamplingParams(
             allowed_token_ids=[8], stop_token_ids=[8], min_new_tokens=2, max_new_tokens=4
         ),
         SamplingParams(max_new_tokens=4, ignore_eos=True),
     ]
-    stuck, other = engines[0].generate(PROMPTS, asked)
+    stuck, other = engine.generate(PROMPTS, asked)
     assert (stuck.finish_reason, stuck.token_ids) == ("error", [])
     assert "constraints" in stuck.error
     assert len(other.token_ids) == 4
 
 
-@pytest.mark.parametrize(
-    ("name", "fields"),
-    [
+def test_what_means_nothing_is_refused(engine) -> None:
+    for name, fields in (
         ("sampling_mask", {"sampling_mask": True}),
         ("sampling_mask", {"sampling_mask": 1, "top_k": 2}),
-        ("allowed_token_ids", {"allowed_token_ids": []}),
         ("allowed_token_ids", {"allowed_token_ids": [2.0]}),
-        ("allowed_token_ids", {"allowed_token_ids": [5000]}),
-        ("logprob_token_ids", {"logprob_token_ids": None}),
+        ("allowed_token_ids", {"allowed_token_ids": [engine.vocab_size]}),
         ("logprob_token_ids", {"logprob_token_ids": [-1]}),
         ("bad_words", {"bad_words": "word"}),
         ("bad_words", {"bad_words": [""]}),
-    ],
-)
-def test_what_means_nothing_is_refused(engines, name: str, fields: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInputError) as refused:
-        engines[0].generate(PROMPTS, SamplingParams(**fields))
-    assert refused.value.field == f"sampling.{name}"
-    assert not engines[0].has_unfinished
+    ):
+        with pytest.raises(InvalidInputError) as refused:
+            engine.generate(PROMPTS, SamplingParams(**fields))
+        assert refused.value.field == f"sampling.{name}"
+        assert not engine.has_unfinished

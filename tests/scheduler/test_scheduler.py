@@ -22,7 +22,7 @@ EMITTED = 999
 
 
 class Bench:
-    """A scheduler, its memory, and a worker that accepts the first ``accept`` drafts of each."""
+    """A scheduler, its memory, and a worker that emits one token of each."""
 
     def __init__(
         self,
@@ -54,34 +54,26 @@ class Bench:
         self.scheduler.add(request)
         return request
 
-    def work(
-        self, batch: Batch, accept: int = 0, finish: tuple[Request, ...] = (), version: int = 0
-    ) -> list[Request]:
-        results = []
-        for entry in batch.entries:
-            if not entry.samples:
-                results.append(EntryResult())
-                continue
-            slots = entry.draft_slots[:accept]
-            self.memory.commit_paths([entry.request.row], [entry.end], [len(slots)], slots)
-            emitted = 1 + len(slots)
-            results.append(
-                EntryResult(
-                    token_ids=[EMITTED] * emitted,
-                    logprobs=[-0.5] * emitted,
-                    path=list(range(1, emitted)),
-                    finish_reason=FinishReason.STOP if entry.request in finish else None,
-                )
+    def work(self, batch: Batch, finish: tuple[Request, ...] = ()) -> list[Request]:
+        results = [
+            EntryResult(
+                token_ids=[EMITTED],
+                logprobs=[-0.5],
+                finish_reason=FinishReason.STOP if entry.request in finish else None,
             )
-        finished = self.scheduler.commit(batch, StepResult(entries=results, weight_version=version))
+            if entry.samples
+            else EntryResult()
+            for entry in batch.entries
+        ]
+        finished = self.scheduler.commit(batch, StepResult(entries=results, weight_version=0))
         self.memory.check_integrity()
         return finished
 
-    def step(self, **worker) -> list[tuple[Request, int, int]]:
+    def step(self, finish: tuple[Request, ...] = ()) -> list[tuple[Request, int, int]]:
         batch = self.scheduler.schedule()
         self.memory.check_integrity()
         entries = [(entry.request, entry.start, entry.run_len) for entry in batch.entries]
-        self.work(batch, **worker)
+        self.work(batch, finish)
         return entries
 
 
@@ -105,20 +97,6 @@ def test_decodes_go_first_then_chunks_then_admissions():
     assert bench.step() == [(short, 5, 1), (long, 30, 1), (late, 5, 16)]
     assert bench.step() == [(short, 6, 1), (long, 31, 1), (late, 21, 9)]
     assert bench.step() == [(short, 7, 1), (long, 32, 1), (late, 30, 1)]
-
-
-def test_nobody_is_admitted_without_tokens_left_in_the_step():
-    bench = Bench(step_tokens=16, chunk=16)
-    bench.add([1] * 30)
-    bench.add([2] * 30)
-    bench.step()
-    assert len(bench.scheduler.running) == 1
-
-
-def test_an_idle_scheduler_makes_an_empty_batch():
-    bench = Bench()
-    assert not bench.scheduler.has_unfinished
-    assert bench.scheduler.schedule().entries == []
 
 
 def test_samples_of_one_prompt_prefill_it_once():
@@ -154,19 +132,24 @@ def test_a_sample_waits_no_longer_when_its_leader_is_aborted():
     assert bench.step() == [(follower, 8, 8)]
 
 
-def test_longest_cached_prefix_is_admitted_first():
-    bench = Bench(running=1, chunk=32)
-    seen = list(range(20))
-    first = bench.add(seen)
-    bench.step(finish=(first,))
-    cold, warm, warmer = bench.add([50] * 9), bench.add([*seen[:5], 60]), bench.add([*seen, 70])
-    colder = bench.add([51] * 9)
+def admission_order(bench: Bench) -> list[Request]:
+    """Who is admitted one after another, each ending at its first token."""
     order = []
     while bench.scheduler.has_unfinished:
         batch = bench.scheduler.schedule()
-        order.append(batch.entries[0].request)
-        bench.work(batch, finish=(order[-1],))
-    assert order == [warmer, warm, cold, colder]
+        order += [entry.request for entry in batch.entries if entry.request not in order]
+        ended = tuple(entry.request for entry in batch.entries if entry.samples)
+        bench.work(batch, finish=ended)
+    return order
+
+
+def test_longest_cached_prefix_is_admitted_first():
+    bench = Bench(running=1, chunk=32)
+    seen = list(range(20))
+    bench.step(finish=(bench.add(seen),))
+    cold, warm, warmer = bench.add([50] * 9), bench.add([*seen[:5], 60]), bench.add([*seen, 70])
+    colder = bench.add([51] * 9)
+    assert admission_order(bench) == [warmer, warm, cold, colder]
 
 
 def test_a_request_is_overtaken_only_so_often():
@@ -183,39 +166,14 @@ def test_a_request_is_overtaken_only_so_often():
     assert served.index(cold) == MAX_OVERTAKEN
 
 
-def admission_order(bench: Bench) -> list[Request]:
-    """Who is admitted one after another, each ending at its first token."""
-    order = []
-    while bench.scheduler.has_unfinished:
-        batch = bench.scheduler.schedule()
-        order += [entry.request for entry in batch.entries if entry.request not in order]
-        ended = tuple(entry.request for entry in batch.entries if entry.samples)
-        bench.work(batch, finish=ended)
-    return order
-
-
-def test_groups_expected_to_run_longest_are_admitted_first():
+def test_a_request_is_not_expected_to_pass_its_limit_which_alone_ranks_nobody():
     bench = Bench(running=1, chunk=32)
-    short, unknown, long, longer = (bench.add([token] * 9) for token in range(4))
-    for request, length in ((short, 5), (long, 40), (longer, 90)):
-        for _ in range(8):
-            bench.lengths.observe(request.group, length)
-    # All known have a mean of 45: the unknown group counts as that.
-    assert admission_order(bench) == [longer, unknown, long, short]
-
-
-def test_a_request_is_not_expected_to_pass_its_limit():
-    bench = Bench(running=1, chunk=32)
+    limited, long = bench.add([1] * 9, max_new_tokens=3), bench.add([2] * 9)
+    assert admission_order(bench) == [limited, long]
     limited, long = bench.add([1] * 9, max_new_tokens=3), bench.add([2] * 9)
     bench.lengths.observe(limited.group, 90)
     bench.lengths.observe(long.group, 20)
     assert admission_order(bench) == [long, limited]
-
-
-def test_where_nothing_is_known_limits_rank_nobody():
-    bench = Bench(running=1, chunk=32)
-    first, second = bench.add([1] * 9, max_new_tokens=3), bench.add([2] * 9)
-    assert admission_order(bench) == [first, second]
 
 
 def test_samples_of_the_longest_prompt_wait_for_its_prefill_and_come_next():
@@ -231,10 +189,10 @@ def test_samples_of_the_longest_prompt_wait_for_its_prefill_and_come_next():
     assert bench.step() == [(long[0], 21, 1), (long[1], 19, 1)]
 
 
-def test_lengths_are_learned_from_rollouts_that_ended_by_themselves():
+def test_rollouts_that_ended_by_themselves_teach_lengths_and_broken_ones_are_not_cached():
     bench = Bench(running=4)
-    stopped, limited = bench.add([1]), bench.add([2], max_new_tokens=2)
-    failed, aborted = bench.add([3]), bench.add([4])
+    stopped, limited = bench.add([1, 1]), bench.add([2, 2], max_new_tokens=2)
+    failed, aborted = bench.add([3, 3]), bench.add([4, 4])
     bench.step()
     batch = bench.scheduler.schedule()
     reasons = {
@@ -252,20 +210,9 @@ def test_lengths_are_learned_from_rollouts_that_ended_by_themselves():
         "recent": [2, 4],  # what was cut is taken for half-way
         "groups": {str(stopped.group): [2], str(limited.group): [4]},
     }
-
-
-def test_nothing_is_cached_of_a_request_whose_logits_were_broken():
-    bench = Bench()
-    broken, whole = bench.add([1, 2, 3, 4]), bench.add([5, 6, 7, 8])
-    batch = bench.scheduler.schedule()
-    reasons = {broken: FinishReason.ERROR, whole: FinishReason.STOP}
-    results = [
-        EntryResult(token_ids=[9], logprobs=[0.0], finish_reason=reasons[entry.request])
-        for entry in batch.entries
-    ]
-    bench.scheduler.commit(batch, StepResult(entries=results, weight_version=0))
-    cached = [bench.memory.cached_len(np.array(r.tokens, dtype=np.int32)) for r in (broken, whole)]
-    assert cached == [0, 4]
+    requests = (stopped, limited, failed, aborted)
+    cached = [bench.memory.cached_len(np.array(r.tokens, dtype=np.int32)) for r in requests]
+    assert cached == [3, 3, 2, 3], "of the failed one its prompt, which was shared before"
     bench.memory.check_integrity()
 
 
@@ -298,16 +245,6 @@ def test_the_youngest_is_preempted_and_comes_back_first():
     assert young.stats.cached_tokens == 0, "counted at first admission"
 
 
-def test_a_decode_already_scheduled_gives_way_to_an_older_prefill():
-    bench = Bench(slots=65, chunk=1)
-    old, young = bench.add([1] * 40), bench.add([2])
-    for _ in range(32):
-        assert [run_len for _, _, run_len in bench.step()] == [1, 1]
-    assert bench.memory.slots.available == 1
-    assert bench.step() == [(old, 32, 1)]
-    assert list(bench.scheduler.waiting) == [young]
-
-
 def test_a_retracted_request_is_next_whatever_is_cached_and_however_short():
     bench = Bench(running=1, chunk=32)
     seen = list(range(20))
@@ -320,45 +257,6 @@ def test_a_retracted_request_is_next_whatever_is_cached_and_however_short():
         bench.lengths.observe(cached.group, 90)
     bench.scheduler.retract_all()
     assert bench.step() == [(request, 9, 1)]
-
-
-@pytest.mark.parametrize(("slots", "context", "accept"), [(30, 200, 2), (300, 30, 3)])
-def test_a_request_that_fills_every_slot_or_the_context_ends_there(slots, context, accept):
-    bench = Bench(slots=slots, context=context, drafts=5)
-    request = bench.add([1] * 20, max_new_tokens=100)
-    while bench.scheduler.has_unfinished:
-        bench.step(accept=accept)
-    assert request.finish_reason is FinishReason.LENGTH
-    assert len(request.tokens) == 30
-    assert bench.memory.usage.used == 0
-
-
-def test_accepted_drafts_advance_the_kv_with_the_tokens():
-    bench = Bench(drafts=4)
-    request = bench.add([1, 2, 3])
-    bench.step(accept=2)
-    assert request.tokens == [1, 2, 3, EMITTED, EMITTED, EMITTED]
-    assert request.computed_len == 5
-    assert bench.step(accept=4) == [(request, 5, 1)]
-    assert request.computed_len == 10
-    assert len(request.tokens) == 11
-    assert bench.memory.usage.used == 10
-
-
-def test_kv_beyond_an_early_stop_is_freed():
-    bench = Bench(slots=50, drafts=4)
-    request = bench.add([1, 2, 3])
-    batch = bench.scheduler.schedule()
-    [entry] = batch.entries
-    bench.memory.commit_paths([request.row], [entry.end], [3], entry.draft_slots[:3])
-    output = EntryResult(
-        token_ids=[7], logprobs=[0.0], path=[1, 2, 3], finish_reason=FinishReason.STOP
-    )
-    assert bench.scheduler.commit(batch, StepResult(entries=[output], weight_version=0))
-    bench.memory.check_integrity()
-    assert request.tokens == [1, 2, 3, 7]
-    assert request.computed_len == 4
-    assert (bench.memory.usage.cached, bench.memory.usage.used) == (4, 0)
 
 
 def test_results_are_appended_with_their_weight_version():
@@ -383,40 +281,12 @@ def test_draft_slots_go_to_runs_that_are_sampled_from():
     bench.add([3] * 4, max_new_tokens=3)
     batch = bench.scheduler.schedule()
     assert [len(entry.draft_slots) for entry in batch.entries] == [5, 0, 2]
-
-
-def test_scarce_draft_slots_are_dealt_evenly():
     bench = Bench(slots=40, drafts=63, running=3)
     for token in (1, 2, 3):
         bench.add([token])
     batch = bench.scheduler.schedule()
-    # A quarter of forty, over three.
+    # Where they are scarce, evenly: a quarter of forty, over three.
     assert [len(entry.draft_slots) for entry in batch.entries] == [3, 3, 3]
-
-
-def test_drafts_never_preempt():
-    bench = Bench(slots=24, drafts=8, running=2)
-    request = bench.add([1] * 20)
-    while request.finish_reason is None:
-        batch = bench.scheduler.schedule()
-        [entry] = batch.entries
-        assert len(entry.draft_slots) <= 24 - entry.end
-        bench.work(batch)
-    assert request.stats.preemptions == 0
-
-
-def test_retract_all_keeps_order_tokens_and_logprobs():
-    bench = Bench(running=2)
-    first, second, third = bench.add([1] * 3), bench.add([2] * 3), bench.add([3] * 3)
-    bench.step(version=0)
-    bench.scheduler.retract_all()
-    bench.memory.reset()
-    assert bench.memory.usage.free == 1000
-    assert list(bench.scheduler.waiting) == [first, second, third]
-    assert (first.computed_len, first.row, first.token_ids) == (0, -1, [EMITTED])
-    assert bench.step(version=1) == [(first, 0, 4), (second, 0, 4)]
-    assert first.logprobs == [-0.5, -0.5]
-    assert first.weight_versions == [0, 1]
 
 
 def test_retracted_samples_share_their_prompt_again():
@@ -430,39 +300,6 @@ def test_retracted_samples_share_their_prompt_again():
     follower_starts = [start for _ in range(6) for r, start, _ in bench.step() if r is follower]
     assert follower_starts[0] == 20
     assert leader.tokens[:20] == prompt
-
-
-def test_abort_ends_waiting_and_running_requests():
-    bench = Bench(running=1)
-    running, waiting = bench.add([1] * 3), bench.add([2] * 3)
-    bench.step()
-    assert bench.scheduler.abort(waiting.request_id) is waiting
-    assert bench.scheduler.abort(running.request_id) is running
-    assert bench.scheduler.abort(running.request_id) is None
-    assert waiting.finish_reason is running.finish_reason is FinishReason.ABORT
-    assert not bench.scheduler.has_unfinished
-    assert bench.memory.usage.used == 0
-
-
-def test_abort_all_after_a_failed_step_gives_every_slot_back():
-    bench = Bench(running=2, drafts=3)
-    requests = [bench.add([token] * 3) for token in range(3)]
-    bench.scheduler.schedule()
-    assert bench.memory.usage.used > 6
-    assert bench.scheduler.abort_all() == requests
-    assert bench.memory.usage.used == 0
-    bench.memory.check_integrity()
-
-
-def test_a_step_that_failed_is_scheduled_again():
-    bench = Bench(drafts=3)
-    request = bench.add([1, 2, 3])
-    bench.step()
-    batch = bench.scheduler.schedule()
-    [entry] = batch.entries
-    bench.memory.commit_paths([request.row], [entry.end], [2], entry.draft_slots[:2])
-    assert bench.step() == [(request, 3, 1)]
-    assert bench.memory.usage.used == 4
 
 
 def test_a_batch_says_whether_requests_wait_and_what_the_running_ones_have_left():

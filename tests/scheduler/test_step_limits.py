@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from rollout.config import MemoryConfig, SchedulerConfig
@@ -14,56 +13,37 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 GPU_BYTES = 79 << 30
 
 
-@pytest.mark.parametrize(
-    ("gpu_bytes", "configured", "expected"),
-    [
+def limits_of(gpu_bytes: int | None, recurrent: bool = False, **configured) -> tuple:
+    limits = StepLimits.of(SchedulerConfig(**configured), gpu_bytes, recurrent=recurrent)
+    return limits.max_running, limits.max_step_tokens, limits.chunk_len
+
+
+def test_what_is_configured_bounds_what_is_not() -> None:
+    for gpu_bytes, configured, expected in (
         (None, {}, (32, 512, 256)),
         (GPU_BYTES, {}, (256, 2048, 2048)),
+        (64 << 30, {}, (256, 2048, 2048)),
+        ((64 << 30) - 1, {}, (64, 1024, 1024)),
+        ((64 << 30) - 1, {"max_running": 300}, (300, 1024, 1024)),
         (None, {"max_running": 600}, (600, 600, 256)),
         (GPU_BYTES, {"max_running": 8}, (8, 2048, 2048)),
         (GPU_BYTES, {"max_step_tokens": 100}, (100, 100, 100)),
         (None, {"max_step_tokens": 100}, (32, 100, 100)),
         (None, {"max_step_tokens": 100, "chunk_len": 300}, (32, 100, 300)),
         (GPU_BYTES, {"max_running": 3, "max_step_tokens": 7, "chunk_len": 5}, (3, 7, 5)),
-    ],
-)
-def test_what_is_configured_bounds_what_is_not(gpu_bytes, configured, expected) -> None:
-    limits = StepLimits.of(SchedulerConfig(**configured), gpu_bytes)
-    assert (limits.max_running, limits.max_step_tokens, limits.chunk_len) == expected
+        (None, {"recurrent": True}, (32, 512, 256)),
+        (GPU_BYTES, {"recurrent": True}, (32, 2048, 2048)),
+        (GPU_BYTES, {"recurrent": True, "max_running": 100}, (100, 2048, 2048)),
+    ):
+        assert limits_of(gpu_bytes, **configured) == expected, (gpu_bytes, configured)
 
 
-def test_a_gpu_with_less_memory_takes_on_less() -> None:
-    gpu_bytes = 47 << 30
-    limits = StepLimits.of(SchedulerConfig(), gpu_bytes)
-    assert (limits.max_running, limits.max_step_tokens, limits.chunk_len) == (64, 1024, 1024)
-    assert StepLimits.of(SchedulerConfig(max_running=300), gpu_bytes).max_step_tokens == 1024
-
-
-@pytest.mark.parametrize(("gpu_bytes", "max_step_tokens"), [(None, 512), (GPU_BYTES, 2048)])
-def test_states_of_recurrent_layers_bound_what_runs(gpu_bytes, max_step_tokens) -> None:
-    limits = StepLimits.of(SchedulerConfig(), gpu_bytes, recurrent=True)
-    assert (limits.max_running, limits.max_step_tokens) == (32, max_step_tokens)
-    assert (
-        StepLimits.of(SchedulerConfig(max_running=100), gpu_bytes, recurrent=True).max_running
-        == 100
-    )
-
-
-@pytest.mark.parametrize(
-    ("device", "most", "expected"),
-    [(CPU, None, 262_144), (GPU, None, 4_194_304), (CPU, 1_000_000, 1_000_000), (GPU, 50, 50)],
-)
-def test_the_kv_cache_is_bounded_by_what_the_device_can_use(
-    tiny_model_path, device, most, expected
-) -> None:
-    memory = MemoryConfig(max_kv_tokens=most)
+def test_the_kv_cache_is_bounded_by_what_the_device_can_use(tiny_model_path) -> None:
     spec = ModelSpec.read(tiny_model_path)
-    slots = num_kv_slots(memory, spec, torch.float32, device, 1 << 40)
-    assert slots == expected
-
-
-@pytest.mark.parametrize(
-    ("device", "configured", "expected"), [(CPU, None, 0.5), (GPU, None, 0.85), (GPU, 0.3, 0.3)]
-)
-def test_the_share_of_kv_suits_the_device(device, configured, expected) -> None:
-    assert kv_fraction(MemoryConfig(kv_fraction=configured), device.type) == expected
+    for device, most, expected in (
+        (CPU, None, 262_144), (GPU, None, 4_194_304), (CPU, 1_000_000, 1_000_000), (GPU, 50, 50),
+    ):  # fmt: skip
+        memory = MemoryConfig(max_kv_tokens=most)
+        assert num_kv_slots(memory, spec, torch.float32, device, 1 << 40) == expected
+    for device, configured, share in ((CPU, None, 0.5), (GPU, None, 0.85), (GPU, 0.3, 0.3)):
+        assert kv_fraction(MemoryConfig(kv_fraction=configured), device.type) == share

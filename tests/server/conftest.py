@@ -148,11 +148,7 @@ def events_of(stream: httpx.Response) -> Iterator[Any]:
 
 @contextmanager
 def run_server(
-    model: Path,
-    engine_options: dict[str, Any],
-    server: dict[str, Any],
-    *,
-    breaks: bool = False,
+    model: Path, engine_options: dict[str, Any], server: dict[str, Any], *, breaks: bool = False
 ) -> Iterator[Live]:
     engine = RolloutEngine.from_pretrained(model, **({"max_running": 8} | engine_options))
     config = ServeConfig(model=ModelConfig(path=str(model)), server=ServerConfig(port=0, **server))

@@ -1,4 +1,4 @@
-"""The official client, and what it is compared with."""
+"""The official client of a server, and its streams joined by choice."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import openai
 
-from rollout import Rollout
 from tests.helpers.hang import HANG_SECONDS
 from tests.server.conftest import Live
 
@@ -18,19 +17,8 @@ def client_of(live: Live, key: str = "none") -> openai.OpenAI:
     )
 
 
-def async_client_of(live: Live) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(
-        base_url=f"{live.url}/v1", api_key="none", timeout=HANG_SECONDS, max_retries=0
-    )
-
-
-def top_of(rollout: Rollout, count: int) -> list[list[float]]:
-    """The logprobs of the most likely tokens at each place."""
-    return [[logprob for _, logprob in top[:count]] for top in rollout.extras.top_logprobs]
-
-
 def joined_parts(chunks: Iterable[Any]) -> dict[int, dict[str, Any]]:
-    """By choice what its chunks say together, of completions and of chats."""
+    """What the chunks of completions or chats say together, by choice."""
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         for part in chunk.choices:

@@ -9,8 +9,10 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import httpx
 import pytest
@@ -90,13 +92,6 @@ def url(app: App) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture
-def hurried_url(app: App) -> Iterator[str]:
-    """Where heads, and the rest of bodies that were answered, must come soon."""
-    with served(app, Hurried) as url:
-        yield url
-
-
 def is_let_go(connection: socket.socket, drip: bytes) -> bool:
     """Whether the server ends it although a byte comes now and then."""
     deadline = time.monotonic() + HANG_SECONDS
@@ -117,50 +112,66 @@ def connect(url: str) -> socket.socket:
     return socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), HANG_SECONDS)
 
 
-@pytest.mark.parametrize("start", [b"", b"GET / HTTP/1.1\r\nHost: x\r\nX-Slow: "])
-def test_a_head_that_does_not_end_in_time(hurried_url, start):
-    with connect(hurried_url) as connection:
-        connection.sendall(start)
-        assert is_let_go(connection, b"a" if start else b"")
-
-
-def test_empty_lines_are_no_request(hurried_url):
-    with connect(hurried_url) as connection:
-        assert is_let_go(connection, b"\r\n")
-
-
-@pytest.mark.parametrize("head", [b"GET /", b"GET / HTTP/1.1\r\nX-Long: "])
-def test_a_head_that_is_too_long(url, head):
-    with connect(url) as connection:
-        connection.sendall(head + b"a" * 2 * Patient.max_bytes)
-        assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
-        assert is_let_go(connection, b"")
-
-
-def test_trailers_that_are_too_long(url):
-    chunked = {"Transfer-Encoding": "chunked"}
-    with open_request(url, "POST", "/reads", chunked) as connection:
+def test_heads_and_trailers_that_are_too_long_or_no_request(url):
+    for head in (b"GET /" + b"a" * 2000, b"GET / HTTP/1.1\r\nX-Long: " + b"a" * 2000,
+                 b"CONNECT x:80 HTTP/1.1\r\nHost: x:80\r\n\r\n"):  # fmt: skip
+        with connect(url) as connection:
+            connection.sendall(head)
+            assert connection.recv(4096).startswith(b"HTTP/1.1 400 "), head
+            assert is_let_go(connection, b"")
+    with open_request(url, "POST", "/reads", {"Transfer-Encoding": "chunked"}) as connection:
         connection.sendall(b"5\r\nhello\r\n0\r\nX-Long: ")
         assert is_let_go(connection, b"a" * 100)
 
 
-def test_a_body_that_goes_on_after_its_answer(hurried_url):
-    with open_request(hurried_url, "POST", "/", {"Content-Length": "1000000"}) as connection:
+def let_go_with_part_of_a_head(url: str, start: bytes, drip: bytes) -> None:
+    with connect(url) as connection:
+        connection.sendall(start)
+        assert is_let_go(connection, drip)
+
+
+def let_go_with_a_body_that_goes_on_after_its_answer(url: str) -> None:
+    with open_request(url, "POST", "/", {"Content-Length": "1000000"}) as connection:
         assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
         assert is_let_go(connection, b"a")
 
 
-def test_who_is_waited_for_may_take_longer(hurried_url):
-    """A body that is read, and an answer that comes late; stray bytes change nothing."""
-    with open_request(hurried_url, "POST", "/reads", {"Content-Length": "3"}) as connection:
+def answered_when_its_body_is_read_slowly(url: str) -> None:
+    with open_request(url, "POST", "/reads", {"Content-Length": "3"}) as connection:
         for _ in range(3):
             time.sleep(Hurried.seconds)
             connection.sendall(b"a")
         assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
-    with open_request(hurried_url, "GET", "/slow", {}) as connection:
+
+
+def answered_late_after_stray_bytes(url: str) -> None:
+    with open_request(url, "GET", "/slow", {}) as connection:
         time.sleep(0.1)
         connection.sendall(b"\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
+def answered_over_a_connection_that_is_used_again(url: str) -> None:
+    with httpx.Client(base_url=url, timeout=HANG_SECONDS) as client:
+        for _ in range(3):
+            assert client.post("/reads", content=b"a" * 300_000).content == ANSWER
+            time.sleep(0.6 * Hurried.seconds)
+
+
+def test_requests_must_come_in_time_and_answers_need_not(app):
+    """The clients are at work side by side, since each needs a second."""
+    clients: list[Callable[[str], None]] = [
+        partial(let_go_with_part_of_a_head, start=b"", drip=b""),
+        partial(let_go_with_part_of_a_head, start=b"", drip=b"\r\n"),
+        partial(let_go_with_part_of_a_head, start=b"GET / HTTP/1.1\r\nX-Slow: ", drip=b"a"),
+        let_go_with_a_body_that_goes_on_after_its_answer,
+        answered_when_its_body_is_read_slowly,
+        answered_late_after_stray_bytes,
+        answered_over_a_connection_that_is_used_again,
+    ]
+    with served(app, Hurried) as url, ThreadPoolExecutor(len(clients)) as threads:
+        for client in [threads.submit(each, url) for each in clients]:
+            client.result(HANG_SECONDS)
 
 
 def request(path: str, body: bytes = b"", **headers: str) -> bytes:
@@ -190,13 +201,6 @@ def test_an_upgrade_that_is_offered_is_passed_over(url, caplog, protocol):
             connection.sendall(part[-3:])
         assert [next(bodies), next(bodies)] == [b"second", b"third"]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-def test_a_tunnel_is_refused(url):
-    with connect(url) as connection:
-        connection.sendall(b"CONNECT x:80 HTTP/1.1\r\nHost: x:80\r\n\r\n")
-        assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
-        assert is_let_go(connection, b"")
 
 
 @pytest.mark.parametrize("resets", [False, True])
@@ -230,10 +234,3 @@ def test_requests_that_wait_for_others_are_bounded(app, url):
         connection.sendall(request("/reads") + b"".join(request("/echo", each) for each in few))
         answers = list(bodies_of(connection))
     assert answers == [ANSWER, *few[: Patient.max_waiting]]
-
-
-def test_connections_are_used_again_and_bodies_may_be_long(hurried_url):
-    with httpx.Client(base_url=hurried_url, timeout=HANG_SECONDS) as client:
-        for _ in range(3):
-            assert client.post("/reads", content=b"a" * 300_000).content == ANSWER
-            time.sleep(0.6 * Hurried.seconds)

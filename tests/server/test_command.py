@@ -9,7 +9,6 @@ import socket
 import sys
 from collections.abc import Iterator
 
-import httpx
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
@@ -17,7 +16,6 @@ from omegaconf import OmegaConf
 
 from rollout.cli import main
 from rollout.config import EngineConfig
-from rollout.errors import InvalidInputError
 from rollout.offline.hydra_config import register_schema
 from rollout.server.command import allow_open_files, serve_config_from
 from rollout.server.config import ServeConfig, ServerConfig
@@ -41,9 +39,7 @@ def test_the_defaults_are_the_dataclasses_own(composed, monkeypatch):
     assert config.server == ServerConfig()
     assert config.engine == EngineConfig(model=config.model)
     assert config.spec["_target_"] == "spec_workers.ngram.build"
-
-
-def test_keys_come_from_the_environment_and_are_not_in_the_configuration(composed, monkeypatch):
+    # Keys come from the environment and are not in the configuration
     monkeypatch.setenv("SPECROLLOUT_API_KEY", "12345")
     monkeypatch.setenv("SPECROLLOUT_ADMIN_KEY", "key-of-admins")
     config = composed("model.path=m", "server.host=0.0.0.0")
@@ -51,11 +47,6 @@ def test_keys_come_from_the_environment_and_are_not_in_the_configuration(compose
     assert (server.api_key, server.admin_key) == ("12345", "key-of-admins")
     assert "key-of-admins" not in OmegaConf.to_yaml(config)
     assert "12345" not in OmegaConf.to_yaml(config)
-
-
-def test_a_model_must_be_given(composed):
-    with pytest.raises(InvalidInputError, match=r"model\.path=my/model"):
-        serve_config_from(composed())
 
 
 @pytest.fixture
@@ -76,62 +67,31 @@ def failing(monkeypatch, capsys, tmp_path):
 
 def test_errors_are_one_line(failing, text_model_path):
     model = f"model={text_model_path}"
-    code, error = failing()
-    assert (code, error.count("\n")) == (2, 1)
-    assert "model.path" in error
-    code, error = failing(model, "server.host=0.0.0.0")
-    assert code == 2
-    assert "SPECROLLOUT_API_KEY" in error
+    ranks = (model, "parallel=tensor", "parallel.size=4")
+    heads = "parallel.size=4: must divide the model's 6 query heads"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = f"server.port={taken.getsockname()[1]}"
+        for arguments, code, message in (
+            ((), 2, "model.path=my/model"),
+            ((model, "server.host=0.0.0.0"), 2, "SPECROLLOUT_API_KEY"),
+            ((model, port), 2, port),
+            (ranks, 2, heads),
+            ((*ranks, "cluster=ray"), 2, heads),  # before Ray starts
+            ((*ranks, "parallel.mode=lockstep"), 2, "parallel.mode='lockstep'"),
+            (("model.path=/nowhere", "server.port=0"), 1, ""),
+        ):
+            found, error = failing(*arguments)
+            assert (found, error.count("\n")) == (code, 1), arguments
+            assert message in error
     code, error = failing(model, "server.port=x")
     assert code == 2
     assert "override server.port=x\nValue 'x' of type" in error  # Hydra's own
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        code, error = failing(model, f"server.port={port}")
-    assert (code, error.count("\n")) == (2, 1)
-    assert f"server.port={port}" in error
-    ranks = ("parallel=tensor", "parallel.size=4")
-    code, error = failing(model, *ranks)
-    assert (code, error.count("\n")) == (2, 1)
-    assert "parallel.size=4: must divide the model's 6 query heads" in error
-    code, error = failing(model, *ranks, "cluster=ray")
-    assert (code, error.count("\n")) == (2, 1)
-    assert "parallel.size=4: must divide the model's 6 query heads" in error  # before Ray starts
-    code, error = failing(model, *ranks, "parallel.mode=lockstep")
-    assert (code, error.count("\n")) == (2, 1)
-    assert "parallel.mode='lockstep'" in error
-    code, error = failing("model.path=/nowhere", "server.port=0")
-    assert (code, error.count("\n")) == (1, 1)
 
 
-def status_of(client: httpx.Client) -> int:
-    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
-    return client.post("/generate", json=body).status_code
-
-
-def wait_until_draining(client: httpx.Client) -> None:
-    wait_until(lambda: client.get("/health").status_code != 200)
-
-
-def test_a_signal_lets_what_runs_finish_and_takes_nothing_new(text_model_path):
-    with served(text_model_path, f"server.drain_seconds={HANG_SECONDS}") as (process, url):
-        with httpx.Client(base_url=url, timeout=HANG_SECONDS) as client:
-            assert status_of(client) == 200
-        with paused_request(url) as (client, last):
-            process.send_signal(signal.SIGTERM)
-            wait_until_draining(client)
-            assert status_of(client) == 503
-            assert client.get("/health").status_code == 503
-            assert client.post("/continue_generation", json={}).status_code == 200
-            reason = last.result(HANG_SECONDS)["meta_info"]["finish_reason"]
-        assert reason == {"type": "length", "length": 500}
-        assert process.wait(HANG_SECONDS) == 0
-        assert "Traceback" not in process.stdout.read()
-
-
-def test_a_second_signal_ends_with_what_there_is(text_model_path):
-    """All who wait are answered, also for a body that never comes, and the log has no traceback."""
+def test_one_signal_takes_nothing_new_and_a_second_ends_what_runs(text_model_path):
+    """Every client that waits is answered, also for a body that never comes."""
     headers = {"Content-Type": "application/octet-stream", "Content-Length": "1000"}
+    generate = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
     with served(text_model_path, f"server.drain_seconds={HANG_SECONDS}") as (process, url):
         with (
             paused_request(url) as (client, last),
@@ -140,7 +100,10 @@ def test_a_second_signal_ends_with_what_there_is(text_model_path):
             half.sendall(b"a" * 500)
             wait_until(lambda: "in_flight 3.0" in client.get("/metrics").text)  # this one as well
             process.send_signal(signal.SIGTERM)
-            wait_until_draining(client)
+            wait_until(lambda: client.get("/health").status_code != 200)
+            assert client.get("/health").status_code == 503
+            assert client.post("/generate", json=generate).status_code == 503
+            assert not last.done()
             process.send_signal(signal.SIGTERM)
             reason = last.result(HANG_SECONDS)["meta_info"]["finish_reason"]
             assert reason["type"] == "abort"
@@ -151,32 +114,19 @@ def test_a_second_signal_ends_with_what_there_is(text_model_path):
         assert "stopping: 1 requests" in log
 
 
-OPEN_FILES = resource.RLIMIT_NOFILE
-
-
-@pytest.fixture
-def open_files_as_before() -> Iterator[None]:
-    before = resource.getrlimit(OPEN_FILES)
-    yield
-    resource.setrlimit(OPEN_FILES, before)
-
-
-@pytest.mark.usefixtures("open_files_as_before")
-def test_the_limit_of_open_files_is_raised_and_not_lowered() -> None:
-    allowed, most = resource.getrlimit(OPEN_FILES)
-    resource.setrlimit(OPEN_FILES, (allowed - 100, most))
-    allow_open_files(allowed - 50)
-    assert resource.getrlimit(OPEN_FILES) == (allowed - 50, most)
-    allow_open_files(10)
-    assert resource.getrlimit(OPEN_FILES) == (allowed - 50, most)
-
-
-@pytest.mark.usefixtures("open_files_as_before")
-def test_more_open_files_than_there_may_be_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    most = resource.getrlimit(OPEN_FILES)[1]
-    if most == resource.RLIM_INFINITY:
-        pytest.skip("any number may be open")
-    with caplog.at_level(logging.WARNING):
-        allow_open_files(most + 1)
-    assert resource.getrlimit(OPEN_FILES) == (most, most)
-    assert "server.max_connections" in caplog.text
+def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    before = allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed - 100, most))
+        for wanted in (allowed - 50, 10):  # it is never lowered
+            allow_open_files(wanted)
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (allowed - 50, most)
+        if most != resource.RLIM_INFINITY:
+            with caplog.at_level(logging.WARNING):
+                allow_open_files(most + 1)
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
+            assert "server.max_connections" in caplog.text
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

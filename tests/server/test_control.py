@@ -1,74 +1,88 @@
-"""Pausing, aborting, flushing, and what the server tells of itself."""
+"""Pausing, aborting, sleeping and flushing by sglang's and vLLM's names, and what servers tell."""
 
 from __future__ import annotations
 
 import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
+import httpx
 import pytest
 
 from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.held_engine import held
-from tests.server.conftest import events_of, post
+from tests.server.conftest import Live, events_of, post
+from tests.server.policies import ok, output_ids
 
-LONG = {"temperature": 0.9, "max_new_tokens": 400, "ignore_eos": True}
+LONG = {"temperature": 0.9, "max_new_tokens": 400, "ignore_eos": True, "seed": 3}
+RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
+SHORT = LONG | {"max_new_tokens": 9}
 
 
-@pytest.fixture(autouse=True)
-def running_again(live, client):
-    yield
-    client.post("/continue_generation", json={})
+@pytest.fixture
+def client(live: Live) -> Iterator[httpx.Client]:
+    with live.client() as client:
+        yield client
+        assert client.post("/wake_up").json()["success"]
+        assert client.post("/resume").json()["status"] == "resumed"
     live.wait_until_idle()
 
 
 @contextmanager
-def in_flight(live, **body):
-    """A request that waits for its answer meanwhile; gives the future of its answer."""
+def in_flight(live: Live, sampling: Any = SHORT, **body: Any) -> Iterator[Future[Any]]:
+    """The future answer of a request that the engine has."""
+    asked = {"input_ids": [5, 6], "sampling_params": sampling} | body
     with live.client() as client, ThreadPoolExecutor(1) as pool:
         before = live.serving.loop.num_unfinished
-        future = pool.submit(post, client, "/generate", **body)
+        future = pool.submit(post, client, "/generate", **asked)
         wait_until(lambda: live.serving.loop.num_unfinished != before or future.done())
         yield future
 
 
-def test_requests_wait_while_generation_is_paused(live, client):
+def ended(future: Future[Any]) -> tuple[int, str]:
+    """The tokens of an answer and the reason of its end."""
+    answer = future.result(HANG_SECONDS)
+    return len(answer["output_ids"]), answer["meta_info"]["finish_reason"]["type"]
+
+
+def call(client: httpx.Client, path: str, status: int = 200, **query: Any) -> Any:
+    answer = client.post(path, params=query)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+# sglang's calls
+
+
+def test_requests_and_scores_wait_while_generation_is_paused(live, client):
     post(client, "/pause_generation", mode="in_place")
-    short = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
-    with in_flight(live, input_ids=[5, 6], sampling_params=short) as future:
-        assert client.get("/health").status_code == 200
-        refused = client.get("/health_generate")
-        assert refused.status_code == 503
-        assert "paused" in refused.json()["error"]["message"]
-        assert not future.done()
-        post(client, "/continue_generation")
-        assert len(future.result(HANG_SECONDS)["output_ids"]) == 4
+    with in_flight(live) as future, ThreadPoolExecutor(1) as pool:
+        scored = {"max_new_tokens": 0}
+        asked = {"sampling_params": scored, "return_logprob": True, "logprob_start_len": 1}
+        scoring = pool.submit(post, client, "/generate", input_ids=[5, 6, 7], **asked)
+        wait_until(lambda: live.serving.num_unfinished == 2)
+        with live.client() as other:
+            assert other.get("/health").status_code == 200
+            refused = other.get("/health_generate")
+            assert refused.status_code == 503
+            assert "paused" in refused.json()["error"]["message"]
+            load = other.get("/v1/loads").json()["loads"][0]
+            assert load["num_total_reqs"] == load["num_waiting_reqs"] == 2
+            assert other.get("/get_load").json()[0]["num_reqs"] == 2
+            assert not future.done()
+            assert not scoring.done()
+            post(other, "/continue_generation")
+        assert ended(future) == (9, "length")
+        logprobs = scoring.result(HANG_SECONDS)["meta_info"]["input_token_logprobs"]
+    assert [token for _, token, _ in logprobs] == [6, 7]
     assert client.get("/health_generate").status_code == 200
 
 
-def test_scores_wait_while_generation_is_paused(live, client):
-    post(client, "/pause_generation", mode="in_place")
-    body = {
-        "input_ids": [5, 6, 7],
-        "sampling_params": {"max_new_tokens": 0},
-        "return_logprob": True,
-        "logprob_start_len": 1,
-    }
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(post, client, "/generate", **body)
-        while not live.serving.num_unfinished:
-            time.sleep(0.002)
-        with live.client() as other:
-            post(other, "/continue_generation")
-        scored = future.result(HANG_SECONDS)["meta_info"]["input_token_logprobs"]
-    assert [token for _, token, _ in scored] == [6, 7]
-
-
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_a_pause_does_not_change_what_comes(live, client, mode):
-    sampling = {**LONG, "max_new_tokens": 120, "seed": 3}
-    body = {"input_ids": [5, 6], "sampling_params": sampling}
+def test_a_pause_changes_no_token(live, client, mode):
+    body = {"input_ids": [5, 6], "sampling_params": LONG | {"max_new_tokens": 120}}
     whole = post(client, "/generate", **body)["output_ids"]
     with live.client() as other, ExitStack() as holding:
         holding.enter_context(held(live.serving.loop))
@@ -82,45 +96,23 @@ def test_a_pause_does_not_change_what_comes(live, client, mode):
     assert last["output_ids"] == whole
 
 
-def test_pausing_with_abort_answers_with_the_partial(live, client):
-    asked = {"input_ids": [5, 6], "sampling_params": LONG, "return_logprob": True}
-    with held(live.serving.loop), in_flight(live, **asked) as future:
+def test_aborts_answer_with_what_there_is(live, client):
+    asked = {"return_logprob": True}
+    with held(live.serving.loop), in_flight(live, LONG, **asked) as future:
         post(client, "/pause_generation")
-        answer = future.result(HANG_SECONDS)
-    meta = answer["meta_info"]
-    assert meta["finish_reason"]["type"] == "abort"
-    assert len(answer["output_ids"]) < 400
-    assert [t for _, t, _ in meta["output_token_logprobs"]] == answer["output_ids"]
-    assert meta["weight_version"] == "0"
-
-
-def test_abort_by_rid_ends_that_request_alone(live, client):
-    post(client, "/pause_generation", mode="in_place")
-    short = {**LONG, "max_new_tokens": 3, "n": 2}
-    with (
-        in_flight(live, rid="a", input_ids=[5, 6], sampling_params=LONG) as first,
-        in_flight(live, rid="ab", input_ids=[[5, 6], [7]], sampling_params=short) as second,
-    ):
-        assert post(client, "/abort_request", rid="nobody") == {"aborted": 0}
-        assert post(client, "/abort_request", rid="a") == {"aborted": 1}
-        answer = first.result(HANG_SECONDS)
-        assert answer["meta_info"]["finish_reason"]["type"] == "abort"
-        assert answer["output_ids"] == []
-        assert post(client, "/abort_request", rid="ab_1") == {"aborted": 2}
-        post(client, "/continue_generation")
-        answers = second.result(HANG_SECONDS)
-    assert [answer["meta_info"]["id"] for answer in answers] == [
-        "ab_0_0",
-        "ab_0_1",
-        "ab_1_0",
-        "ab_1_1",
-    ]
-    types = [answer["meta_info"]["finish_reason"]["type"] for answer in answers]
-    assert types == ["length", "length", "abort", "abort"]
-    assert live.serving.abort("ab") == 0  # names are forgotten with what they named
-
-
-def test_an_aborted_stream_ends_with_what_it_has(live, client):
+        tokens, reason = ended(future)
+    assert (tokens < 400, reason) == (True, "abort")
+    meta = future.result()["meta_info"]
+    assert [t for _, t, _ in meta["output_token_logprobs"]] == future.result()["output_ids"]
+    assert meta["weight_versions"][0]["start"] == 0
+    post(client, "/continue_generation")
+    with held(live.serving.loop), in_flight(live, LONG, input_ids=[[5, 6]] * 3) as several:
+        assert post(client, "/abort_request", abort_all=True)["aborted"] <= 3
+        loads = client.get("/v1/loads", params={"include": "core,disagg,queues"}).json()["loads"]
+        assert loads[0]["num_total_reqs"] == 0
+        types = {a["meta_info"]["finish_reason"]["type"] for a in several.result(HANG_SECONDS)}
+    assert types == {"abort"}
+    assert client.post("/abort_request", json={}).status_code == 422
     body = {"input_ids": [5, 6], "sampling_params": LONG, "rid": "s", "stream": True}
     with (
         live.client() as other,
@@ -135,22 +127,29 @@ def test_an_aborted_stream_ends_with_what_it_has(live, client):
     assert last["output_ids"][: len(first["output_ids"])] == first["output_ids"]
 
 
-def test_abort_all_leaves_an_idle_server(live, client):
-    """A client such as slime aborts, then asks for the load until nothing is left."""
-    asked = {"input_ids": [[5, 6]] * 3, "sampling_params": LONG}
-    with held(live.serving.loop), in_flight(live, **asked) as future:
-        assert post(client, "/abort_request", abort_all=True)["aborted"] <= 3
-        loads = client.get("/v1/loads", params={"include": "core,disagg,queues"}).json()["loads"]
-        assert loads[0]["num_total_reqs"] == 0
-        types = {a["meta_info"]["finish_reason"]["type"] for a in future.result(HANG_SECONDS)}
-    assert types == {"abort"}
-    assert client.post("/abort_request", json={}).status_code == 422
+def test_abort_by_rid_ends_that_request_alone(live, client):
+    post(client, "/pause_generation", mode="in_place")
+    two = SHORT | {"n": 2}
+    with (
+        in_flight(live, LONG, rid="a") as first,
+        in_flight(live, two, rid="ab", input_ids=[[5, 6], [7]]) as second,
+    ):
+        assert post(client, "/abort_request", rid="nobody") == {"aborted": 0}
+        assert post(client, "/abort_request", rid="a") == {"aborted": 1}
+        assert ended(first) == (0, "abort")
+        assert post(client, "/abort_request", rid="ab_1") == {"aborted": 2}
+        post(client, "/continue_generation")
+        metas = [answer["meta_info"] for answer in second.result(HANG_SECONDS)]
+    assert [meta["id"] for meta in metas] == ["ab_0_0", "ab_0_1", "ab_1_0", "ab_1_1"]
+    types = [meta["finish_reason"]["type"] for meta in metas]
+    assert types == ["length", "length", "abort", "abort"]
+    assert live.serving.abort("ab") == 0  # names are forgotten with what they named
 
 
 def test_the_cache_is_flushed_when_idle_alone(live, client):
     assert client.get("/flush_cache").status_code == 200
     post(client, "/pause_generation", mode="in_place")
-    with in_flight(live, input_ids=[5, 6], sampling_params=LONG) as future:
+    with in_flight(live, LONG) as future:
         busy = client.get("/flush_cache", params={"timeout": 0.1})
         assert busy.status_code == 400
         assert "1 requests" in busy.json()["message"]
@@ -158,37 +157,152 @@ def test_the_cache_is_flushed_when_idle_alone(live, client):
         abort.start()
         assert client.post("/flush_cache", params={"timeout": 600}).status_code == 200
         future.result(HANG_SECONDS)
-    assert client.get("/flush_cache", params={"timeout": "nan"}).status_code == 422
 
 
-def test_loads_count_what_runs_and_what_waits(live, client):
-    post(client, "/pause_generation", mode="in_place")
-    with in_flight(live, input_ids=[[5, 6]] * 3, sampling_params=LONG) as future:
-        load = client.get("/v1/loads").json()["loads"][0]
-        assert load["num_total_reqs"] == load["num_waiting_reqs"] == 3
-        assert client.get("/get_load").json()[0]["num_reqs"] == 3
-        post(client, "/abort_request", abort_all=True)
-        future.result(HANG_SECONDS)
+def test_memory_is_released_and_resumed_in_parts(client):
+    before = output_ids(client)
+    freed = ok(client.post(RELEASE))["freed_bytes"]
+    assert freed["weights"] > 0
+    assert freed["kv_cache"] > 0
+    assert "kv_cache" in ok(client.post(RESUME, json={"tags": ["weights"]}))["state"]
+    answer = client.post(RESUME, json={"tags": ["kv_cache", "cuda_graph"]})
+    assert answer.json() == {"success": True, "message": "", "state": ""}
+    ok(client.post(RESUME))  # there is nothing to resume
+    ok(client.post(RELEASE, json={"tags": ["weights", "kv_cache"]}))
+    graphs = {"tags": ["weights", "kv_cache", "cuda_graph"]}  # which nobody released
+    assert ok(client.post(RESUME, json=graphs))["state"] == ""
+    assert client.post(RESUME, json={"tags": ["weights"]}).status_code == 400
+    unknown = client.post(RELEASE, json={"tags": ["everything"]})
+    assert unknown.status_code == 400
+    assert "weights, kv_cache, graphs" in unknown.json()["message"]
+    ok(client.post(RELEASE, json={"tags": ["kv_cache"]}))
+    assert client.post(RELEASE, json={"tags": ["kv_cache"]}).status_code == 400
+    assert ok(client.post(RESUME))["state"] == ""
+    assert output_ids(client) == before
+
+
+def test_weights_that_were_not_kept_are_torn(client, first):
+    ok(client.post(RELEASE, json={"tags": ["weights"], "keep_weights": False}))
+    assert "torn" in ok(client.post(RESUME, json={"tags": ["weights"]}))["state"]
+    raw = {"Content-Type": "application/x-safetensors"}
+    ok(client.post("/update_weights_from_tensor", content=first.safetensors, headers=raw))
+    assert output_ids(client) == first.output_ids
+
+
+# vLLM's calls
+
+
+def test_requests_are_kept_or_aborted_by_a_pause(live, client):
+    for mode, end in (("keep", (9, "length")), ("abort", (0, "abort"))):
+        assert call(client, "/pause", mode="keep")["status"] == "paused"
+        assert client.get("/is_paused").json() == {"is_paused": True}
+        with in_flight(live) as waiting:
+            assert call(client, "/pause", mode=mode)["success"]
+            if mode == "keep":
+                assert not waiting.done()
+                call(client, "/resume")
+            assert ended(waiting) == end
+        call(client, "/resume")
+    assert client.get("/is_paused").json() == {"is_paused": False}
+
+
+def test_a_pause_may_wait_for_requests_in_flight(live, client):
+    """Requests that come meanwhile come after it: else it might never begin."""
+    with in_flight(live, LONG) as running, ThreadPoolExecutor(1) as pool:
+        pausing = pool.submit(call, client, "/pause", mode="wait")
+        wait_until(lambda: live.serving.loop.is_holding or pausing.done())
+        with in_flight(live) as later, live.client() as other:
+            pausing.result(HANG_SECONDS)
+            assert ended(running) == (400, "length")
+            assert not later.done()
+            call(other, "/resume")
+            assert ended(later) == (9, "length")
+    call(client, "/pause", mode="keep")
+    with in_flight(live) as waiting:
+        assert "paused" in call(client, "/pause", 503, mode="wait")["error"]["message"]
+        call(client, "/resume")
+        waiting.result(HANG_SECONDS)
+    call(client, "/pause", wait_for_inflight_requests=True)
+    assert client.get("/is_paused").json() == {"is_paused": True}
+
+
+def test_asleep_and_awake_part_by_part(live, client):
+    before = output_ids(client)
+    assert call(client, "/sleep", level=1)["freed_bytes"].keys() >= {"weights", "kv_cache"}
+    assert call(client, "/sleep", level=1)["freed_bytes"] == {}
+    assert client.get("/is_sleeping").json() == {"is_sleeping": True}
+    with in_flight(live) as waiting:
+        assert "kv_cache" in call(client, "/wake_up", tags=["weights"])["state"]
+        assert not waiting.done()
+        assert call(client, "/wake_up", tags=["weights", "kv_cache"])["state"] == ""
+        waiting.result(HANG_SECONDS)
+    assert call(client, "/wake_up")["state"] == ""  # nothing is asleep
+    assert client.get("/is_sleeping").json() == {"is_sleeping": False}
+    assert output_ids(client) == before
+    assert "weights, kv_cache" in call(client, "/sleep", 400, tags=["everything"])["message"]
+
+
+def test_sleep_ends_requests_unless_they_are_kept(live, client):
+    for mode, end in (("keep", (9, "length")), ("abort", (0, "abort"))):
+        call(client, "/pause", mode="keep")
+        with in_flight(live) as waiting:
+            call(client, "/sleep", mode=mode, tags=["kv_cache"])
+            call(client, "/wake_up")
+            assert client.get("/is_paused").json() == {"is_paused": True}
+            assert mode == "abort" or not waiting.done()
+            call(client, "/resume")
+            assert ended(waiting) == end
+    call(client, "/sleep")
+    with in_flight(live) as waiting:
+        call(client, "/sleep")  # again: nothing more is released
+        assert ended(waiting) == (0, "abort")
+    assert client.get("/is_paused").json() == {"is_paused": False}
+
+
+def test_the_prefix_cache_is_dropped(live, client):
+    def cached() -> int:
+        sampling = {"max_tokens": 1}
+        body = {"token_ids": list(range(3, 90)), "sampling_params": sampling}
+        usage = post(client, "/inference/v1/generate", **body)["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    cached()
+    assert cached() > 0
+    assert call(client, "/reset_prefix_cache")["success"] is True
+    for clear_cache, kept in (("true", False), ("false", True)):
+        cached()
+        call(client, "/pause", clear_cache=clear_cache)
+        call(client, "/resume")
+        assert (cached() > 0) is kept
+    call(client, "/pause", mode="keep")
+    with in_flight(live) as waiting:
+        assert call(client, "/reset_prefix_cache")["success"] is False
+        assert post(client, "/reset_prefix_cache", reset_running_requests=True)["success"] is True
+        call(client, "/resume")
+        waiting.result(HANG_SECONDS)
+    assert cached() == 0
 
 
 def test_what_the_server_tells_of_itself(live, client, text_model_path):
     info = client.get("/get_server_info").json()
-    of_both = client.get("/server_info").json()
-    del of_both["vllm_config"]
+    of_both = client.get("/server_info", params={"config_format": "json"}).json()
+    config = of_both.pop("vllm_config")
     assert info == of_both | {"internal_states": info["internal_states"]}
     assert info["model_path"] == str(text_model_path)
-    assert info["context_length"] == 512
+    assert (info["context_length"], info["tp_size"]) == (512, 1)
     assert "api_key" not in info["server"]
     assert info["max_running_requests"] == info["scheduler"]["max_running"] == 8
     assert info["chunked_prefill_size"] == info["scheduler"]["chunk_len"] == 256
+    assert config["model_config"]["dtype"] == "torch.float32"
+    assert config["lora_config"] is None
+    assert config["parallel_config"]["data_parallel_size"] == 1
+    text = client.get("/server_info", params={"config_format": "text"}).json()["vllm_config"]
+    assert isinstance(text, str)
     model = client.get("/model_info").json()
     assert model == client.get("/get_model_info").json()
     assert model["architectures"] == ["LlamaForCausalLM"]
     assert model["weight_version"] == client.get("/get_weight_version").json()["weight_version"]
-
-
-def test_unknown_modes_and_paths(client):
-    assert client.post("/pause_generation", json={"mode": "later"}).status_code == 422
-    missing = client.get("/nowhere")
-    assert missing.status_code == 404
-    assert missing.json()["error"]["type"] == "not_found_error"
+    assert client.get("/ping").status_code == 200
+    assert client.get("/liveness").json() == {"status": "ok"}
+    assert client.get("/version").json()["version"]
+    assert client.get("/get_world_size").json() == {"world_size": 1}

@@ -52,38 +52,31 @@ def test_a_batch_is_bitwise_that_of_offline_generation(client, generated):
 
 
 def test_concurrent_requests_are_bitwise_those_of_offline_generation(live, generated):
-    """Whole ones and streams, in any order, each the only prompt of its call."""
-    jobs = [
-        (prompt, seed, stream) for prompt in PROMPTS[:6] for seed in (1, 2) for stream in (0, 1)
-    ]
+    """Answers and streams, in any order, each the only prompt of its call."""
+    jobs = [(prompt, seed, seed % 2) for prompt in PROMPTS[:4] for seed in (1, 2, 3, 4)]
     random.Random(0).shuffle(jobs)
-    expected = {
-        (tuple(prompt), seed): generated([prompt], **{**SAMPLING, "seed": seed})[0]
-        for prompt in PROMPTS[:6]
-        for seed in (1, 2)
-    }
 
     def run(job):
         prompt, seed, stream = job
-        body = {
-            "input_ids": prompt,
-            "sampling_params": {**SAMPLING, "seed": seed},
-            "return_logprob": True,
-        }
+        sampling = SAMPLING | {"seed": seed}
+        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
         with live.client() as client:
             return stream_of(client, **body)[-1] if stream else ask(client, **body)
 
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(run, jobs))
     for (prompt, seed, _), answer in zip(jobs, answers, strict=True):
-        same(answer, expected[tuple(prompt), seed])
+        same(answer, generated([prompt], **SAMPLING | {"seed": seed})[0])
 
 
-def test_each_sample_can_be_asked_for_alone_by_its_request_seed(client, generated):
-    expected = generated(PROMPTS[:2], **SAMPLING, n=2)[3]
-    sampling = {"temperature": 0.9, "max_new_tokens": 12, "request_seed": expected.seed}
-    answer = ask(client, input_ids=PROMPTS[1], sampling_params=sampling, return_logprob=True)
-    same(answer, expected)
+def test_a_sample_can_be_asked_for_alone_and_from_its_middle(client, generated):
+    expected = generated(PROMPTS[:2], **SAMPLING, n=2, ignore_eos=True)[3]
+    sampling = {"temperature": 0.9, "ignore_eos": True, "request_seed": expected.seed}
+    asked = {"return_logprob": True, "sampling_params": sampling | {"max_new_tokens": 12}}
+    same(ask(client, input_ids=PROMPTS[1], **asked), expected)
+    resumed = PROMPTS[1] + expected.token_ids[:5]
+    asked["sampling_params"] = sampling | {"max_new_tokens": 7}
+    assert ask(client, input_ids=resumed, **asked)["output_ids"] == expected.token_ids[5:]
 
 
 def test_without_a_seed_every_request_has_another(client):
@@ -93,25 +86,8 @@ def test_without_a_seed_every_request_has_another(client):
     assert len({tuple(answer["output_ids"]) for answer in answers}) > 1
     first = answers[0]
     again = {**sampling, "seed": first["meta_info"]["seed"]}
-    assert (
-        ask(client, input_ids=[5, 6, 7], sampling_params=again)["output_ids"]
-        == (first["output_ids"])
-    )
-
-
-def test_an_aborted_rollout_resubmitted_with_its_partial_goes_on_as_if_never_cut(client, generated):
-    (whole,) = generated([PROMPTS[0]], **{**SAMPLING, "ignore_eos": True})
-    rest = ask(
-        client,
-        input_ids=PROMPTS[0] + whole.token_ids[:5],
-        sampling_params={
-            "temperature": 0.9,
-            "max_new_tokens": 7,
-            "ignore_eos": True,
-            "request_seed": whole.seed,
-        },
-    )
-    assert rest["output_ids"] == whole.token_ids[5:]
+    repeated = ask(client, input_ids=[5, 6, 7], sampling_params=again)
+    assert repeated["output_ids"] == first["output_ids"]
 
 
 def test_events_say_all_there_is_so_far(client):
@@ -167,14 +143,10 @@ def test_prompt_tokens_are_scored_bitwise_as_generated_ones(client, generated):
 
 
 def test_top_logprobs_of_prompt_and_output(client):
+    asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+    sampling = {"temperature": 0, "max_new_tokens": 3, "ignore_eos": True}
     answer = ask(
-        client,
-        input_ids=[5, 6, 7],
-        sampling_params={"temperature": 0, "max_new_tokens": 3, "ignore_eos": True},
-        return_logprob=True,
-        logprob_start_len=0,
-        top_logprobs_num=2,
-        return_text_in_logprobs=True,
+        client, input_ids=[5, 6, 7], sampling_params=sampling, return_text_in_logprobs=True, **asked
     )
     meta = answer["meta_info"]
     assert meta["input_top_logprobs"][0] is None
@@ -204,10 +176,7 @@ def test_what_ended_it_is_no_text_unless_asked_for(client, generated, stream):
     assert (found.rstrip(), reason) == (before, by_string)
     assert text(stop=[words[place]], no_stop_trim=True) == (f"{before} {words[place]}", by_string)
     assert text(stop_token_ids=[token]) == (before, by_token)
-    assert text(stop_token_ids=[token], no_stop_trim=True) == (
-        f"{before} {words[place]}",
-        by_token,
-    )
+    assert text(stop_token_ids=[token], no_stop_trim=True) == (f"{before} {words[place]}", by_token)
 
 
 def test_meta_info_has_what_trainers_read(client):
@@ -223,60 +192,3 @@ def test_meta_info_has_what_trainers_read(client):
     assert meta["spec_draft_token_num"] >= meta["spec_accept_token_num"]
     assert meta["cached_tokens"] >= 0
     assert meta["e2e_latency"] > 0
-
-
-@pytest.mark.parametrize(
-    ("body", "field"),
-    [
-        ({}, "text"),
-        ({"text": "one", "input_ids": [5]}, "text"),
-        ({"input_ids": []}, "input_ids"),
-        ({"input_ids": [[5], []]}, "input_ids[1]"),
-        ({"input_ids": [97]}, "input_ids"),
-        ({"text": []}, "batch"),
-        ({"input_ids": [5] * 512}, "len(prompt)"),
-        ({"input_ids": [5], "sampling_params": {"temperature": -1}}, "sampling.temperature"),
-        ({"input_ids": [5], "sampling_params": {"max_new_tokens": -1}}, "min_new_tokens"),
-        ({"input_ids": [5], "sampling_params": {"ebnf": "x"}}, "sampling_params.ebnf"),
-        ({"input_ids": [5], "sampling_params": {"regex": "a+"}}, "sampling.regex"),  # of words
-        ({"input_ids": [5], "sampling_params": {"seed": 1, "sampling_seed": 2}},
-         "sampling_params.seed"),
-        ({"input_ids": [5], "sampling_params": {"seed": 2**64}}, "sampling.seed"),
-        ({"input_ids": [5], "sampling_params": {"request_seed": -1}}, "request_seed"),
-        ({"input_ids": [5], "sampling_params": {"stop_token_ids": [97]}}, "stop_token_ids"),
-        ({"input_ids": [5], "sampling_params": {"logit_bias": {"x": 1}}},
-         "sampling_params.logit_bias"),
-        ({"input_ids": [5], "sampling_params": {"top_k": 2**80}}, None),
-        ({"input_ids": [5], "sampling_params": {"n": 10**12}}, "batch"),
-        ({"input_ids": [5], "sampling_params": [{}, {}]}, "sampling_params"),
-        ({"input_ids": [5], "lora_path": "x"}, "lora_path"),
-        ({"input_ids": [5], "image_data": ["x"]}, "image_data"),
-        ({"input_ids": [5], "return_hidden_states": True}, "return_hidden_states"),
-        ({"input_ids": [5], "rid": ""}, "rid"),
-        ({"input_ids": [5], "return_logprob": True, "logprob_start_len": 2}, "logprob_start_len"),
-        ({"input_ids": [5], "sampling_params": {"stop": ["x"] * 65}}, "stop"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("stream", [False, True])
-def test_bad_input_is_refused_by_the_name_of_its_field(client, body, field, stream):
-    answer = client.post("/generate", json={**body, "stream": stream})
-    if field is None:
-        assert answer.status_code == 200
-        return
-    assert answer.status_code == 422
-    error = answer.json()["error"]
-    assert error["param"] == field
-    assert error["type"] == "invalid_request_error"
-    assert field in error["message"]
-
-
-def test_fields_of_wrong_types_and_bodies_that_are_no_json(client):
-    answer = client.post("/generate", json={"input_ids": "five"})
-    assert answer.status_code == 422
-    assert "input_ids" in answer.json()["error"]["message"]
-    hot = {"temperature": "hot"}
-    for sampling, place in [(hot, "temperature"), ([{}, hot], "1.temperature")]:
-        answer = client.post("/generate", json={"input_ids": [5], "sampling_params": sampling})
-        assert answer.json()["error"]["param"] == f"sampling_params.{place}"
-    answer = client.post("/generate", content=b"{", headers={"Content-Type": "application/json"})
-    assert answer.status_code == 400

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import threading
@@ -14,8 +13,6 @@ import pytest
 from rollout.errors import EngineStateError
 from rollout.server import bounded_http
 from rollout.server.bounded_http import BoundedHttp
-from rollout.server.sglang.generate_body import GenerateBody, generate_items
-from rollout.server.sglang.sampling_body import SglangSamplingBody
 from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.held_engine import held
 from tests.helpers.http_raw import open_request, read_status
@@ -49,69 +46,25 @@ def test_bodies_are_cut_off_at_the_limit(open_server):
         assert read_status(sent) == 413
 
 
-def test_a_length_that_is_none_is_refused(open_server):
-    live = open_server()
-    with open_request(live.url, "POST", "/generate", {"Content-Length": "-5"}) as sent:
-        assert read_status(sent) in (400, 413)
-
-
 def test_prompts_and_batches_have_limits(open_server):
     live = open_server(max_prompt_len=8, max_batch=4, max_queue=8)
+    with open_request(live.url, "POST", "/generate", {"Content-Length": "-5"}) as sent:
+        assert read_status(sent) in (400, 413)
     with live.client() as client:
-
-        def status(sampling=None, **body):
-            body["sampling_params"] = {"max_new_tokens": 1} | (sampling or {})
+        for prompt, sampling, param in (
+            ([5] * 8, {}, None),
+            ([5] * 9, {}, "len(prompt)"),
+            ([5] * 9, {"max_new_tokens": 0}, "len(prompt)"),  # scored, not generated
+            ([[5]] * 4, {}, None),
+            ([[5]] * 5, {}, "batch"),
+            ([[5]] * 2, {"n": 3}, "batch"),
+        ):
+            body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1} | sampling}
             answer = client.post("/generate", json=body)
-            refused = answer.status_code != 200
-            return answer.status_code, answer.json()["error"]["param"] if refused else None
-
-        assert status(input_ids=[5] * 8) == (200, None)
-        assert status(input_ids=[5] * 9) == (422, "len(prompt)")
-        assert status(input_ids=[[5]] * 4) == (200, None)
-        assert status(input_ids=[[5]] * 5) == (422, "batch")
-        assert status(input_ids=[[5]] * 2, sampling={"n": 3}) == (422, "batch")
-        # Scored, not generated: the same.
-        zero = {"max_new_tokens": 0}
-        assert status(input_ids=[5] * 9, sampling=zero) == (422, "len(prompt)")
-
-
-def test_what_every_sample_of_a_call_holds_is_bounded(live):
-    """A body of megabytes must not become gigabytes by n."""
-    many = {"max_new_tokens": 1, "n": 1024}
-    with live.client() as client:
-
-        def refused(sampling, **body):
-            asked = {"input_ids": [5], "sampling_params": many | sampling, **body}
-            answer = client.post("/generate", json=asked)
-            assert answer.status_code == 422
-            return answer.json()["error"]["param"]
-
-        assert refused({}, rid="r" * 1025) == "rid"
-        assert refused({}, rid="r" * 1025, input_ids=[[5], [6]]) == "rid"
-        assert refused({"stop_token_ids": [5] * 1025}) == "len(stop_token_ids)"
-
-
-def test_extreme_penalties_are_answered(live):
-    for odd in ({"repetition_penalty": 1e-45}, {"presence_penalty": -3e38}):
-        sampling = {"max_new_tokens": 4, "temperature": 0.5, "ignore_eos": True} | odd
-        with live.client() as client:
-            answer = client.post("/generate", json={"input_ids": [5], "sampling_params": sampling})
-        assert (answer.status_code, len(answer.json()["output_ids"])) == (200, 4)
-
-
-def test_prompts_that_ask_for_the_same_share_their_parameters(live):
-    async def ask():
-        body = GenerateBody(
-            input_ids=[[5], [6], [7]],
-            sampling_params=SglangSamplingBody(seed=3),
-            return_logprob=True,
-            top_logprobs_num=[0, 0, 2],
-        )
-        return await generate_items(body, live.serving)
-
-    questions, _ = asyncio.run(ask())
-    assert questions[0].params is questions[1].params
-    assert [question.params.top_logprobs for question in questions] == [0, 0, 2]
+            if param is None:
+                assert answer.status_code == 200
+            else:
+                assert (answer.status_code, answer.json()["error"]["param"]) == (422, param)
 
 
 def test_a_full_queue_is_429_and_takes_all_of_a_call_or_none(open_server):
@@ -187,39 +140,32 @@ def test_a_broken_engine_is_503_with_its_reason(open_server, caplog):
     def breaks(batch):
         raise OSError("the machine is on fire")
 
+    def fails(mode):
+        raise KeyError("/secret/path")
+
     def sabotage(engine):
         engine.worker.begin_step = breaks
+        engine.pause_generation = fails
 
     live.serving.loop.call(sabotage).result(HANG_SECONDS)
     with live.client() as client:
         assert client.get("/health").status_code == 200
+        failed = client.post("/pause_generation", json={})
+    assert failed.status_code == 500  # an unexpected error shows its name alone
+    assert "KeyError" in failed.json()["error"]["message"]
+    assert "secret" not in failed.text
+    with live.client() as client:
         body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 2}}
-        for _ in range(2):
-            failed = client.post("/generate", json=body)
+        for stream in (False, False, True):
+            failed = client.post("/generate", json=body | {"stream": stream})
             assert failed.status_code == 503
             assert "the machine is on fire" in failed.json()["error"]["message"]
-        assert client.post("/generate", json={**body, "stream": True}).status_code == 503
         for path in ("/health", "/health_generate", "/v1/loads", "/get_weight_version"):
             assert client.get(path).status_code == 503
     with pytest.raises(EngineStateError):
         live.serving.loop.require_open()
-    (record,) = [record for record in caplog.records if record.exc_info]
-    assert "the machine is on fire" in str(record.exc_info[1])
-    assert record.exc_info[2] is not None
-
-
-def test_an_unexpected_error_shows_its_name_alone(open_server):
-    live = open_server()
-
-    def fails(mode):
-        raise KeyError("/secret/path")
-
-    live.serving.loop.call(lambda engine: setattr(engine, "pause_generation", fails))
-    with live.client() as client:
-        failed = client.post("/pause_generation", json={})
-    assert failed.status_code == 500
-    assert "KeyError" in failed.json()["error"]["message"]
-    assert "secret" not in failed.text
+    errors = [str(record.exc_info[1]) for record in caplog.records if record.exc_info]
+    assert sum("the machine is on fire" in error for error in errors) == 1
 
 
 def test_too_many_connections_are_refused_and_those_there_are_go_on(open_server, monkeypatch):
@@ -247,29 +193,23 @@ def test_too_many_connections_are_refused_and_those_there_are_go_on(open_server,
         wait_until(answers)  # when the server has noticed that one has left
 
 
-def test_many_more_are_closed_at_once(open_server, monkeypatch):
-    monkeypatch.setattr(bounded_http, "_REFUSED_SECONDS", HANG_SECONDS)
+def test_refused_connections_are_not_waited_for(open_server, monkeypatch):
+    monkeypatch.setattr(BoundedHttp, "seconds", HANG_SECONDS)
     live = open_server(max_connections=1)
     host, port = live.url.removeprefix("http://").split(":")
     head = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     with ExitStack() as opened:
-        connections = [
-            opened.enter_context(socket.create_connection((host, int(port)), HANG_SECONDS))
-            for _ in range(300)
-        ]
-        assert connections[-1].recv(1) == b""
-        for index, status in ((0, 200), (1, 503)):
-            connections[index].sendall(head)
-            assert read_status(connections[index]) == status
 
+        def connect() -> socket.socket:
+            connection = socket.create_connection((host, int(port)), HANG_SECONDS)
+            return opened.enter_context(connection)
 
-def test_a_connection_that_is_refused_is_not_waited_for(open_server, monkeypatch):
-    monkeypatch.setattr(BoundedHttp, "seconds", HANG_SECONDS)
-    monkeypatch.setattr(bounded_http, "_REFUSED_SECONDS", 0.05)
-    live = open_server(max_connections=1)
-    host, port = live.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), HANG_SECONDS) as taken:
-        with socket.create_connection((host, int(port)), HANG_SECONDS / 2) as refused:
-            assert refused.recv(1) == b""
-        taken.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-        assert read_status(taken) == 200
+        taken = connect()
+        monkeypatch.setattr(bounded_http, "_REFUSED_SECONDS", 0.05)
+        assert connect().recv(1) == b""
+        monkeypatch.setattr(bounded_http, "_REFUSED_SECONDS", HANG_SECONDS)
+        connections = [connect() for _ in range(300)]
+        assert connections[-1].recv(1) == b""  # many more are closed at once
+        for connection, status in ((taken, 200), (connections[0], 503)):
+            connection.sendall(head)
+            assert read_status(connection) == status

@@ -1,9 +1,11 @@
-"""Metrics for Prometheus are valid, counted once, bounded, and there whatever the engine does."""
+"""Metrics and status are counted once, bounded, and there whatever the engine does."""
 
 from __future__ import annotations
 
 import json
+import math
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +16,7 @@ from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.held_engine import held
 from tests.helpers.http_raw import open_request
 from tests.server.conftest import Live
-from tests.server.fresh_status import fresh_metrics, scrape
+from tests.server.fresh_status import fresh_metrics, fresh_status, scrape
 from tests.server.policies import generate, output_ids
 
 
@@ -59,26 +61,23 @@ def test_tokens_are_counted_once_however_often_they_are_read(client):
     assert found["can_run", ()] == 1
 
 
-def test_probes_of_health_are_no_samples(client):
-    for _ in range(3):
-        assert client.get("/health_generate").status_code == 200
-    found = fresh_metrics(client)
-    assert found["generated_tokens_total", ()] > 0
-    assert found.get(("samples_total", ("length",)), 0) == 0
-    assert found["time_to_first_token_seconds_count", ()] == 0
-
-
 def test_labels_are_not_the_clients_to_choose(client):
     client.get("/nothing/of/that/name")
     client.get("/another?name=1")
     client.request("PROPFIND", "/generate")
     client.post("/add_external_corpus", json={"corpus_id": "chosen", "documents": ["one two"]})
+    for _ in range(3):
+        assert client.get("/health_generate").status_code == 200
     found = fresh_metrics(client)
     assert found["http_requests_total", ("GET", "none", "404")] == 2
     assert found["http_requests_total", ("other", "/generate", "405")] == 1
     assert not any("chosen" in labels or "PROPFIND" in labels for _, labels in found)
     assert found["corpora", ("published",)] == 1
     assert found["corpora_tokens", ("published",)] == 2
+    # Probes of health are no samples
+    assert found["generated_tokens_total", ()] > 0
+    assert found.get(("samples_total", ("length",)), 0) == 0
+    assert found["time_to_first_token_seconds_count", ()] == 0
 
 
 def test_refusals_are_counted(open_server):
@@ -93,7 +92,7 @@ def test_refusals_are_counted(open_server):
     assert found["http_requests_total", ("POST", "/generate", "400")] == 1
 
 
-def test_a_client_that_left(client, server):
+def test_samples_that_end_early_are_counted_by_their_end(client, server):
     asked = {"input_ids": [5], "sampling_params": {"max_new_tokens": 500, "ignore_eos": True}}
     body = json.dumps(asked).encode()
     headers = {"Content-Type": "application/json", "Content-Length": str(len(body))}
@@ -101,11 +100,8 @@ def test_a_client_that_left(client, server):
         with open_request(server.url, "POST", "/generate", headers) as sent:
             sent.sendall(body)
             wait_until(lambda: server.serving.loop.num_unfinished)
-        wait_until(lambda: not server.serving.loop.num_unfinished)
+        wait_until(lambda: not server.serving.loop.num_unfinished)  # the client has left
     wait_until(lambda: fresh_metrics(client).get(("samples_total", ("cancelled",))))
-
-
-def test_a_sample_that_was_aborted(client, server):
     with ThreadPoolExecutor(1) as threads, held(server.serving.loop):
         long = threads.submit(generate, client, max_new_tokens=500)
         wait_until(lambda: fresh_metrics(client)["requests_running", ()])
@@ -117,7 +113,6 @@ def test_a_sample_that_was_aborted(client, server):
 
 
 def test_an_engine_that_is_busy_is_not_waited_for(client, server):
-    fresh_metrics(client)
     entered, opened = threading.Event(), threading.Event()
 
     def hold(_) -> None:
@@ -134,3 +129,29 @@ def test_an_engine_that_is_busy_is_not_waited_for(client, server):
         opened.set()
         held.result(HANG_SECONDS)
     fresh_metrics(client)
+
+
+def test_status_is_json_for_the_page(live, monkeypatch):
+    with live.client() as client:
+        output_ids(client)
+        live.wait_until_idle()
+        body = fresh_status(client)
+        real = time.time
+        monkeypatch.setattr(time, "time", lambda: real() - 7200)  # a clock may be set back
+        assert 0 < client.get("/status").json()["uptime"] < 3600
+        page = client.get("/")
+    engine = body["engine"]
+    assert body["model"] == live.serving.model_name
+    assert (body["unfinished"], body["draining"]) == (0, False)
+    assert 0 < body["uptime"] < 3600
+    assert (engine["running"], engine["waiting"], engine["unavailable_reason"]) == (0, 0, "")
+    assert engine["weight_versions"] == {"target": 0}
+    assert engine["total"]["generated_tokens"] == 12
+    cost = engine["learned"]["budget"]["cost"]
+    assert len(cost["milliseconds"]) == len(cost["contexts"])
+    assert all(math.isfinite(each) for row in cost["milliseconds"] for each in row)
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert page.headers["x-content-type-options"] == "nosniff"
+    assert len(page.content) < 50_000

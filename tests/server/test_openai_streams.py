@@ -1,8 +1,7 @@
-"""Streams: the same text as without, no half of a character or of a stop string, nobody waits."""
+"""Streams show the texts of rollouts, and never half a character or a stop string."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -14,12 +13,11 @@ import pytest
 from tokenizers.pre_tokenizers import ByteLevel
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.types import Rollout
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.held_engine import held
 from tests.helpers.text_model import save_byte_model
-from tests.server.conftest import Live, run_server
-from tests.server.openai_clients import async_client_of, client_of, joined_parts
+from tests.server.conftest import Live, post, run_server
+from tests.server.openai_clients import client_of, joined_parts
 
 
 @pytest.fixture(scope="module")
@@ -38,37 +36,27 @@ def offline(byte_model_path: Path) -> RolloutEngine:
     return RolloutEngine.from_pretrained(byte_model_path, "none")
 
 
-def streamed(live: Live, **asked: Any) -> dict[int, dict[str, Any]]:
-    return joined_parts(
-        client_of(live).completions.create(
-            **{"model": live.serving.model_name, "stream": True, **asked}
-        )
+def create(live: Live, **asked: Any) -> Any:
+    return client_of(live).completions.create(
+        **{"model": live.serving.model_name, "prompt": "x"} | asked
     )
 
 
-def test_streams_have_the_texts_of_whole_answers(live: Live, offline: RolloutEngine) -> None:
+def test_streams_have_the_texts_of_rollouts(live: Live, offline: RolloutEngine) -> None:
     prompts = ["héllo wörld", "日本語 🙂"]
-    params = SamplingParams(seed=1, n=3, max_new_tokens=60, temperature=0.8)
-    expected = offline.generate(prompts, params)
+    shared = {"seed": 1, "n": 3, "temperature": 0.8}
+    expected = offline.generate(prompts, SamplingParams(**shared, max_new_tokens=60))
     assert any("\ufffd" in (rollout.text or "") for rollout in expected)
-    choices = streamed(
-        live,
-        prompt=prompts,
-        n=3,
-        seed=1,
-        max_tokens=60,
-        temperature=0.8,
-        logprobs=0,
-        extra_body={"return_token_ids": True},
-    )
+    extra = {"return_token_ids": True}
+    asked = {"max_tokens": 60, "logprobs": 0, "stream": True, "extra_body": extra} | shared
+    choices = joined_parts(create(live, prompt=prompts, **asked))
     assert len(choices) == 6
     for index, rollout in enumerate(expected):
         choice = choices[index]
         assert choice["text"] == rollout.text
         assert choice["token_ids"] == rollout.token_ids
-        assert [
-            logprob for part in choice["logprobs"] for logprob in part.token_logprobs
-        ] == rollout.logprobs
+        logprobs = [each for part in choice["logprobs"] for each in part.token_logprobs]
+        assert logprobs == rollout.logprobs
         assert choice["finish_reason"] == str(rollout.finish_reason)
 
 
@@ -79,46 +67,34 @@ SCHEMA = {
     "additionalProperties": False,
     "x-guidance": {"whitespace_flexible": False},
 }
+NAMED = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "x", "schema": SCHEMA},
-            }
-        },
-        {"extra_body": {"structured_outputs": {"json": json.dumps(SCHEMA)}}},
-        {"extra_body": {"guided_choice": ["[1, 2]", '{"a": "(.*)"}']}},
-    ],
-)
-def test_outputs_obey_a_grammar(live: Live, asked: dict[str, Any]) -> None:
+def test_outputs_obey_a_grammar_in_every_dialect(live: Live) -> None:
     pytest.importorskip("llguidance")
-    chunks = client_of(live).chat.completions.create(
-        model=live.serving.model_name,
-        messages=[{"role": "user", "content": "hi"}],
-        n=4,
-        max_tokens=80,
-        stream=True,
-        **asked,
-    )
-    for choice in joined_parts(chunks).values():
-        assert choice["finish_reason"] == "stop"
-        value = json.loads(choice["text"][:-1])  # the model's end is a character
-        assert value in ([1, 2], {"a": "(.*)"}) or (
-            value["a"] in ("one", "other") and value["b"] in (False, True)
+    objects = re.compile(r'\{"a":"(one|other)","b":(true|false)\}')
+    chosen = re.compile(r'\[1, 2\]|\{"a": "\(\.\*\)"\}')
+    for asked, pattern in (
+        ({"response_format": NAMED}, objects),
+        ({"extra_body": {"structured_outputs": {"json": json.dumps(SCHEMA)}}}, objects),
+        ({"extra_body": {"guided_choice": ["[1, 2]", '{"a": "(.*)"}']}}, chosen),
+    ):
+        chunks = client_of(live).chat.completions.create(
+            model=live.serving.model_name,
+            messages=[{"role": "user", "content": "hi"}],
+            n=4,
+            max_tokens=80,
+            stream=True,
+            **asked,
         )
-
-
-def test_sglangs_dialect_has_grammars_too(live: Live) -> None:
-    pytest.importorskip("llguidance")
-    body = {"text": "x", "sampling_params": {"regex": "(ab|c){3}-d", "max_new_tokens": 20}}
+        for choice in joined_parts(chunks).values():
+            assert choice["finish_reason"] == "stop"
+            # The model's end is a character
+            assert pattern.fullmatch(choice["text"][:-1]), choice["text"]
+    sampling = {"regex": "(ab|c){3}-d", "max_new_tokens": 20}
     with live.client() as client:
-        answer = client.post("/generate", json=body)
-    assert answer.status_code == 200, answer.text
-    assert re.fullmatch("(ab|c){3}-d", answer.json()["text"])
+        answer = post(client, "/generate", text="x", sampling_params=sampling)
+    assert re.fullmatch("(ab|c){3}-d", answer["text"])
 
 
 def favouring(text: str) -> dict[int, float]:
@@ -134,20 +110,12 @@ def test_stop_strings_are_not_leaked(live: Live, offline: RolloutEngine) -> None
     stop, bias = ["abba", "é!"], favouring("abé!")
     params = SamplingParams(seed=2, n=16, max_new_tokens=120, stop=stop, logit_bias=bias)
     expected = offline.generate(["x"], params)
-    reasons = {str(rollout.finish_reason) for rollout in expected}
-    assert "stop" in reasons
-    chunks = client_of(live).completions.create(
-        model=live.serving.model_name,
-        prompt="x",
-        n=16,
-        seed=2,
-        max_tokens=120,
-        stop=stop,
-        logit_bias={str(token): value for token, value in bias.items()},
-        stream=True,
-    )
+    assert "stop" in {str(rollout.finish_reason) for rollout in expected}
+    biases: Any = {str(token): value for token, value in bias.items()}
     shown = dict.fromkeys(range(16), "")
-    for chunk in chunks:
+    for chunk in create(
+        live, n=16, seed=2, max_tokens=120, stop=stop, logit_bias=biases, stream=True
+    ):
         (part,) = chunk.choices
         shown[part.index] += part.text
         text = expected[part.index].text
@@ -166,61 +134,27 @@ def test_texts_may_show_what_ended_them(live: Live, offline: RolloutEngine, skip
     for rollout in offline.generate(["x"], params):
         text = offline.encoder.tokenizer.decode(rollout.token_ids, skip_special_tokens=skips)
         ends = [text.find(each) + 3 for each in stop if each in text]
-        assert ends, "each of them is to end by a stop string"
+        assert ends, "a stop string ends each of them"
         expected.append(text[: min(ends)] if skips else text)
     asked = {
-        "model": live.serving.model_name,
-        "prompt": "x",
-        "n": 8,
-        "seed": 3,
-        "max_tokens": 60,
-        "stop": stop,
+        "n": 8, "seed": 3, "max_tokens": 60, "stop": stop,
         "logit_bias": {str(token): value for token, value in bias.items()},
         "extra_body": {
-            "ignore_eos": True,
-            "include_stop_str_in_output": True,
-            "skip_special_tokens": skips,
+            "ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": skips,
         },
-    }
-    whole = client_of(live).completions.create(**asked)
-    assert [choice.text for choice in whole.choices] == expected
+    }  # fmt: skip
+    assert [choice.text for choice in create(live, **asked).choices] == expected
     assert any("</s>" in text for text in expected) is not skips
-    parts = joined_parts(client_of(live).completions.create(**asked, stream=True))
+    parts = joined_parts(create(live, **asked, stream=True))
     assert [parts[index]["text"] for index in range(8)] == expected
 
 
-def test_many_clients_at_once_get_their_own_tokens(live: Live, offline: RolloutEngine) -> None:
-    async def ask(client: openai.AsyncOpenAI, seed: int) -> str:
-        stream = await client.chat.completions.create(
-            model=live.serving.model_name,
-            messages=[{"role": "user", "content": "hi"}],
-            seed=seed,
-            max_tokens=40,
-            stream=True,
-        )
-        return joined_parts([chunk async for chunk in stream])[0]["text"]
-
-    async def ask_all() -> list[str]:
-        async with async_client_of(live) as client:
-            return await asyncio.gather(*(ask(client, seed) for seed in range(24)))
-
-    prompts = [[{"role": "user", "content": "hi"}]] * 24
-    params = [SamplingParams(seed=seed, max_new_tokens=40) for seed in range(24)]
-    expected: list[Rollout] = []
-    for prompt, own in zip(prompts, params, strict=True):
-        expected += offline.generate([prompt], own)
-    assert asyncio.run(ask_all()) == [rollout.text for rollout in expected]
+ENDLESS = {"max_tokens": 500, "stream": True, "extra_body": {"ignore_eos": True}}
 
 
-def test_an_aborted_request_says_so(live: Live) -> None:
+def test_an_aborted_stream_says_so(live: Live) -> None:
     with held(live.serving.loop):
-        stream = client_of(live).completions.create(
-            model=live.serving.model_name,
-            prompt="x",
-            max_tokens=500,
-            stream=True,
-            extra_body={"ignore_eos": True},
-        )
+        stream = create(live, **ENDLESS)
         chunks = [next(stream)]
         live.serving.loop.abort_all().result(HANG_SECONDS)
     chunks += list(stream)
@@ -228,22 +162,18 @@ def test_an_aborted_request_says_so(live: Live) -> None:
 
 
 def test_an_error_in_mid_stream_is_an_error_of_the_client(byte_model_path: Path) -> None:
-    with pytest.raises(openai.APIError, match="the engine loop is broken"):
-        stream_until_the_engine_breaks(byte_model_path)
-
-
-def stream_until_the_engine_breaks(model: Path) -> None:
     def break_down(engine: RolloutEngine) -> None:
         def step(batch: object) -> None:
             raise RuntimeError("a broken machine")
 
         engine.worker.begin_step = step
 
-    with run_server(model, {"spec": "none"}, {}) as live, held(live.serving.loop, after=50):
-        stream = client_of(live).completions.create(
-            model=live.serving.model_name, prompt="x", max_tokens=500, stream=True,
-            extra_body={"ignore_eos": True},
-        )  # fmt: skip
+    with (
+        run_server(byte_model_path, {"spec": "none"}, {}, breaks=True) as live,
+        held(live.serving.loop, after=50),
+    ):
+        stream = create(live, **ENDLESS)
         next(stream)
         live.serving.loop.call(break_down).result(HANG_SECONDS)
-        list(stream)
+        with pytest.raises(openai.APIError, match="the engine loop is broken"):
+            list(stream)

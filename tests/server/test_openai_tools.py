@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from rollout.engine.grammars import Grammars
 from tests.helpers.chain_model import save_chain_model
-from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.text_model import save_byte_model
 from tests.server.conftest import Live, post, run_server
 from tests.server.openai_clients import client_of
@@ -33,16 +29,11 @@ CHAIN = (
     "</tool_call> over"
 )
 OTHERS = ("add", "<user>", "<tool>", "7", "fifteen", "call_1")
+ADD = {"type": "object", "properties": {"one": {"type": "integer"}}}
 TOOLS: list[Any] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "parameters": {"type": "object", "properties": {"one": {"type": "integer"}}},
-            "strict": True,
-        },
-    }
+    {"type": "function", "function": {"name": "add", "parameters": ADD, "strict": True}}
 ]
+PARTS = [{"type": "text", "text": "fifteen"}]
 MESSAGES: list[Any] = [{"role": "user", "content": "fifteen"}]
 
 
@@ -72,19 +63,12 @@ def byte_live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 
 def ask(live: Live, **asked: Any) -> Any:
-    return client_of(live).chat.completions.create(
-        **{
-            "model": live.serving.model_name,
-            "messages": MESSAGES,
-            "tools": TOOLS,
-            "temperature": 0,
-            "max_tokens": 40,
-            **asked,
-        }
-    )
+    body = {"model": live.serving.model_name, "messages": MESSAGES, "tools": TOOLS}
+    body |= {"temperature": 0, "max_tokens": 40}
+    return client_of(live).chat.completions.create(**body | asked)
 
 
-def test_a_call_comes_as_a_call(live: Live) -> None:
+def test_a_call_is_told_from_text(live: Live) -> None:
     (choice,) = ask(live).choices
     assert choice.finish_reason == "tool_calls"
     assert choice.message.reasoning_content == "hm hm,"
@@ -96,7 +80,7 @@ def test_a_call_comes_as_a_call(live: Live) -> None:
 
 
 @pytest.mark.parametrize("extra", [{}, {"stream_reasoning": False, "return_token_ids": True}])
-def test_a_stream_says_the_same(live: Live, extra: dict[str, Any]) -> None:
+def test_a_stream_has_the_same_call(live: Live, extra: dict[str, Any]) -> None:
     chunks = list(ask(live, stream=True, n=2, extra_body=extra))
     for index in range(2):
         deltas = [part.delta for chunk in chunks for part in chunk.choices if part.index == index]
@@ -115,18 +99,14 @@ def test_a_stream_says_the_same(live: Live, extra: dict[str, Any]) -> None:
         assert reasons[-1] == "tool_calls"
 
 
-def test_the_loop_goes_on(live: Live) -> None:
-    """The official client sends back the message that it got, with `content` and much else."""
+def test_calls_and_their_results_become_the_prompt(live: Live) -> None:
+    """The official client sends back the message that it got, with many other fields."""
     message = ask(live).choices[0].message.model_dump()
     call = message["tool_calls"][0] | {"id": "call_1"}
     history = [
         *MESSAGES,
         message | {"content": None, "tool_calls": [call]},
-        {
-            "role": "tool",
-            "tool_call_id": "call_1",
-            "content": [{"type": "text", "text": "fifteen"}],
-        },
+        {"role": "tool", "tool_call_id": "call_1", "content": PARTS},
     ]
     answer = ask(live, messages=history, max_tokens=1, extra_body={"return_token_ids": True})
     tokenizer = live.serving.encoder.tokenizer
@@ -145,8 +125,7 @@ def test_a_call_that_is_cut_by_length_is_text(live: Live) -> None:
     assert shown == choice.message.content
 
 
-def test_without_calls_they_are_text(live: Live) -> None:
-    """Clients that find calls themselves get what the model wrote after the tools."""
+def test_calls_stay_text_if_they_are_not_asked_for(live: Live) -> None:
     extra = {"return_token_ids": True, "skip_special_tokens": False}
     answer = ask(live, tool_choice="none", extra_body=extra)
     (choice,) = answer.choices
@@ -157,42 +136,44 @@ def test_without_calls_they_are_text(live: Live) -> None:
     assert answer.prompt_token_ids == ask(live, extra_body=extra).prompt_token_ids
 
 
-def test_reasoning_may_stay_in_the_content(live: Live) -> None:
+def test_reasoning_may_stay_in_the_content_or_be_left_out(live: Live) -> None:
     (choice,) = ask(live, extra_body={"separate_reasoning": False}).choices
     assert choice.message.content == "hm hm, </think> So: over"
     assert not hasattr(choice.message, "reasoning_content")
-
-
-@pytest.mark.parametrize(
-    "extra",
-    [
+    for extra in (
         {"enable_thinking": False},
         {"reasoning_effort": "none"},
         {"chat_template_kwargs": {"enable_thinking": False}},
         {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}},
-    ],
-)
-def test_the_template_is_asked_not_to_think(live: Live, extra: dict[str, Any]) -> None:
-    (choice,) = ask(live, extra_body=extra).choices
-    assert choice.message.content == "plain"
-    assert choice.message.reasoning_content is None
-    assert choice.finish_reason == "stop"
+    ):
+        (choice,) = ask(live, extra_body=extra).choices
+        assert choice.message.content == "plain", extra
+        assert choice.message.reasoning_content is None
+        assert choice.finish_reason == "stop"
 
 
-@pytest.mark.parametrize(
-    ("field", "fields"),
-    [
-        ("tool_choice", {"tool_choice": {"type": "function", "function": {"name": "sub"}}}),
-        ("tool_choice", {"tool_choice": "required", "extra_body": {"regex": "a"}}),
-        ("regex", {"extra_body": {"regex": "a"}}),
+def test_fields_that_exclude_calls_are_named(live: Live, byte_live: Live) -> None:
+    other = {"type": "function", "function": {"name": "sub"}}
+
+    def defined(name: str, definitions: Any) -> Any:
+        function = {"name": name, "parameters": {"$defs": definitions}}
+        return {"type": "function", "function": function}
+
+    defined_twice = [defined(name, {"x": {"const": name}}) for name in ("one", "two")]
+    for server, field, fields in (
+        (live, "tool_choice", {"tool_choice": other}),
+        (live, "tool_choice", {"tool_choice": "required", "extra_body": {"regex": "a"}}),
+        (live, "regex", {"extra_body": {"regex": "a"}}),
         # Nobody finds the call behind the reasoning that has begun
-        ("json_schema", {"tool_choice": "required", "extra_body": {"separate_reasoning": False}}),
-    ],
-)
-def test_what_excludes_calls_is_named(live: Live, field: str, fields: dict[str, Any]) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
-        ask(live, **fields)
-    assert refused.value.param == field
+        (live, "json_schema",
+         {"tool_choice": "required", "extra_body": {"separate_reasoning": False}}),
+        (byte_live, "tools", {"tool_choice": "required", "tools": defined_twice}),
+        (byte_live, "tools", {"tool_choice": "required", "tools": [defined("one", 1)]}),
+        (byte_live, "tools", {"tool_choice": "required", "tools": [defined("one", [1])]}),
+    ):  # fmt: skip
+        with pytest.raises(openai.BadRequestError) as refused:
+            ask(server, **fields)
+        assert refused.value.param == field
 
 
 def parameters(name: str) -> dict[str, Any]:
@@ -208,7 +189,7 @@ def parameters(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls_may_be_forced(byte_live: Live, stream: bool) -> None:
-    """A model of random weights, whose template says nothing of how it writes calls."""
+    """The weights are random, and the template does not say how calls are written."""
     pytest.importorskip("llguidance")
     tools = [
         {"type": "function", "function": {"name": name, "parameters": parameters(name)}}
@@ -234,25 +215,7 @@ def test_calls_may_be_forced(byte_live: Live, stream: bool) -> None:
         assert parts[-1].finish_reason == "tool_calls"
 
 
-def test_definitions_that_differ_are_named(byte_live: Live) -> None:
-    tools: list[Any] = [
-        {
-            "type": "function",
-            "function": {"name": name, "parameters": {"$defs": {"x": {"const": name}}}},
-        }
-        for name in ("one", "two")
-    ]
-    with pytest.raises(openai.BadRequestError, match="is defined twice") as refused:
-        ask(byte_live, tools=tools, tool_choice="required")
-    assert refused.value.param == "tools"
-    for parameters in {"$defs": 1}, {"$defs": [1]}:
-        tools[0]["function"]["parameters"] = parameters
-        with pytest.raises(openai.BadRequestError):
-            ask(byte_live, tools=tools, tool_choice="required")
-
-
 def test_a_chat_in_tokens_has_the_same_calls(client: httpx.Client) -> None:
-    """By vLLM's calls, for clients that hold the ids of a chat themselves."""
     chat = {
         "messages": MESSAGES, "tools": TOOLS, "temperature": 0, "max_tokens": 40,
         "return_token_ids": True,
@@ -272,35 +235,10 @@ def test_a_chat_in_tokens_has_the_same_calls(client: httpx.Client) -> None:
     assert schema["type"] == "array"
 
 
-def test_a_grammar_is_compiled_beside_the_engine(
-    byte_live: Live, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A large one takes seconds, in which others generate."""
-    pytest.importorskip("llguidance")
-    compile_grammar = Grammars._compile
-    entered, may_go_on = threading.Event(), threading.Event()
-
-    def held(self: Grammars, kind: str, text: str) -> Any:
-        entered.set()
-        assert may_go_on.wait(HANG_SECONDS)
-        return compile_grammar(self, kind, text)
-
-    monkeypatch.setattr(Grammars, "_compile", held)
-    sent = {"messages": MESSAGES, "tools": [], "extra_body": {"regex": "(ab){3}"}}
-    with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(ask, byte_live, **sent)
-        assert entered.wait(HANG_SECONDS)
-        assert ask(byte_live, tools=[], max_tokens=2).choices[0].finish_reason == "length"
-        assert not waiting.done()
-        may_go_on.set()
-        assert waiting.result(HANG_SECONDS).choices[0].message.content.startswith("ababab")
-
-
 @pytest.mark.parametrize("thinks", [True, False])
 def test_a_grammar_begins_where_reasoning_ends(
     byte_live: Live, monkeypatch: pytest.MonkeyPatch, thinks: bool
 ) -> None:
-    """Else a model that reasons could not, or its answer would have no grammar."""
     pytest.importorskip("llguidance")
     submit, asked = byte_live.serving.loop.submit, []
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,29 +63,17 @@ MISTRAL_LIST = f'[{{"name": "say", "arguments": {SAY_JSON}, "id": "abcdefgh1"}},
 WRITTEN: list[tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = [
     ("hermes", f"Well.\n\n{HERMES_ADD}", "Well.", [ADD]),
     ("hermes", f'{HERMES_ADD}\n<tool_call>{{"name": "now"}}</tool_call>', "", [ADD, NOW]),
-    (
-        "hermes",
-        f'a <tool_call>{{"arguments": {SAY_JSON}, "name": "say"}}  </tool_call> b <',
-        "a b <",
-        [SAY],
-    ),
+    ("hermes", f'a <tool_call>{{"arguments": {SAY_JSON}, "name": "say"}}  </tool_call> b <',
+     "a b <", [SAY]),
     ("hermes", '<tool_call>{"name": "now", "arguments": "{}"}', "", [NOW]),
     ("hermes", '<tool_call>{"name": "unheard of", "arguments": {}}', "", [("unheard of", {})]),
     ("llama3", '{"name": "add", "parameters": {"a": 1, "b": 2.5}}', "", [ADD]),
-    (
-        "llama3",
-        f' {{"name": "say", "arguments": {SAY_JSON}}}; \n{{"name": "now", "parameters": {{}}}}',
-        "",
-        [SAY, NOW],
-    ),
+    ("llama3",
+     f' {{"name": "say", "arguments": {SAY_JSON}}}; \n{{"name": "now", "parameters": {{}}}}',
+     "", [SAY, NOW]),
     ("llama3", 'So: <|python_tag|>{"name": "other", "parameters": {}}', "So:", [("other", {})]),
     ("mistral", f"[TOOL_CALLS] {MISTRAL_LIST}", "", [SAY, NOW]),
-    (
-        "mistral",
-        'Hm.[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2.5}[TOOL_CALLS]now{}',
-        "Hm.",
-        [ADD, NOW],
-    ),
+    ("mistral", 'Hm.[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2.5}[TOOL_CALLS]now{}', "Hm.", [ADD, NOW]),
     ("mistral", '[TOOL_CALLS]add[CALL_ID]abcdefgh1[ARGS]{"a": 1, "b": 2.5}', "", [ADD]),
     ("qwen3_coder", f"I say.\n{QWEN_SAY}\n{QWEN_SAY}", "I say.", [SAY, SAY]),
     ("qwen3_coder", f"{QWEN_ADD} done", "done", [ADD]),
@@ -95,7 +82,7 @@ WRITTEN: list[tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = [
     ("deepseek", f"Yes{ALL_BEGIN}{V31_SAY}{V31_SAY}{ALL_END}", "Yes", [SAY, SAY]),
     ("glm45", f"\nOh\n{GLM_SAY}\n{GLM_SAY}", "\nOh", [SAY, SAY]),
     ("glm45", "<tool_call>now</tool_call>", "", [NOW]),
-]
+]  # fmt: skip
 
 TEXT_ALONE: list[tuple[str, str]] = [
     ("hermes", "use <tool_call> for calls, as in <tool_calls>"),
@@ -145,27 +132,19 @@ def cut(text: str, at: Sequence[int]) -> list[str]:
     return [text[begin:end] for begin, end in pairwise(places)]
 
 
-@pytest.mark.parametrize(("name", "text", "content", "calls"), WRITTEN)
-def test_calls_are_found(
-    name: str, text: str, content: str, calls: list[tuple[str, dict[str, Any]]]
-) -> None:
-    part = reader(name).finish(text)
-    assert [(call.name, json.loads(call.arguments)) for call in part.calls] == calls
-    assert part.content == content
+def test_calls_are_told_from_text() -> None:
+    for name, text, content, calls in WRITTEN:
+        part = reader(name).finish(text)
+        found = [(call.name, json.loads(call.arguments)) for call in part.calls]
+        assert (found, part.content) == (calls, content), (name, text)
+    for name, text in TEXT_ALONE:
+        part = reader(name).finish(text)
+        assert (part.calls, part.content) == ([], text), (name, text)
 
 
-@pytest.mark.parametrize(("name", "text"), TEXT_ALONE)
-def test_what_is_no_call_stays_text(name: str, text: str) -> None:
-    part = reader(name).finish(text)
-    assert not part.calls
-    assert part.content == text
-
-
-@pytest.mark.parametrize("name", [name.value for name in TOOL_PARSERS])
-def test_a_call_that_is_cut_by_length_is_text(name: str) -> None:
+def test_a_call_that_is_cut_by_length_is_text() -> None:
     """Wherever a text ends, calls that were complete count, and all of the rest is text."""
-    texts = [text for each, text, _, _ in WRITTEN if each == name]
-    for text in texts:
+    for name, text, _, _ in WRITTEN:
         whole = reader(name).finish(text)
         for end in range(len(text)):
             part = reader(name).finish(text[:end])
@@ -209,44 +188,39 @@ ENDLESS = {
 }
 
 
-@pytest.mark.parametrize("name", [name.value for name in TOOL_PARSERS])
-def test_text_without_end_is_not_read_again(name: str) -> None:
-    """What waits for the next piece is no longer than a marker: so time is linear in the text."""
-    begin, again = ENDLESS[name]
-    text = begin + again * (50_000 // len(again))
-    parser: PieceParser = TOOL_PARSERS[ToolParserName(name)](TOOLS)
-    longest = max(map(len, [*parser.markers, "<parameter=", "</parameter>", "</arg_value>"]))
-    pieces = []
-    for start in range(0, len(text), 7):
-        pieces += parser.push(text[start : start + 7])
-        assert parser.reader.unread_len < longest
-    pieces += parser.finish()
-    assert "".join(piece.text for piece in pieces) == text  # type: ignore[union-attr]
+def test_reading_takes_linear_time() -> None:
+    """Unread text never grows longer than a marker, however long the text."""
+    for name, (begin, again) in ENDLESS.items():
+        text = begin + again * (50_000 // len(again))
+        parser: PieceParser = TOOL_PARSERS[ToolParserName(name)](TOOLS)
+        longest = max(map(len, [*parser.markers, "<parameter=", "</parameter>", "</arg_value>"]))
+        pieces = []
+        for start in range(0, len(text), 7):
+            pieces += parser.push(text[start : start + 7])
+            assert parser.reader.unread_len < longest, name
+        pieces += parser.finish()
+        assert "".join(piece.text for piece in pieces) == text  # type: ignore[union-attr]
+    for make_parser in TOOL_PARSERS.values():
+        marker = make_parser.markers[0]
+        for text in marker * 3_000, (marker + '{"') * 3_000:
+            assert MessageReader(None, make_parser(TOOLS)).finish(text).content == text
 
 
-def test_many_begun_calls_in_one_piece_take_linear_time() -> None:
-    for parser in TOOL_PARSERS.values():
-        for text in parser.markers[0] * 3_000, (parser.markers[0] + '{"') * 3_000:
-            assert MessageReader(None, parser(TOOLS)).finish(text).content == text
-
-
-@pytest.mark.parametrize(
-    ("text", "begins_inside", "reasoning", "content"),
-    [
+def test_reasoning_is_told_from_content() -> None:
+    for text, begins_inside, reasoning, content in (
         ("<think>\nhm\n</think>\n\nyes", False, "hm", "yes"),
         ("\n<think>hm", False, "hm", ""),
-        ("hm\n\nho\n</think>\n\nyes </think> <think>", True, "hm\n\nho", "yes </think> <think>"),
+        ("hm\n\nho\n</think>\n\nyes </think> <think>", True, "hm\n\nho",
+         "yes </think> <think>"),
         ("<think>\nhm</think>yes", True, "hm", "yes"),
         ("<think>\n\n</think>\n\nyes", False, "", "yes"),
         (" yes <think>no</think>", False, "", " yes <think>no</think>"),
         ("hm </thin", True, "hm </thin", ""),
         ("hm \n", True, "hm \n", ""),
-    ],
-)
-def test_reasoning(text: str, begins_inside: bool, reasoning: str, content: str) -> None:
-    for texts in [text], list(text):
-        part = read(MessageReader(ThinkParser(begins_inside), None), texts)
-        assert (part.reasoning, part.content) == (reasoning, content)
+    ):  # fmt: skip
+        for texts in [text], list(text):
+            part = read(MessageReader(ThinkParser(begins_inside), None), texts)
+            assert (part.reasoning, part.content) == (reasoning, content), text
 
 
 def test_reasoning_may_come_in_one_piece() -> None:
@@ -256,13 +230,10 @@ def test_reasoning_may_come_in_one_piece() -> None:
     assert [part.content for part in parts] == ["", "", "", "", "d", "e"]
 
 
-def test_calls_in_reasoning_are_reasoning() -> None:
+def test_calls_in_reasoning_and_after_the_first_are_left_out() -> None:
     part = reader("hermes", begins_inside=True).finish(f"{HERMES_ADD}</think>{HERMES_ADD}")
     assert part.reasoning == HERMES_ADD
     assert len(part.calls) == 1
-
-
-def test_one_call_alone() -> None:
     parser = TOOL_PARSERS[ToolParserName.hermes](TOOLS)
     messages = MessageReader(None, parser, parallel_calls=False)
     part = messages.finish(HERMES_ADD * 3)
@@ -281,15 +252,13 @@ TEMPLATES = {
 }
 
 
-@pytest.mark.parametrize(("name", "template"), TEMPLATES.items())
-def test_the_format_is_guessed_from_the_chat_template(name: str, template: str) -> None:
-    expected = TOOL_PARSERS.get(ToolParserName(name))
-    assert tool_parser(ToolParserName.auto, template) is expected
-    assert tool_parser(ToolParserName.hermes, template) is TOOL_PARSERS[ToolParserName.hermes]
-    assert tool_parser(ToolParserName.none, template) is None
-
-
-def test_reasoning_is_read_where_the_template_knows_of_it() -> None:
+def test_formats_are_guessed_from_the_chat_template() -> None:
+    hermes = ToolParserName.hermes
+    for name, template in TEMPLATES.items():
+        expected = TOOL_PARSERS.get(ToolParserName(name))
+        assert tool_parser(ToolParserName.auto, template) is expected
+        assert tool_parser(hermes, template) is TOOL_PARSERS[hermes]
+        assert tool_parser(ToolParserName.none, template) is None
     auto = ReasoningParserName.auto
     assert reads_reasoning(auto, "{{ '<think>\\n' }}")
     assert not reads_reasoning(auto, "thinking")

@@ -1,4 +1,4 @@
-"""`/generate` with the experts of each token, as trainers that replay routes read them."""
+"""Answers have the experts of each token, as trainers that replay routes read them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from transformers import AutoTokenizer
 
 from rollout import RolloutEngine, SamplingParams
 from tests.helpers.tiny_moe import save_tiny_moe
-from tests.server.conftest import events_of, run_server
+from tests.server.conftest import events_of, post, run_server
 
 PROMPTS = [[5, 6, 7, 8], [9, 10]]
-SAMPLING = {"temperature": 0.9, "max_new_tokens": 6, "seed": 5, "ignore_eos": True}
+SAMPLING = {"temperature": 0.9, "seed": 5, "ignore_eos": True}
+ASKED = {"return_routed_experts": True}
 
 
 @pytest.fixture(scope="module")
@@ -30,62 +31,43 @@ def client(folder):
         yield client
 
 
+@pytest.fixture(scope="module")
+def expected(folder) -> list[np.ndarray]:
+    engine = RolloutEngine.from_pretrained(folder, record_routes=True)
+    params = SamplingParams(**SAMPLING, max_new_tokens=6, routed_experts=True)
+    return [rollout.routed_experts for rollout in engine.generate(PROMPTS, params)]
+
+
 def routes_of(answer) -> np.ndarray:
     values = np.frombuffer(base64.b64decode(answer["meta_info"]["routed_experts"]), dtype=np.int32)
     return values.reshape(-1, 2, 3)
 
 
-def test_a_batch_has_those_of_offline_generation(client, folder):
-    engine = RolloutEngine.from_pretrained(folder, record_routes=True)
-    expected = engine.generate(PROMPTS, SamplingParams(**SAMPLING, routed_experts=True))
-    body = {"input_ids": PROMPTS, "sampling_params": SAMPLING, "return_routed_experts": True}
-    answers = client.post("/generate", json=body).json()
-    for answer, rollout, prompt in zip(answers, expected, PROMPTS, strict=True):
+def test_sglangs_answers_and_streams_have_them(client, expected):
+    body = {"input_ids": PROMPTS, "sampling_params": SAMPLING | {"max_new_tokens": 6}} | ASKED
+    answers = post(client, "/generate", **body)
+    for answer, routes, prompt in zip(answers, expected, PROMPTS, strict=True):
         assert len(routes_of(answer)) == len(prompt) + 6 - 1
-        assert np.array_equal(routes_of(answer), rollout.routed_experts)
+        assert np.array_equal(routes_of(answer), routes)
+    with client.stream("POST", "/generate", json=body | {"stream": True}) as stream:
+        last = {each["index"]: each for each in events_of(stream)}
+    assert all(np.array_equal(routes_of(last[index]), expected[index]) for index in range(2))
     body |= {"return_routed_experts": [True, False], "routed_experts_start_len": [3, 0]}
-    later, without = client.post("/generate", json=body).json()
-    assert np.array_equal(routes_of(later), expected[0].routed_experts[3:])
+    later, without = post(client, "/generate", **body)
+    assert np.array_equal(routes_of(later), expected[0][3:])
     assert "routed_experts" not in without["meta_info"]
 
 
-def test_a_stream_ends_with_them(client):
-    body = {"input_ids": PROMPTS[0], "sampling_params": SAMPLING, "return_routed_experts": True}
-    whole = client.post("/generate", json=body).json()
-    with client.stream("POST", "/generate", json=body | {"stream": True}) as answer:
-        *_, last = events_of(answer)
-    assert np.array_equal(routes_of(last), routes_of(whole))
-
-
-def test_openais_and_vllms_calls_have_them_in_numpys_form(client, folder):
-    engine = RolloutEngine.from_pretrained(folder, record_routes=True)
-    (expected,) = engine.generate(PROMPTS[:1], SamplingParams(**SAMPLING, routed_experts=True))
-    sampling = {"temperature": 0.9, "max_tokens": 6, "seed": 5, "ignore_eos": True}
-    asked = {"return_routed_experts": True}
+def test_openais_and_vllms_answers_have_them_in_numpys_form(client, expected):
+    sampling = SAMPLING | {"max_tokens": 6}
     for path, body in (
         ("/v1/completions", {"prompt": PROMPTS[0]} | sampling),
         ("/inference/v1/generate", {"token_ids": PROMPTS[0], "sampling_params": sampling}),
     ):
-        (choice,) = client.post(path, json=body | asked).json()["choices"]
+        (choice,) = post(client, path, **body, **ASKED)["choices"]
         routes = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
-        assert np.array_equal(routes, expected.routed_experts)
-        assert "routed_experts" not in client.post(path, json=body).json()["choices"][0]
-    (choice,) = client.post("/skyrl/v1/generate", json=body).json()["choices"]
-    assert choice["routed_experts"] == expected.routed_experts.tolist()
+        assert np.array_equal(routes, expected[0])
+        assert "routed_experts" not in post(client, path, **body)["choices"][0]
+    (choice,) = post(client, "/skyrl/v1/generate", **body)["choices"]
+    assert choice["routed_experts"] == expected[0].tolist()
     assert client.post("/skyrl/v1/generate", json=body | {"stream": True}).status_code == 400
-
-
-@pytest.mark.parametrize("start", [-1, 5])
-def test_a_start_outside_the_prompt_is_refused(client, start):
-    body = {"input_ids": PROMPTS[0], "routed_experts_start_len": start}
-    answer = client.post("/generate", json=body)
-    assert answer.status_code == 422
-    assert "routed_experts_start_len" in answer.text
-
-
-def test_a_model_without_experts_says_so(live):
-    body = {"input_ids": PROMPTS[0], "return_routed_experts": True}
-    with live.client() as client:
-        answer = client.post("/generate", json=body)
-    assert answer.status_code == 422
-    assert "model.record_routes" in answer.text

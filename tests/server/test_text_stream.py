@@ -39,14 +39,8 @@ def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
         models.BPE({name: id for id, name in enumerate(names)}, [], byte_fallback=True)
     )
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names[:3]])
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     )
@@ -135,26 +129,23 @@ def run_request(
     return pieces, text, stream.finish(text)
 
 
-@given(data=st.data())
-@settings(max_examples=50, deadline=None, derandomize=True)
-def test_pieces_make_up_the_text(tokenizer: Any, data: st.DataObject) -> None:
+@given(data=st.data(), stops=st.booleans())
+@settings(max_examples=70, deadline=None, derandomize=True)
+def test_pieces_make_up_the_text_before_the_stop_string(
+    tokenizer: Any, data: st.DataObject, stops: bool
+) -> None:
     tokens = data.draw(token_lists(tokenizer))
-    parts = data.draw(st.composite(chunks)(tokens))
-    pieces, text, rest = run_request(tokenizer, parts, SamplingParams(max_new_tokens=10**6))
-    assert "".join(pieces) + rest == text
-
-
-@given(data=st.data())
-@settings(max_examples=50, deadline=None, derandomize=True)
-def test_stop_strings_are_never_shown(tokenizer: Any, data: st.DataObject) -> None:
-    tokens = data.draw(token_lists(tokenizer))
-    text = tokenizer.decode(tokens, skip_special_tokens=True) or "x"
-    start = data.draw(st.integers(0, len(text) - 1))
-    of_text = text[start : start + data.draw(st.integers(1, 5))]
-    stop = data.draw(st.lists(st.sampled_from(["STOP", " ", "\ufffd", "'", of_text]), min_size=1))
-    params = SamplingParams(
-        max_new_tokens=10**6, stop=stop, min_new_tokens=data.draw(st.integers(0, 8))
-    )
+    params = SamplingParams(max_new_tokens=10**6)
+    if stops:
+        text = tokenizer.decode(tokens, skip_special_tokens=True) or "x"
+        start = data.draw(st.integers(0, len(text) - 1))
+        of_text = text[start : start + data.draw(st.integers(1, 5))]
+        strings = st.sampled_from(["STOP", " ", "\ufffd", "'", of_text])
+        params = SamplingParams(
+            max_new_tokens=10**6,
+            stop=data.draw(st.lists(strings, min_size=1)),
+            min_new_tokens=data.draw(st.integers(0, 8)),
+        )
     parts = data.draw(st.composite(chunks)(tokens))
     pieces, text, rest = run_request(tokenizer, parts, params)
     assert "".join(pieces) + rest == text
@@ -171,36 +162,37 @@ def test_only_an_unfinished_character_waits() -> None:
         assert shown == tokenizer.decode(tokens[:end]).removesuffix("\ufffd")
 
 
-@pytest.mark.parametrize("count", [40, 41])
-def test_clean_up_of_many_quotes_is_that_of_the_whole_run(count: int) -> None:
+def test_clean_up_of_many_quotes_is_that_of_the_whole_run() -> None:
     tokenizer = word_piece_tokenizer()
-    ids = tokenizer.convert_tokens_to_ids(["do", *["'"] * count, "m", "x", "n't", "x"])
-    text = TokenText(Detokenizer(tokenizer))
-    shown = "".join(text.push([id]) for id in ids)
-    assert tokenizer.decode(ids).startswith(shown)
-    assert len(tokenizer.decode(ids)) - len(shown) < 5
+    for count in (40, 41):
+        ids = tokenizer.convert_tokens_to_ids(["do", *["'"] * count, "m", "x", "n't", "x"])
+        text = TokenText(Detokenizer(tokenizer))
+        shown = "".join(text.push([id]) for id in ids)
+        assert tokenizer.decode(ids).startswith(shown)
+        assert len(tokenizer.decode(ids)) - len(shown) < 5
 
 
-def test_an_invalid_byte_spoils_what_came_before_it_in_its_run() -> None:
-    tokenizer = byte_fallback_tokenizer()
-    ids = tokenizer.convert_tokens_to_ids(["Hello", "<0xC3>", "<0xA9>", "<0xFF>", "P"])
-    text = TokenText(Detokenizer(tokenizer))
-    assert [text.push([id]) for id in ids] == ["Hello", "", "", "", "\ufffd\ufffd\ufffdP"]
-
-
-def test_a_space_waits_for_what_may_take_it_away() -> None:
-    tokenizer = word_piece_tokenizer()
-    ids = tokenizer.convert_tokens_to_ids(["do", "'", "m", "x", "n", "s"])
-    text = TokenText(Detokenizer(tokenizer))
-    assert [text.push([id]) for id in ids] == ["do", "", "'m", "", "", " x"]
-
-
-def test_a_stop_string_that_stopped_nothing_is_shown_with_the_next_token() -> None:
-    tokenizer = byte_fallback_tokenizer()
-    ids = tokenizer.convert_tokens_to_ids(["Hello", "STO", "P", "n't"])
-    text = TextStream(Detokenizer(tokenizer), ["STOP"])
-    assert [text.push([id]) for id in ids] == ["Hello", "", "", "STOPn't"]
-    assert text.finish("HelloSTOPn't") == ""
+@pytest.mark.parametrize(
+    ("make_tokenizer", "stop", "tokens", "pieces"),
+    [
+        # An invalid byte spoils the characters before it in its run
+        (byte_fallback_tokenizer, [], ["Hello", "<0xC3>", "<0xA9>", "<0xFF>", "P"],
+         ["Hello", "", "", "", "\ufffd\ufffd\ufffdP"]),
+        # A space waits for a token that may take it away
+        (word_piece_tokenizer, [], ["do", "'", "m", "x", "n", "s"],
+         ["do", "", "'m", "", "", " x"]),
+        # A stop string that stopped nothing is shown with the next token
+        (byte_fallback_tokenizer, ["STOP"], ["Hello", "STO", "P", "n't"],
+         ["Hello", "", "", "STOPn't"]),
+    ],
+)  # fmt: skip
+def test_uncertain_text_waits(
+    make_tokenizer: Any, stop: list[str], tokens: list[str], pieces: list[str]
+) -> None:
+    tokenizer = make_tokenizer()
+    stream = TextStream(Detokenizer(tokenizer), stop)
+    assert [stream.push([id]) for id in tokenizer.convert_tokens_to_ids(tokens)] == pieces
+    assert stream.finish("".join(pieces) + "more") == "more"
 
 
 class CountingDetokenizer(Detokenizer):

@@ -1,10 +1,9 @@
-"""GRPO with ``vllm_mode="server"`` and a server of two ranks."""
+"""GRPO with ``vllm_mode="server"``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,21 +20,15 @@ from rollout.trainers.trl.server_engine import ServerEngine
 from rollout.types import Rollout, SamplingParams
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.trl_runs import by_generation, run, small_engine
-from tests.server.server_process import served
+from tests.server.conftest import run_server
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
 
 @pytest.fixture(scope="module")
 def url(model: Path) -> Iterator[str]:
-    with served(model, "parallel=tensor", "parallel.size=2") as (_, url):
-        yield url
-
-
-def served_by(url: str) -> dict[str, Any]:
-    return {
-        "vllm_mode": "server", "vllm_server_base_url": url, "vllm_server_timeout": HANG_SECONDS,
-    }  # fmt: skip
+    with run_server(model, {"dtype": "float32", "num_threads": 1}, {}) as live:
+        yield live.url
 
 
 def seen(rollouts: list[Rollout]) -> list[tuple[object, ...]]:
@@ -61,32 +54,30 @@ def test_rollouts_are_those_of_an_engine_in_the_process(
 
 
 def test_a_run_is_that_of_an_engine_in_the_process(model: Path, url: str, tmp_path: Path) -> None:
-    own = run(by_generation(model, tmp_path / "own"))
-    trainer = by_generation(model, tmp_path / "served", **served_by(url))
+    """Adapters come alone, to the server's own base."""
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    peft = {"arguments": {"peft_config": lora}}
+    own = run(by_generation(model, tmp_path / "own", **peft))
+    trainer = by_generation(
+        model, tmp_path / "served", **peft, ours={"adapters_only": True}, vllm_mode="server",
+        vllm_server_base_url=url, vllm_server_timeout=HANG_SECONDS,
+    )  # fmt: skip
     trainer.train()
     assert trainer.reward_funcs[0].completion_ids == own.completion_ids
-    engine = trainer.vllm_generation.engine
-    assert engine.weight_version == 3
+    assert trainer.vllm_generation.engine.weight_version == 3
+
+
+def test_an_update_that_fails_is_abandoned(model: Path, url: str) -> None:
+    engine, weights = ServerEngine(url, HANG_SECONDS), load_file(model / "model.safetensors")
+    params = SamplingParams(max_new_tokens=3)
 
     def failing() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from list(trainer.model.named_parameters())[:3]
+        yield from list(weights.items())[:3]
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         engine.update_weights_from_tensor(failing())
     with pytest.raises(RolloutError, match=r"/update_weights_from_tensor: 400: .*unknown"):
         engine.update_weights_from_tensor([("unknown", torch.ones(3))])
-    trainer.vllm_generation.sync_weights()
-    assert engine.generate([[5]], SamplingParams(max_new_tokens=3), [1])[0].token_ids
-
-
-def test_adapters_come_alone(model: Path, url: str, tmp_path: Path) -> None:
-    base = ServerEngine(url, HANG_SECONDS)
-    base.update_weights_from_tensor(load_file(model / "model.safetensors").items())
-    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    peft = {"arguments": {"peft_config": lora}}
-    own = run(by_generation(model, tmp_path / "own", **peft))
-    alone = {"ours": {"adapters_only": True}}
-    trainer = by_generation(model, tmp_path / "served", **peft, **alone, **served_by(url))
-    trainer.train()
-    assert trainer.reward_funcs[0].completion_ids == own.completion_ids
+    engine.update_weights_from_tensor(weights.items())
+    assert engine.generate([[5]], params, [1])[0].token_ids

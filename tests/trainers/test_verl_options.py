@@ -71,87 +71,58 @@ def options(tiny_model_path):
     return make
 
 
-def test_replay_of_routes_is_recorded_and_asked_for(options):
-    taken = options(enable_rollout_routing_replay=True)
-    assert taken.routed_experts
-    assert taken.engine_config().model.record_routes
-    assert not options().engine_config().model.record_routes
-
-
 def test_fields_are_taken_over(options):
     taken = options({"spec": "none", "max_running": 8, "num_threads": 2, "sleep_level": 1})
     config = taken.engine_config()
     assert config.model.dtype is DType.bfloat16
     assert (config.model.max_context_len, config.memory.kv_fraction) == (128, 0.4)
     assert (config.scheduler.max_running, config.scheduler.max_step_tokens) == (8, 1024)
-    assert config.num_threads == 2
+    assert (config.num_threads, config.parallel.size) == (2, 1)
     assert (taken.spec, taken.keeps_weights, taken.stop_token_ids) == ("none", True, (2,))
     assert taken.weights_come_first
     assert not options(load_format="auto").weights_come_first
     assert options(standalone=True).engine_config().memory.kv_fraction == 0.8
     assert options(logprobs_mode="raw_logprobs").raw_logprobs
-
-
-def test_the_ranks_of_a_replica_are_verls(options):
     parallel = options(tensor_model_parallel_size=2).engine_config().parallel
     assert (parallel.mode, parallel.size) == (ParallelMode.tensor, 2)
-    assert options().engine_config().parallel.size == 1
+    replays = options(enable_rollout_routing_replay=True)
+    for each, is_recorded in ((replays, True), (taken, False)):
+        assert each.routed_experts == each.engine_config().model.record_routes == is_recorded
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
+def test_what_cannot_be_honoured_is_refused_by_name(options):
+    for field, value in (
         ("tensor_model_parallel_size", 3),  # of 6 query heads and 2 kv heads
         ("tensor_model_parallel_size", 0),
-        ("pipeline_model_parallel_size", 2),
         ("data_parallel_size", 4),
-        ("expert_parallel_size", 2),
         ("quantization", "fp8"),
         ("qat", {"enable": True}),
-        ("limit_images", 4),
         ("load_format", "dummy_megatron"),
         ("logprobs_mode", "raw_logits"),
-        ("scheduling_policy", "priority"),
         ("over_sample_rate", 0.1),
         ("repetition_penalty", 1.1),
-        ("cudagraph_capture_sizes", [1, 2]),
         ("prometheus", {"enable": True}),
         ("profiler", SimpleNamespace(enable=True)),
         ("mtp", SimpleNamespace(enable=True)),
         ("disaggregation", SimpleNamespace(enabled=True)),
-    ],
-)
-def test_what_cannot_be_honoured_is_refused_by_name(options, field, value):
-    with pytest.raises(InvalidInputError, match=rf"actor_rollout_ref\.rollout\.{field}="):
-        options(**{field: value})
-
-
-@pytest.mark.parametrize(
-    ("own", "named"),
-    [
+        ("checkpoint_engine", SimpleNamespace(backend="delta_sharded")),
+    ):
+        with pytest.raises(InvalidInputError, match=rf"^actor_rollout_ref\.rollout\.{field}[=.]"):
+            options(**{field: value})
+    for own, named in (
         ({"num_draft_token": 4}, r"engine_kwargs\.specrollout\.num_draft_token=4"),
         ({"spec": "medusa"}, "spec='medusa'"),
-        ({"spec_options": {"nodes": 4}}, r"spec\.nodes=4"),
         ({"sleep_level": 3}, r"specrollout\.sleep_level=3"),
         ({"parallel": {"size": 2}}, r"specrollout\.parallel=.*tensor_model_parallel_size"),
-        ({"dtype": "int8"}, r"model\.dtype='int8'"),
-    ],
-)
-def test_unknown_options_of_our_own_are_refused_by_name(options, own, named):
-    with pytest.raises(InvalidInputError, match=named):
-        options(own)
-
-
-@pytest.mark.parametrize(
-    ("model", "named"),
-    [
-        ({"override_config": {"rope_theta": 1e6}}, "override_config.rope_theta"),
-        ({"override_config": {"model_config": {"head_dim": 4}}}, "override_config.head_dim"),
-    ],
-)
-def test_a_model_that_differs_from_its_checkpoint_is_refused(options, model, named):
-    with pytest.raises(InvalidInputError, match=named):
-        options(model=model)
+    ):
+        with pytest.raises(InvalidInputError, match=named):
+            options(own)
+    for changed, named in (
+        ({"rope_theta": 1e6}, "override_config.rope_theta"),
+        ({"model_config": {"head_dim": 4}}, "override_config.head_dim"),
+    ):
+        with pytest.raises(InvalidInputError, match=named):
+            options(model={"override_config": changed})
 
 
 @pytest.mark.parametrize("lora", [{"lora_rank": 8}, {"lora": {"rank": 4}}])
@@ -195,23 +166,16 @@ def test_sampling_parameters_are_taken_over():
     assert params({}, raw_logprobs=True)[0].raw_logprobs
 
 
-@pytest.mark.parametrize(
-    ("sent", "expected"), [(None, False), (False, False), (0, False), (True, True), (1, True)]
-)
-def test_logprobs_are_wanted_or_not(sent, expected):
-    assert params({"logprobs": sent})[1] is expected
+def test_none_is_not_given_and_logprobs_are_wanted_or_not():
+    for sent, expected in ((None, False), (False, False), (0, False), (True, True), (1, True)):
+        assert params({"logprobs": sent})[1] is expected, sent
+    names = ("temperature", "stop", "stop_token_ids", "logit_bias", "ignore_eos", "seed")
+    for name in names:
+        assert params({name: None}, stop_token_ids=(2,)) == params({}, stop_token_ids=(2,)), name
 
 
-@pytest.mark.parametrize(
-    "name", ["temperature", "top_k", "stop", "stop_token_ids", "logit_bias", "ignore_eos", "seed"]
-)
-def test_none_is_not_given(name):
-    assert params({name: None}, stop_token_ids=(2,)) == params({}, stop_token_ids=(2,))
-
-
-@pytest.mark.parametrize(
-    ("sent", "prompt_len", "partial_len", "context", "expected"),
-    [
+def test_limits():
+    for sent, prompt_len, partial_len, context, expected in (
         ({}, 8, 0, 128, 20),  # response_length
         ({}, 25, 0, 128, 5),  # a later turn: what is left of both lengths
         ({}, 60, 0, 128, 1),
@@ -219,32 +183,21 @@ def test_none_is_not_given(name):
         ({"max_tokens": 12}, 8, 0, 128, 12),
         ({"max_new_tokens": 12}, 8, 5, 128, 17),  # those that came before the cut count too
         ({"max_tokens": None}, 8, 5, 128, 20),
-    ],
-)
-def test_limits(sent, prompt_len, partial_len, context, expected):
-    ours, _ = params(sent, prompt_len, partial_len, context)
-    assert ours.max_new_tokens == expected
+    ):
+        ours, _ = params(sent, prompt_len, partial_len, context)
+        assert ours.max_new_tokens == expected, (sent, prompt_len, partial_len, context)
 
 
-@pytest.mark.parametrize(
-    ("sent", "named"),
-    [
-        ({"beam_width": 2}, "sampling_params.beam_width=2"),
-        ({"n": 2}, "sampling_params.n=2"),
-        ({"prompt_logprobs": 1}, "sampling_params.prompt_logprobs=1"),
-        ({"temperature": -1}, "sampling.temperature=-1"),
-        ({"logprobs": 5}, "sampling_params.logprobs=5"),
-        ({"top_logprobs": 2}, "sampling_params.top_logprobs=2"),
-        ({"entropy": True}, "sampling_params.entropy=True"),
-        ({"sampling_logprobs": True}, "sampling_params.sampling_logprobs=True"),
-        ({"raw_logprobs": True}, "sampling_params.raw_logprobs=True"),
-    ],
-)
-def test_sampling_parameters_the_engine_has_not_are_refused(sent, named):
-    with pytest.raises(InvalidInputError, match=named):
-        params(sent)
-
-
-def test_a_prompt_without_room_is_refused():
+def test_sampling_parameters_the_engine_has_not_are_refused():
+    for sent in (
+        {"beam_width": 2},
+        {"n": 2},
+        {"logprobs": 5},
+        {"include_stop_str_in_output": False},
+        {"raw_logprobs": True},
+    ):
+        ((name, value),) = sent.items()
+        with pytest.raises(InvalidInputError, match=rf"{name}={value}"):
+            params(sent)
     with pytest.raises(InvalidInputError, match="prompt_ids='128 tokens'"):
         params({}, prompt_len=120, partial_len=8)

@@ -16,22 +16,18 @@ def seeds_of(book, prompt, step, count):
 
 
 def test_the_samples_of_a_prompt_are_the_same_set_in_whatever_order_they_begin():
-    in_order, shuffled = RequestSeeds(42), RequestSeeds(42)
-    expected = {tuple(prompt): set(seeds_of(in_order, prompt, 1, 8)) for prompt in PROMPTS}
-    everything = [tuple(prompt) for prompt in PROMPTS for _ in range(8)]
-    random.Random(0).shuffle(everything)
+    """They differ by prompt, step and run."""
+    shuffled, order = RequestSeeds(42), PROMPTS * 8
+    random.Random(0).shuffle(order)
     got: dict[tuple[int, ...], set[int]] = {tuple(prompt): set() for prompt in PROMPTS}
-    for prompt in everything:
-        got[prompt] |= set(seeds_of(shuffled, prompt, 1, 1))
-    assert got == expected
-    assert len(set.union(*expected.values())) == 8 * len(PROMPTS)
-
-
-def test_seeds_differ_by_step_and_by_run():
-    sets = [
+    for prompt in order:
+        got[tuple(prompt)] |= set(seeds_of(shuffled, prompt, 1, 1))
+    in_order = RequestSeeds(42)
+    assert got == {tuple(prompt): set(seeds_of(in_order, prompt, 1, 8)) for prompt in PROMPTS}
+    others = [
         set(seeds_of(RequestSeeds(run), PROMPTS[0], step, 4)) for run in (1, 2) for step in (3, 4)
     ]
-    assert len(set.union(*sets)) == 16
+    assert len(set.union(*got.values(), *others)) == 8 * len(PROMPTS) + 16
 
 
 def test_a_replica_behind_repeats_no_seed():
@@ -53,14 +49,6 @@ def test_cut_requests_get_their_seeds_back():
     assert book.start(longer, 5, 2) == starts[0] == RequestStart(starts[0].seed, 3)
     assert {book.start(key, 3, 2) for _ in range(2)} == set(starts[1:])
     assert book.start(longer, 5, 2).prompt_len == 5  # nothing waits any more: a prompt of its own
-
-
-def test_only_so_many_cut_requests_are_remembered():
-    book = RequestSeeds(7, max_cut=2)
-    for token in range(4):
-        book.cut(prompt_group([token]), RequestStart(token, 1))
-    assert [book.start(prompt_group([token]), 1, 0).seed for token in (2, 3)] == [2, 3]
-    assert book.start(prompt_group([0]), 1, 0).seed != 0
 
 
 def test_a_request_cut_twice_ends_as_if_it_had_never_been(tiny_model_path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollout import RolloutEngine, SamplingParams
+from rollout import RolloutEngine, SamplingParams, WeightUpdateError
 from tests.helpers.tiny_model import save_tiny_llama
 
 PROMPTS = [[5, 9, 11, 3, 70], [1, 2, 3]]
@@ -33,6 +33,13 @@ def assert_serves(engine: RolloutEngine, policy: Policy) -> None:
     assert engine.can_run
     assert engine.weights_digest() == policy.digest
     assert outputs(engine) == policy.outputs
+
+
+def assert_refuses(engine: RolloutEngine) -> None:
+    assert not engine.can_run
+    assert "torn" in engine.unavailable_reason
+    with pytest.raises(WeightUpdateError, match="torn"):
+        outputs(engine)
 
 
 @pytest.fixture(scope="session")

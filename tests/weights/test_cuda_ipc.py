@@ -1,4 +1,4 @@
-"""CUDA IPC: what it is without a GPU, memory of the CPU in the driver's place; and with one."""
+"""CUDA IPC, with memory of the CPU in the driver's place, and between processes where a GPU is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
+from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.weights import cuda_ipc
 from rollout.weights.cuda_ipc import CudaIpcHandle, CudaIpcSender, ExportedBuffer
 from rollout.weights.shared_memory import HandleReceiver
@@ -55,7 +55,7 @@ def test_a_stream_of_handles(exported):
 
 
 def test_large_tensors_and_views_are_copied_into_the_senders_own_buffer(exported):
-    """A parameter is a view deep in its trainer's flat storage: neither is ever shared."""
+    """A parameter may be a view of its trainer's flat storage, which is never shared."""
     trainers = torch.arange(4096, dtype=torch.float32)
     tensors = {"small": trainers[16:24], "large": trainers[640:1640], "last": trainers[64:80]}
     found = received(CudaIpcSender(128).handles(tensors.items()))
@@ -66,8 +66,7 @@ def test_large_tensors_and_views_are_copied_into_the_senders_own_buffer(exported
     assert torch.equal(trainers, torch.arange(4096, dtype=torch.float32))
 
 
-def test_handles_that_are_collected(exported):
-    """They are of one buffer, which holds the last bucket: refused before a tensor is read."""
+def test_a_handle_is_refused_once_its_buffer_holds_another_bucket(exported):
     handles = list(CudaIpcSender(128).handles(TENSORS.items()))
     assert len(handles) == 3
     with pytest.raises(InvalidInputError, match=r"handles\[1\].*same buffer as handles\[0\]"):
@@ -76,8 +75,6 @@ def test_handles_that_are_collected(exported):
         HandleReceiver().tensors(handles[0])
     assert list(received(handles[2])) == ["t4", "t5"]
 
-
-def test_a_handle_that_comes_late(exported):
     stream = CudaIpcSender(128).handles(TENSORS.items())
     first = next(stream)
     tensors = iter(HandleReceiver().tensors(first))
@@ -87,20 +84,6 @@ def test_a_handle_that_comes_late(exported):
         list(tensors)
     with pytest.raises(InvalidInputError, match=r"handles\[0\]\.nonce.*no longer"):
         list(HandleReceiver().tensors(handle for handle in [first]))
-
-
-def test_a_closed_sender(exported):
-    with CudaIpcSender(128) as sender:
-        under_way = sender.handles(TENSORS.items())
-        next(under_way)
-    for stream in (under_way, sender.handles(TENSORS.items())):
-        with pytest.raises(EngineStateError, match="closed"):
-            next(stream)
-
-
-def test_tensors_that_are_on_no_gpu():
-    with pytest.raises(InvalidInputError, match="must be on a GPU"):
-        next(CudaIpcSender(128).handles(TENSORS.items()))
 
 
 def cuda_handle() -> dict:
@@ -113,24 +96,20 @@ def cuda_handle() -> dict:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
+def test_malformed_and_foreign_handles_are_refused_by_field():
+    assert CudaIpcHandle.from_json(cuda_handle()).to_json() == cuda_handle()
+    for field, value in (
         ("device_uuid", ""), ("memory", "x"), ("storage_bytes", 127), ("storage_bytes", "64"),
         ("storage_offset", -1), ("counter", 1), ("counter_offset", -1), ("event", None),
         ("event_sync", 1), ("nonce", "00" * 16), ("kind", "shared_memory"),
-    ],
-)  # fmt: skip
-def test_handles_of_cuda_are_checked(field, value):
-    assert CudaIpcHandle.from_json(cuda_handle()).to_json() == cuda_handle()
-    with pytest.raises(InvalidInputError) as error:
-        CudaIpcHandle.from_json(cuda_handle() | {field: value})
-    assert error.value.field == f"handle.{field}"
-
-
-def test_a_gpu_that_is_not_here():
+    ):  # fmt: skip
+        with pytest.raises(InvalidInputError) as error:
+            CudaIpcHandle.from_json(cuda_handle() | {field: value})
+        assert error.value.field == f"handle.{field}"
     with pytest.raises(InvalidInputError, match=r"handles\[0\]\.device_uuid"):
         received(cuda_handle())
+    with pytest.raises(InvalidInputError, match="must be on a GPU"):
+        next(CudaIpcSender(128).handles(TENSORS.items()))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

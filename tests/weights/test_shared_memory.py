@@ -1,4 +1,4 @@
-"""Segments and handles: who owns them, who may name them, and which bucket they are of."""
+"""Segments have one owner, a handle names a segment and the bucket in it, and an engine lets go."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import json
 import os
 import secrets
 import shutil
-import signal
-from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 import torch
 
-from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
+from rollout import RolloutEngine
+from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.weights.segment import OwnedSegment, remove_orphans
 from rollout.weights.shared_memory import HandleReceiver, SharedMemoryHandle, SharedMemorySender
-from tests.helpers.forked import forked
 from tests.helpers.in_fork import in_fork
+from tests.helpers.weight_transports import group_of
+from tests.weights.conftest import outputs
 
 SHM = Path("/dev/shm")
 TENSORS = {f"t{i}": torch.full((16,), float(i)) for i in range(6)}
@@ -39,28 +39,21 @@ def handle(sender):
     return json.loads(json.dumps(next(sender.handles(TENSORS.items()))))
 
 
-def test_a_stream_of_handles(sender):
+def test_segments_are_reused_by_each_stream_and_removed_with_the_sender(sender):
+    next(sender.handles(TENSORS.items()))  # of a receiver that died
     for _ in range(2):
-        found = received(sender.handles(TENSORS.items()))
+        handles = []
+        found = received(handles.append(each) or each for each in sender.handles(TENSORS.items()))
         assert list(found) == list(TENSORS)
         assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
-
-
-def test_segments_are_reused_and_removed(sender):
-    names = {handle["segment"] for handle in sender.handles(TENSORS.items())}
+        names = {handle["segment"] for handle in handles}
     assert len(names) == 2
-    assert all((SHM / name).stat().st_mode & 0o777 == 0o600 for name in names)
     assert {handle["segment"] for handle in sender.handles(TENSORS.items())} == names
+    assert all((SHM / name).stat().st_mode & 0o777 == 0o600 for name in names)
     header = 64
     assert sum((SHM / name).stat().st_size - header for name in names) <= 128, "one bucket in all"
     sender.close()
     assert not any((SHM / name).exists() for name in names)
-
-
-def test_a_receiver_that_dies_leaves_the_sender_as_it_was(sender):
-    next(sender.handles(TENSORS.items()))
-    found = received(sender.handles(TENSORS.items()))
-    assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
 
 
 def test_a_tensor_larger_than_a_segment_makes_it_grow(sender):
@@ -97,61 +90,29 @@ def test_a_layout_larger_than_a_segment_that_is_mapped_already(sender, handle):
     assert error.value.field == "handles[0].layout.num_bytes"
 
 
-def test_a_closed_sender(sender, monkeypatch):
-    under_way = sender.handles(TENSORS.items())
-    handle = next(under_way)
-    sender.close()
-    monkeypatch.setattr("rollout.weights.shared_memory.OwnedSegment", None)  # it makes none
-    for stream in (under_way, sender.handles(TENSORS.items())):
-        with pytest.raises(EngineStateError, match="closed"):
-            next(stream)
-    assert not (SHM / handle["segment"]).exists()
-
-
-def own_and_die(pipe):
-    segment = OwnedSegment(100)
-    pipe.send(segment.name)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_segments_of_the_dead_are_removed_and_no_others(sender, handle):
-    mine, theirs = Pipe()
-    dead = forked(own_and_die, theirs)
-    name = mine.recv()
-    dead.join()
+def test_segments_without_an_owner_are_removed_and_no_others(sender, handle):
+    """The lock of an owner that dies goes with its process; here, with its file."""
+    name = "specrollout-" + secrets.token_hex(16)
     foreign = SHM / f"specrollout-of-process-{os.getpid()}"
     foreign.touch()
-    try:
-        remove_orphans()
-        assert name.startswith("specrollout-")
-        assert not (SHM / name).exists()
-        assert foreign.exists()
-        assert (SHM / handle["segment"]).exists(), "its owner lives"
-    finally:
-        foreign.unlink()
-
-
-def share_and_wait(pipe):
-    sender = SharedMemorySender(128)
-    pipe.send(next(sender.handles(TENSORS.items())))
-    pipe.recv()
-
-
-def test_who_lets_go_removes_the_segments_of_the_dead(sender, handle):
-    mine, theirs = Pipe()
-    dying = forked(share_and_wait, theirs)
-    try:
-        dead = mine.recv()
+    shutil.copy(SHM / handle["segment"], made := SHM / f"made-{name}")
+    with made.open("rb") as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        made.rename(SHM / name)
         receiver = HandleReceiver()
-        assert len(list(receiver.tensors([dead]))) == len(list(receiver.tensors([handle])))
+        for used in (handle, handle | {"segment": name}):
+            assert len(list(receiver.tensors([used]))) == 1
         receiver.release()
-        assert (SHM / dead["segment"]).exists()
-        assert len(list(receiver.tensors([dead, handle]))) > 0
-    finally:
-        dying.kill()
-        dying.join()
+        remove_orphans()
+        assert (SHM / name).exists()
+        assert len(list(receiver.tensors([handle | {"segment": name}]))) == 1
     receiver.release()
-    assert not (SHM / dead["segment"]).exists()
+    assert not (SHM / name).exists()
+    (SHM / name).touch()
+    remove_orphans()
+    assert not (SHM / name).exists()
+    assert foreign.exists()
+    foreign.unlink()
     assert (SHM / handle["segment"]).exists(), "its owner lives"
 
 
@@ -168,17 +129,10 @@ def test_no_room():
         OwnedSegment(shutil.disk_usage(SHM).total + 2**20)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["/etc/passwd", "../../etc/passwd", "specrollout-", "specrollout-../../etc/passwd",
-     "specrollout-" + "0" * 31 + "/", "specrollout-" + "0" * 32 + "\n", "psm_1234"],
-)  # fmt: skip
-def test_only_our_own_segments_are_opened(handle, name):
-    with pytest.raises(InvalidInputError, match=r"handles\[0\]\.segment.*must be a segment"):
-        received(handle | {"segment": name})
-
-
 def test_segments_that_are_not_what_they_should_be(handle):
+    for name in ("/etc/passwd", "specrollout-../../etc/passwd", "specrollout-" + "0" * 32 + "\n"):
+        with pytest.raises(InvalidInputError, match=r"handles\[0\]\.segment.*must be a segment"):
+            received(handle | {"segment": name})
     name = "specrollout-" + secrets.token_hex(16)
     with pytest.raises(InvalidInputError, match="cannot be opened"):
         received(handle | {"segment": name})
@@ -199,30 +153,85 @@ def test_segments_that_are_not_what_they_should_be(handle):
         (SHM / name).unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "named"),
-    [
+def test_malformed_handles_are_refused_by_field(handle):
+    assert SharedMemoryHandle.from_json(handle).to_json() == handle
+    for field, value, named in (
         ("kind", "pickle", "handles[0].kind"),
         ("nonce", "xyz", "handles[0].nonce"),
         ("nonce", "00" * 16, "handles[0].nonce"),
         ("nonce", "ab" * 15, "handles[0].nonce"),
-        ("nonce", 7, "handles[0].nonce"),
         ("segment", None, "handles[0].segment"),
         ("layout", {"num_bytes": 1}, "handles[0].layout"),
         ("more", 1, "handles[0]"),
-    ],
-)
-def test_malformed_handles_are_refused_by_field(handle, field, value, named):
-    with pytest.raises(InvalidInputError) as error:
-        received([handle | {field: value}])
-    assert error.value.field == named
+    ):
+        with pytest.raises(InvalidInputError) as error:
+            received([handle | {field: value}])
+        assert error.value.field == named, (field, value)
+    for value in (None, "handle", {}):
+        with pytest.raises(InvalidInputError, match=r"handles\[0\]"):
+            received([value])
 
 
-@pytest.mark.parametrize("value", [None, "handle", 3, [], {}])
-def test_what_is_no_handle(value):
-    with pytest.raises(InvalidInputError, match=r"handles\[0\]"):
-        received([value])
+def test_a_receiver_cannot_write_a_senders_segment(handle):
+    receiver = HandleReceiver()
+    ((_, view),) = receiver.tensors([handle])
+    assert torch.equal(view, TENSORS["t0"])
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    modes = [line.split()[1] for line in maps if handle["segment"] in line]
+    assert sorted(modes) == ["r--s", "rw-s"], "the sender's is the other"
+    receiver.release()
 
 
-def test_handles_round_trip(handle):
-    assert SharedMemoryHandle.from_json(handle).to_json() == handle
+def orphans() -> set[str]:
+    """Segments this process maps although nobody owns them any more."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return {line for line in maps if "specrollout-" in line and line.endswith("(deleted)")}
+
+
+def update_from_a_sender_that_goes(engine, policy) -> None:
+    with SharedMemorySender(8192) as sender:
+        engine.update_weights_from_ipc(sender.handles(policy.tensors.items()))
+
+
+@pytest.fixture
+def own_engine(policies):
+    engine = RolloutEngine.from_pretrained(policies[0].folder, max_running=4)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def mapped(own_engine):
+    before = orphans()  # of engines that other tests in this process left open
+    return lambda: orphans() - before
+
+
+def test_segments_removed_during_an_update_are_let_go_of_at_its_end(own_engine, policies, mapped):
+    with SharedMemorySender(8192) as sender:
+
+        def handles():
+            yield from sender.handles(policies[1].tensors.items())
+            sender.close()
+
+        own_engine.update_weights_from_ipc(handles())
+    assert not mapped()
+    assert own_engine.weights_digest() == policies[1].digest
+
+
+@pytest.mark.parametrize("tags", [["weights"], ["kv_cache"]])
+def test_a_sleeping_engine_lets_go_of_segments(own_engine, policies, mapped, tags):
+    update_from_a_sender_that_goes(own_engine, policies[1])
+    own_engine.release_memory(tags)
+    assert not mapped()
+    own_engine.resume_memory()
+    update_from_a_sender_that_goes(own_engine, policies[2])
+    assert own_engine.weights_digest() == policies[2].digest
+
+
+def test_a_closed_engine_leaves_its_groups_and_still_generates(own_engine, policies, mapped):
+    update_from_a_sender_that_goes(own_engine, policies[1])
+    with pytest.raises(InvalidInputError, match="no group of this engine"), group_of(own_engine):
+        own_engine.close()  # so it is in no group any more that could be destroyed
+    assert not mapped()
+    assert outputs(own_engine) == policies[1].outputs
+    own_engine.close()

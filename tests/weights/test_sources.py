@@ -7,6 +7,8 @@ does the work.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -45,14 +47,14 @@ def bad(policies) -> Stream:
     return Stream(tensors)
 
 
-def test_buckets(engine, bad):
+def test_a_stream_in_buckets_is_closed(engine, bad):
     stream = buckets(bad, 8192)
     with pytest.raises(InvalidInputError, match="NaN"):
         engine.update_weights_from_tensor(stream, load_format="flattened_bucket", check_finite=True)
     assert bad.closed
 
 
-def test_handles(engine, bad):
+def test_a_stream_in_handles_is_closed(engine, bad):
     with SharedMemorySender(8192) as sender:
         handles = sender.handles(bad)
         with pytest.raises(InvalidInputError, match="NaN"):
@@ -60,14 +62,17 @@ def test_handles(engine, bad):
         assert bad.closed
 
 
-def test_handles_of_a_sender_that_fails(bad):
+def test_a_stream_is_closed_with_its_sender(policies):
+    stream = Stream(policies[1].tensors)
     with SharedMemorySender(8192) as sender:
-        handles = sender.handles(bad)
-        next(handles)
+        handles = sender.handles(stream)
+        handle = next(handles)
         sender.close()
-        with pytest.raises(EngineStateError, match="closed") as error:
-            next(handles)
-        assert bad.closed
+        for each in (handles, sender.handles(policies[1].tensors.items())):
+            with pytest.raises(EngineStateError, match="closed") as error:
+                next(each)
+        assert stream.closed
+        assert not (Path("/dev/shm") / handle["segment"]).exists()
     assert error.value
 
 

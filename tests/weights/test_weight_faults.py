@@ -1,17 +1,20 @@
 """After any fault of an update the old weights serve, or the engine refuses and says why.
 
-Proved by hashing every tensor, by every transport; and a full update heals what is torn.
+Each transport is given each fault, and a full update heals what is torn.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from rollout import RolloutEngine
+from rollout.config import LoadFormat, ModelConfig
 from rollout.errors import (
     CheckpointError,
     EngineStateError,
@@ -19,6 +22,7 @@ from rollout.errors import (
     RolloutError,
     WeightUpdateError,
 )
+from rollout.offline.config import DataConfig, RunConfig
 from rollout.weights.bucket import buckets
 from rollout.weights.shared_memory import SharedMemorySender
 from tests.helpers.weight_transports import TRANSPORTS, opened
@@ -27,39 +31,21 @@ from tests.weights.conftest import PARAMS, PROMPTS, assert_serves, outputs
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
-def unknown_name(tensors):
-    tensors["model.layers.7.self_attn.q_proj.weight"] = tensors[Q_PROJ].clone()
-    return "model.layers.7.self_attn.q_proj.weight"
-
-
-def missing_name(tensors):
-    del tensors[Q_PROJ]
-    return f"missing: {Q_PROJ}"
-
-
-def wrong_shape(tensors):
-    tensors[Q_PROJ] = tensors[Q_PROJ][:-1].clone()
-    return "47"
-
-
-def wrong_dtype(tensors):
-    tensors[Q_PROJ] = tensors[Q_PROJ].to(torch.int32)
-    return "int32|I32"
-
-
-def not_a_number(tensors):
-    tensors[Q_PROJ] = tensors[Q_PROJ].clone()
-    tensors[Q_PROJ][3, 5] = float("nan")
-    return "NaN"
-
-
-FAULTS = {
-    "unknown name": unknown_name,
-    "missing name": missing_name,
-    "wrong shape": wrong_shape,
-    "wrong dtype": wrong_dtype,
-    "NaN": not_a_number,
+NAN = torch.tensor(float("nan"))
+FAULTS = {  # by what is said of it: what comes in place of the tensor
+    "unexpected: odd": lambda w: {Q_PROJ: w, "odd": w.clone()},
+    f"missing: {Q_PROJ}": lambda w: {},
+    "47": lambda w: {Q_PROJ: w[:-1].clone()},
+    "int32|I32": lambda w: {Q_PROJ: w.to(torch.int32)},
+    "NaN": lambda w: {Q_PROJ: w.index_fill(0, torch.tensor(3), NAN)},
 }
+
+
+def faulty(policy, fault):
+    changed = FAULTS[fault](policy.tensors[Q_PROJ])
+    return {name: it for name, it in policy.tensors.items() if name != Q_PROJ} | changed
+
+
 # What is known beforehand is refused beforehand: these never write a byte of a bad update.
 CHECKED_BEFORE = ("collection", "disk", "shared_memory_calls", "distributed", "distributed_bare")
 
@@ -78,54 +64,44 @@ def assert_old_or_refuses(engine, old, before):
 
 
 @pytest.mark.parametrize("kind", TRANSPORTS)
-def test_a_whole_update_is_the_new_policy(engine, policies, tmp_path, kind):
+def test_a_bad_update_leaves_the_old_weights_or_serves_nothing(engine, policies, tmp_path, kind):
     with opened(kind, engine, tmp_path / "new") as update:
-        for version, policy in enumerate((policies[1], policies[2]), 1):
-            update(policy.tensors)
-            assert engine.weight_version == version
-            assert_serves(engine, policy)
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("kind", TRANSPORTS)
-def test_a_bad_update(engine, policies, tmp_path, kind, fault):
-    old, new, other = policies
-    bad = dict(new.tensors)
-    message = FAULTS[fault](bad)
-    with opened(kind, engine, tmp_path / "new") as update:
-        with pytest.raises(RolloutError, match=message):
-            update(bad, check_finite=True)
-        assert_old_or_refuses(engine, old, before=0)
-        if kind in CHECKED_BEFORE and (fault != "NaN" or kind in ("collection", "disk")):
-            assert engine.can_run, "this was known before a byte moved"
-        update(other.tensors)
-    assert_serves(engine, other)
+        for count, fault in enumerate(FAULTS):
+            old, new, other = (policies[(count + index) % 3] for index in range(3))
+            with pytest.raises(RolloutError, match=fault):
+                update(faulty(other, fault), check_finite=True)
+            assert_old_or_refuses(engine, old, before=count)
+            if kind in CHECKED_BEFORE and (fault != "NaN" or kind in ("collection", "disk")):
+                assert engine.can_run, f"{fault} was known before a byte moved"
+            update(new.tensors)
+            assert engine.weight_version == count + 1
+            assert_serves(engine, new)
 
 
 @pytest.mark.parametrize("kind", ["handles", "buckets"])
-def test_values_that_are_all_there_are_looked_at_before_the_first_is_written(
-    engine, policies, kind
-):
+def test_values_that_are_all_there_are_checked_before_the_first_is_written(engine, policies, kind):
     old, new, _ = policies
-    infinite, too_large = dict(new.tensors), dict(new.tensors)
-    name = max(infinite)
-    infinite[name] = torch.full_like(infinite[name], float("inf"))
-    too_large[name] = torch.full_like(too_large[name], 1e300, dtype=torch.float64)
+    name = max(new.tensors)
+    infinite = torch.full_like(new.tensors[name], float("inf"))
+    too_large = torch.full_like(infinite, 1e300, dtype=torch.float64)
     with SharedMemorySender(1 << 20, num_segments=4) as sender:
 
-        def update(tensors, **options):
+        def update(tensors):
             if kind == "handles":
-                engine.update_weights_from_ipc(list(sender.handles(tensors.items())), **options)
+                handles = list(sender.handles(tensors.items()))
+                engine.update_weights_from_ipc(handles, check_finite=True)
             else:
                 packed = list(buckets(tensors.items(), 1 << 20))
-                engine.update_weights_from_tensor(packed, load_format="flattened_bucket", **options)
+                engine.update_weights_from_tensor(
+                    packed, load_format="flattened_bucket", check_finite=True
+                )
 
         for bad in (infinite, too_large):
             with pytest.raises(InvalidInputError, match=r"infinite in torch\.float32"):
-                update(bad, check_finite=True)
+                update(new.tensors | {name: bad})
             assert engine.can_run
             assert engine.weights_digest() == old.digest
-        update(new.tensors, check_finite=True)
+        update(new.tensors)
     assert_serves(engine, new)
 
 
@@ -141,19 +117,17 @@ def save_sharded(tensors, folder):
     return [folder / file for file in files]
 
 
-@pytest.mark.parametrize("left", ["all but a byte", "half", "the header", "nothing"])
-def test_a_truncated_shard_is_refused_before_a_byte_moves(engine, policies, tmp_path, left):
+def test_a_truncated_shard_is_refused_before_a_byte_moves(engine, policies, tmp_path):
     """The first shard is whole, so whoever reads one after the other would have loaded it."""
     old, new, _ = policies
     _, second, _ = save_sharded(new.tensors, tmp_path)
     whole = second.read_bytes()
-    header = 8 + int.from_bytes(whole[:8], "little")
-    lengths = {"all but a byte": -1, "half": len(whole) // 2, "the header": header, "nothing": 0}
-    second.write_bytes(whole[: lengths[left]])
-    with pytest.raises(CheckpointError, match=second.name):
-        engine.update_weights_from_disk(tmp_path)
-    assert engine.weight_version == 0
-    assert_serves(engine, old)
+    for length in (len(whole) - 1, 8 + int.from_bytes(whole[:8], "little"), 0):
+        second.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match=second.name):
+            engine.update_weights_from_disk(tmp_path)
+        assert engine.weight_version == 0
+        assert_serves(engine, old)
     second.write_bytes(whole)
     engine.update_weights_from_disk(tmp_path)
     assert_serves(engine, new)
@@ -185,24 +159,9 @@ def test_an_update_keeps_the_corpus_and_drops_the_prefix_cache(engine, policies,
 
 
 def test_nan_is_taken_unless_it_is_to_be_refused(engine, policies):
-    bad = dict(policies[1].tensors)
-    not_a_number(bad)
-    engine.update_weights_from_tensor(bad.items())
+    engine.update_weights_from_tensor(faulty(policies[1], "NaN"))
     assert engine.weight_version == 1
     assert engine.weights_digest() not in {policy.digest for policy in policies}
-
-
-def test_a_second_transaction_during_the_first(engine, policies):
-    new = policies[1]
-    pairs = list(new.tensors.items())
-    engine.begin_weight_update()
-    engine.update_weights_from_tensor(pairs[:5])
-    with pytest.raises(WeightUpdateError, match="under way"):
-        engine.begin_weight_update()
-    engine.update_weights_from_tensor(pairs[5:])
-    engine.end_weight_update()
-    assert_serves(engine, new)
-    assert engine.weight_version == 1
 
 
 def test_an_update_that_is_left_open_cannot_be_seen_through(engine, policies):
@@ -211,6 +170,8 @@ def test_an_update_that_is_left_open_cannot_be_seen_through(engine, policies):
     assert_old_or_refuses(engine, old, before=0)
     engine.update_weights_from_tensor(list(new.tensors.items())[:5])
     assert not engine.can_run
+    with pytest.raises(WeightUpdateError, match="under way"):
+        engine.begin_weight_update()
     with pytest.raises(InvalidInputError, match="missing"):
         engine.end_weight_update()
     assert_old_or_refuses(engine, old, before=0)
@@ -218,12 +179,11 @@ def test_an_update_that_is_left_open_cannot_be_seen_through(engine, policies):
     assert_serves(engine, other)
 
 
-@pytest.mark.parametrize("kind", TRANSPORTS)
+@pytest.mark.parametrize("kind", ["generator", "shared_memory_calls", "distributed"])
 def test_requests_run_while_updates_come(engine, policies, tmp_path, kind):
     """A good one, a bad one, a good one: no request is lost, each token carries its version."""
     _, new, other = policies
-    bad = dict(other.tensors)
-    wrong_shape(bad)
+    bad = faulty(other, "47")
     params = replace(PARAMS, max_new_tokens=60)  # more than three steps emit, however they draft
     requests = [engine.submit(prompt, params) for prompt in PROMPTS]
     ended = {}
@@ -249,3 +209,21 @@ def test_requests_run_while_updates_come(engine, policies, tmp_path, kind):
         assert set(rollout.weight_versions) <= {0, 1, last}
         assert rollout.weight_versions[-1] == last
     assert_serves(engine, other)
+
+
+def test_an_engine_without_a_weight_file_serves_what_a_full_update_brings(policies, tmp_path):
+    bare, (policy, *_) = tmp_path / "bare", policies
+    shutil.copytree(policy.folder, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    engine = RolloutEngine.from_pretrained(bare, "ngram", load_format="dummy")
+    tensors = list(policy.tensors.items())
+    with pytest.raises(WeightUpdateError, match="load_format=dummy"):
+        engine.generate(PROMPTS, PARAMS)
+    with pytest.raises(WeightUpdateError, match="cannot heal"):
+        engine.update_weights_from_tensor(tensors[:1], partial=True)
+    engine.update_weights_from_tensor(tensors)
+    assert_serves(engine, policy)
+    model = ModelConfig(path="model", load_format=LoadFormat.dummy)
+    with pytest.raises(InvalidInputError, match=r"model\.load_format"):
+        RunConfig(model=model, data=DataConfig(path="prompts.jsonl"))
+    with pytest.raises(InvalidInputError, match="safetensors, dummy"):
+        ModelConfig(path="model", load_format="gguf")

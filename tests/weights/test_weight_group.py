@@ -1,4 +1,4 @@
-"""A weight group without an engine: how it connects, and where its tensors are."""
+"""A weight group connects its members, and neither end waits for the other for ever."""
 
 from __future__ import annotations
 
@@ -10,26 +10,19 @@ from functools import partial
 import pytest
 import torch
 
-from rollout.errors import WeightUpdateError
+from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
 from rollout.parallel.time_limit import within
+from rollout.weights import distributed
 from rollout.weights import group as group_module
-from rollout.weights.group import listen
+from rollout.weights.distributed_sender import DistributedSender
+from rollout.weights.group import WeightGroup, listen
+from rollout.weights.group_store import GroupStore
+from rollout.weights.joined_groups import JoinedGroups
 from tests.helpers.hang import HANG_SECONDS
-from tests.helpers.weight_transports import member
-
-
-def test_members_are_connected_when_they_have_joined():
-    store = listen("127.0.0.1", HANG_SECONDS)
-    with ThreadPoolExecutor(1) as threads:
-        other = threads.submit(member, store)
-        receiver, sender = member(store, 1), other.result(HANG_SECONDS)
-        tensor = torch.zeros(3)
-        sent = threads.submit(sender.broadcast, torch.arange(3.0))
-        receiver.broadcast(tensor)
-        sent.result(HANG_SECONDS)
-    assert torch.equal(tensor, torch.arange(3.0))
-    sender.close()
-    receiver.close()
+from tests.helpers.ports import free_port
+from tests.helpers.torch_trainer import joined_trainer
+from tests.helpers.weight_transports import TensorSource, arguments, group_of, member, send_to
+from tests.weights.conftest import assert_refuses, assert_serves
 
 
 def test_members_that_meet_and_do_not_connect(monkeypatch):
@@ -51,20 +44,230 @@ def test_members_that_meet_and_do_not_connect(monkeypatch):
         hung.set()
 
 
-def test_the_device(monkeypatch):
+def test_a_group_of_nccl_knows_its_device_and_warns_of_the_watchdog(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert group_module._device("gloo", torch.device("cuda:1")) == torch.device("cpu")
     assert group_module._device("nccl", torch.device("cuda:1")) == torch.device("cuda:1")
     assert group_module._device("nccl", torch.device("cuda")) == torch.device("cuda:3")
     assert group_module._device("nccl", None) == torch.device("cuda:3")
-
-
-@pytest.mark.parametrize(("setting", "warns"), [(None, True), ("3", True), ("0", False)])
-def test_a_watchdog_that_would_end_the_process_is_warned_of(monkeypatch, caplog, setting, warns):
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    monkeypatch.delenv(name, raising=False)
-    if setting is not None:
+    for setting, warns in (("", True), ("3", True), ("0", False)):
         monkeypatch.setenv(name, setting)
-    with caplog.at_level(logging.WARNING):
-        group_module._warn_of_error_handling("weights")
-    assert (name in caplog.text) is warns
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            group_module._warn_of_error_handling("weights")
+        assert (name in caplog.text) is warns, setting
+
+
+def refused_group(**changed):
+    arguments = {
+        "master_address": "127.0.0.1", "master_port": free_port(), "rank": 0, "world_size": 2,
+        "group_name": "weights", "timeout": 1.0,
+    }  # fmt: skip
+    with pytest.raises(RolloutError) as error:
+        WeightGroup(**arguments | changed)
+    return str(error.value)
+
+
+def test_a_group_that_cannot_be_made_is_refused(engine, policies):
+    for field, value in (
+        ("rank", 2), ("world_size", 1), ("master_port", 0), ("group_name", ""), ("backend", "mpi"),
+        ("backend", "nccl"), ("timeout", 0),
+    ):  # fmt: skip
+        assert refused_group(**{field: value}).startswith(f"{field}={value!r}")
+    assert "rank 0 is missing" in refused_group(rank=1, timeout=0.3)
+    assert "missing after 0.3 seconds: 1, 2" in refused_group(world_size=3, timeout=0.3)
+    store = listen("127.0.0.1", HANG_SECONDS)
+    own = {"master_port": store.port, "store": store, "timeout": 0.3}
+    refused_group(**own)
+    assert "rank 0 is taken" in refused_group(**own)
+    with pytest.raises(InvalidInputError, match="no group of this engine"):
+        engine.destroy_weights_update_group("weights")
+    with pytest.raises(InvalidInputError, match="rank 0 is the sender"):
+        engine.init_weights_update_group("127.0.0.1", 1, 0, 2, "weights")
+    with group_of(engine), pytest.raises(InvalidInputError, match="joined already"):
+        engine.init_weights_update_group("127.0.0.1", 1, 1, 2, "weights")
+    assert_serves(engine, policies[0])
+
+
+def test_a_group_of_the_wrong_size(engine):
+    """Each side is told at once what the other was told, whoever is right."""
+    for told in (2, 3):
+        store = listen("127.0.0.1", HANG_SECONDS)
+        size = 5 - told
+        own = {"master_port": store.port, "store": store, "timeout": HANG_SECONDS}
+        with ThreadPoolExecutor(1) as threads:
+            other = threads.submit(refused_group, world_size=size, **own)
+            said = f"'world_size': {size}.*'world_size': {told}"
+            with pytest.raises(WeightUpdateError, match=said):
+                engine.init_weights_update_group(
+                    "127.0.0.1", store.port, 1, told, "weights", timeout=HANG_SECONDS
+                )
+            assert f"'world_size': {told}" in other.result(HANG_SECONDS)
+
+
+def test_a_sender_that_says_nothing(engine, policies, monkeypatch):
+    """The call's own timeout counts, else the open update's, else the group's."""
+    waits = []
+    collect = GroupStore.collect
+
+    def counted(notes, keys, seconds, accept):
+        waits.append(seconds)
+        return collect(notes, keys, seconds, accept)
+
+    monkeypatch.setattr(GroupStore, "collect", counted)
+    with group_of(engine, engine_timeout=0.4) as (group, _):
+        call = DistributedSender(group, 8192).arguments(TensorSource(policies[1].tensors))
+        for options, said in (({"timeout": 0.3}, "0.3"), ({}, "0.4")):
+            with pytest.raises(WeightUpdateError, match=f"announced nothing in {said} seconds"):
+                engine.update_weights_from_distributed(**call, **options)
+        engine.begin_weight_update(timeout=0.5)
+        with pytest.raises(WeightUpdateError, match=r"announced nothing in 0\.5 seconds"):
+            engine.update_weights_from_distributed(**call)
+        assert waits == [0.3, 0.4, 0.5], "each is waited for once"
+        assert_serves(engine, policies[0])
+        with pytest.raises(WeightUpdateError, match=r"0\.3|300ms"):
+            engine.update_weights_from_distributed(**call | {"load_format": None}, timeout=0.3)
+        assert_serves(engine, policies[0])
+
+
+def test_arguments_of_an_update_are_refused_by_field(engine, policies):
+    call = {"names": ["v", "w"], "dtypes": ["float32"] * 2, "shapes": [[2], [2]]}
+    call |= {"group_name": "weights", "load_format": None}
+    with group_of(engine):
+        for field, value, named in (
+            ("names", "w", "names"), ("names", ["w", ""], "names[1]"), ("names", ["w"], "dtypes"),
+            ("names", ["w", "w"], "names"), ("dtypes", ["float32", "float31"], "dtypes[1]"),
+            ("shapes", [[2]], "shapes"), ("shapes", [[2], 2], "shapes[1]"),
+            ("shapes", [[2], [-2]], "shapes[1][0]"), ("load_format", "pickle", "load_format"),
+            ("timeout", 0, "timeout"), ("group_name", "other", "group_name"),
+        ):  # fmt: skip
+            with pytest.raises(InvalidInputError) as error:
+                engine.update_weights_from_distributed(**call | {field: value})
+            assert error.value.field == named, (field, value)
+    assert_serves(engine, policies[0])
+
+
+def test_what_one_receiver_refuses_reaches_none(engine, policies):
+    store = listen("127.0.0.1", HANG_SECONDS)
+    odd = TensorSource(policies[1].tensors | {"odd": policies[1].tensors["model.norm.weight"]})
+    others = JoinedGroups()
+
+    def receive(call):
+        with others.source(**call, timeout=HANG_SECONDS) as source:
+            for _ in source:
+                raise AssertionError("nothing was sent")
+
+    with ThreadPoolExecutor(1) as receivers:
+        joined = receivers.submit(
+            others.init, "127.0.0.1", store.port, 2, 3, "weights", "gloo", HANG_SECONDS
+        )
+        with group_of(engine, 3, store) as (group, threads):
+            joined.result(HANG_SECONDS)
+            sender = DistributedSender(group, 8192)
+            call = sender.arguments(odd)
+            received = receivers.submit(receive, call)
+            sent = threads.submit(sender.send, odd)
+            with pytest.raises(InvalidInputError, match="odd"):
+                engine.update_weights_from_distributed(**call)
+            assert "rank 1" in str(sent.exception(HANG_SECONDS))
+            assert "odd" in str(received.exception(HANG_SECONDS))
+            others.close()
+    assert_serves(engine, policies[0])
+
+
+def test_receivers_that_say_nothing_are_given_up_and_the_next_update_is_taken(engine, policies):
+    """Notes are written over and never removed: a reader that saw a key there would wait for it
+    without end if it then went."""
+    store = listen("127.0.0.1", HANG_SECONDS)
+    with group_of(engine, store=store) as (group, threads):
+        sender, counts = DistributedSender(group, 8192), []
+        for policy in (policies[1], policies[2], policies[1]):
+            with pytest.raises(WeightUpdateError, match=r"no answer in 0\.05 seconds from rank 1"):
+                sender.send(TensorSource(policy.tensors), timeout=0.05)
+            send_to(engine, sender, threads, policy.tensors)
+            counts.append(store.num_keys())
+        assert len(set(counts)) == 1
+    assert_serves(engine, policies[1])
+
+
+def test_a_sender_that_stops_in_the_middle(engine, policies):
+    """Its own source fails: every receiver hears why."""
+
+    class Failing(TensorSource):
+        def __iter__(self):
+            for index, pair in enumerate(super().__iter__()):
+                if index == 9:
+                    raise ValueError("the trainer ran out of memory")
+                yield pair
+
+    with group_of(engine) as (group, threads):
+        sender, source = DistributedSender(group, 8192), Failing(policies[1].tensors)
+        sent = threads.submit(sender.send, source)
+        with pytest.raises(WeightUpdateError, match="the trainer ran out of memory"):
+            engine.update_weights_from_distributed(**sender.arguments(source))
+        assert isinstance(sent.exception(HANG_SECONDS), ValueError)
+    assert_refuses(engine)
+
+
+@pytest.fixture
+def pair():
+    """A trainer that made its group with torch alone, and the groups of a receiver in it."""
+    groups = JoinedGroups()
+
+    def join(address):
+        host, port = address["master_address"], address["master_port"]
+        groups.init(host, port, 1, 2, "weights", "gloo", HANG_SECONDS, sender="torch")
+
+    with joined_trainer(join) as trainer:
+        yield trainer, groups
+        groups.close()
+
+
+@pytest.mark.parametrize("load_format", [None, "packed"])
+def test_tensors_of_torchs_own_group_come_as_they_were_sent(pair, monkeypatch, load_format):
+    """vLLM packs them: a tensor that takes a buffer beyond the size closes it; none is aligned."""
+    trainer, groups = pair
+    monkeypatch.setattr(distributed, "_PACKED_BYTES", 16)
+    tensors = {
+        "a": torch.full((3,), 2.5, dtype=torch.bfloat16),
+        "b": torch.arange(6.0).reshape(2, 3),
+        "c": torch.tensor(7.0, dtype=torch.bfloat16),
+        "d": torch.tensor(8.0, dtype=torch.float64),
+    }
+    sent = list(tensors.values())
+    if load_format == "packed":
+        flat = [tensor.reshape(-1).view(torch.uint8) for tensor in sent]
+        sent = [torch.cat(flat[:2]), torch.cat(flat[2:])]
+    call = arguments(tensors) | {"load_format": load_format, "timeout": HANG_SECONDS}
+    with ThreadPoolExecutor(1) as threads:
+        for _ in range(2):
+            sending = threads.submit(trainer.send, sent)
+            with groups.source(**call) as received:
+                for name, tensor in received:
+                    assert torch.equal(tensor, tensors[name])
+                    assert tensor.dtype is tensors[name].dtype
+            sending.result(HANG_SECONDS)
+
+
+def test_a_refusal_takes_what_torchs_group_sends_off_the_wire(pair):
+    """The sender cannot be told, and must not wait for a receiver that has turned away."""
+    trainer, groups = pair
+    tensors = {"a": torch.ones(3), "b": torch.ones(4)}
+    call = arguments(tensors) | {"timeout": HANG_SECONDS}
+    with ThreadPoolExecutor(1) as threads:
+        sent = threads.submit(trainer.send, tensors.values())
+        with pytest.raises(ValueError, match="refused"), groups.source(**call, load_format=None):
+            raise ValueError("refused")
+        sent.result(HANG_SECONDS)
+    source = groups.source(**call, load_format="flattened_bucket")
+    with pytest.raises(InvalidInputError, match="load_format=None"), source:
+        pass
+
+
+def test_a_trainer_that_is_missing_or_unknown_is_an_error():
+    groups, place = JoinedGroups(), ("127.0.0.1", free_port(), 1, 2, "weights", "gloo", 0.3)
+    with pytest.raises(WeightUpdateError, match="rank 0 is missing"):
+        groups.init(*place, sender="torch")
+    with pytest.raises(InvalidInputError, match="specrollout, torch"):
+        groups.init(*place, sender="vllm")

@@ -31,18 +31,7 @@ def _dense(heads: int, kv_heads: int, head_dim: int, hidden: int, ffn: int, voca
 MODELS: dict[str, dict[str, Any]] = {
     "demo": _dense(9, 3, 64, 576, 1536, 49_152, tie_word_embeddings=True),
     "8b": _dense(32, 8, 128, 4096, 14_336, 128_256),
-    # Qwen3-32B: keys and queries are normalised.
-    "32b": _dense(64, 8, 128, 5120, 25_600, 151_936, architectures=["Qwen3ForCausalLM"]),
-    # Qwen2.5-0.5B: heads in groups of seven, with biases.
-    "biased": _dense(14, 2, 64, 896, 4864, 151_936, architectures=["Qwen2ForCausalLM"]),
-    "own heads": _dense(32, 32, 128, 4096, 11_008, 32_000),
     "odd": _dense(6, 1, 80, 480, 1001, 32_003),
-    # Qwen3-30B-A3B, but for most of its 128 experts.
-    "sparse": _dense(
-        32, 4, 128, 2048, 6144, 151_936, architectures=["Qwen3MoeForCausalLM"], num_experts=16,
-        num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
-        decoder_sparse_step=1, mlp_only_layers=[0],
-    ),
     # Qwen3-Next-80B-A3B, three of whose layers in four are recurrent, but for most of its 512
     # experts.
     "recurrent": _dense(

@@ -35,7 +35,7 @@ def worth(remaining, accept_rate=0.0):
     return token_ms(plain_ms, alone_ms, width, last_alone(remaining, accept_rate))
 
 
-@pytest.mark.parametrize("longest", [1, 3, 12, 500])
+@pytest.mark.parametrize("longest", [1, 12, 500])
 def test_where_all_lengths_are_known_it_is_what_a_token_less_saves(longest):
     rng = np.random.default_rng(longest)
     for _ in range(60):
@@ -56,33 +56,16 @@ def test_where_requests_end_by_chance_it_is_what_a_token_less_saves_on_average()
         np.testing.assert_allclose(worth(remaining), expected, atol=0.12 * FIXED)
 
 
-def test_a_request_that_runs_alone_saves_whole_steps():
-    assert worth([Remaining(7.0, 40)]) == pytest.approx([FIXED + ROW])
+def test_requests_that_are_alike_and_seldom_end_together_share_a_step():
+    for width in (1, 2, 256):
+        each = worth([Remaining(400.0, 100_000)] * width)
+        np.testing.assert_allclose(each, float(step_ms(np.array(width))) / width, rtol=0.04)
 
 
-@pytest.mark.parametrize("width", [2, 16, 256])
-def test_requests_that_are_alike_and_seldom_end_together_share_a_step(width):
-    """The same as where others wait: a step's time over its width."""
-    each = worth([Remaining(400.0, 100_000)] * width)
-    np.testing.assert_allclose(each, float(step_ms(np.array(width))) / width, rtol=0.04)
-
-
-def test_together_tokens_are_worth_at_most_one_step():
-    rng = np.random.default_rng(2)
-    for _ in range(50):
-        width = int(rng.integers(2, 40))
-        remaining = [
-            Remaining(float(rng.integers(1, 600)), int(rng.integers(1, 600))) for _ in range(width)
-        ]
-        each = worth(remaining, float(rng.random()))
-        assert (each >= ROW * (1 - 1e-9)).all()
-        assert each.sum() <= float(step_ms(np.array(width))) * 1.001
-
-
-@pytest.mark.parametrize("rate", [0.06, 0.5, 3.0])
+@pytest.mark.parametrize("rate", [0.06, 3.0])
 def test_at_one_limit_it_is_near_what_the_tokens_of_all_save(rate):
-    """Sixteen requests end at one limit of 48 tokens. Drafts spare a step where all of them need it
-    no more, which is little of what a share of the step for each token would promise."""
+    """Sixteen requests end at one limit of 48 tokens. Drafts save a step that none of them
+    needs any more, which is little of what a share of the step for each token would promise."""
     rng, width, limit = np.random.default_rng(3), 16, 48
     steps_SB = np.array([
         [np.searchsorted(np.cumsum(1 + rng.poisson(rate, limit)), limit) + 1 for _ in range(width)]

@@ -1,4 +1,4 @@
-"""The slots of a draft's pool that belong to a request, and when that is looked at."""
+"""The slots of a draft's pool that belong to each request."""
 
 from __future__ import annotations
 
@@ -100,25 +100,11 @@ def test_a_row_grows_with_its_request(world):
     world.kv.check_integrity([one.request, other.request])
     assert world.kv.pool.num_slots == 46
     assert world.kv.first_scratch == 41
-
-
-def test_nothing_is_chosen_anew_while_a_request_runs_on(world, monkeypatch):
-    one = Running(world, PROMPT)
-    one.step(20)
-    monkeypatch.setattr(world.kv, "_choose", lambda *args: pytest.fail("looks at every position"))
-    one.step(21)
-    one.step(22)
-    assert world.kv.lens_Q[one.request.row] == 8
-
-
-def test_what_was_not_read_is_a_hole(world):
-    one = Running(world, PROMPT)
-    one.step(20)
-    one.compute(7)
-    one.request.tokens += [21]
-    one.step(22)
-    assert one.positions == [0, 1, 2, 3, 4, 5, 7]
-    world.kv.check_integrity([one.request])
+    one.compute(9)
+    one.request.tokens += [23]
+    one.step(24)  # without having read position 8
+    assert one.positions == [*range(8), 9]
+    world.kv.check_integrity([one.request, other.request])
 
 
 def test_a_prefix_that_is_found_again_is_read_again(world):
@@ -153,7 +139,7 @@ def test_siblings_part_behind_their_prompt(world):
     world.kv.check_integrity([one.request, other.request])
 
 
-def test_slots_the_target_wrote_since_are_nobodys(world):
+def test_slots_that_the_target_wrote_since_belong_to_nobody(world):
     one = Running(world, PROMPT)
     one.step(20)
     one.release()
@@ -165,20 +151,7 @@ def test_slots_the_target_wrote_since_are_nobodys(world):
     assert again.positions == list(range(6))
 
 
-def test_a_step_that_is_run_again_starts_where_it_started(world):
-    one = Running(world, PROMPT)
-    one.step(20)
-    one.compute(7)
-    one.read([21])
-    one.computed = 6  # it failed after all
-    one.compute(7)
-    one.read([21])
-    one.request.tokens.append(21)
-    assert one.positions == list(range(7))
-    world.kv.check_integrity([one.request])
-
-
-def test_two_next_tokens():
+def test_with_a_horizon_of_two_the_last_position_waits():
     world = World(horizon=2)
     one = Running(world, PROMPT)
     one.step(20)
@@ -193,7 +166,7 @@ def test_two_next_tokens():
     assert short.positions == [0, 1, 2]
 
 
-def test_what_waited_is_written_where_siblings_cannot_see_it():
+def test_positions_that_waited_are_written_where_siblings_cannot_see_them():
     """Position 5 of both waits for its second token; by then they share its slot."""
     world = World(horizon=2)
     one, other = Running(world, PROMPT), Running(world, PROMPT)
@@ -218,7 +191,7 @@ def test_what_waited_is_written_where_siblings_cannot_see_it():
     one.release()
     other.release()
     again = Running(world, [*PROMPT, 20, 21, 22])
-    assert again.positions == [0, 1, 2, 3, 4]  # nobody is left what was one's own
+    assert again.positions == [0, 1, 2, 3, 4]  # private slots are not kept
 
 
 def test_a_step_that_failed_when_it_had_been_read_and_is_run_again_unread(world):
@@ -239,28 +212,14 @@ def test_a_step_that_failed_when_it_had_been_read_and_is_run_again_unread(world)
     world.kv.check_integrity([one.request, taker.request])
 
 
-def test_new_weights_forget_everything(world):
+def test_integrity_is_checked_and_new_weights_forget_everything(world):
     one = Running(world, PROMPT)
     one.step(20)
+    world.kv.table[one.request.row, 2] = 39
+    with pytest.raises(IntegrityError, match="other slots"):
+        world.kv.check_integrity([one.request])
     world.kv.forget()
     assert one.positions == []
     one.step(21)
     assert one.positions == [6]
     world.kv.check_integrity([one.request])
-
-
-@pytest.mark.parametrize(
-    ("plant", "message"),
-    [
-        (lambda kv, row: kv.table.__setitem__((row, 2), 39), "other slots"),
-        (lambda kv, row: kv.table.__setitem__((row, slice(0, 2)), kv.table[row, 1::-1]), "other"),
-        (lambda kv, row: kv._next_SK.__setitem__(kv.table[row, 2], 5), "has read"),
-        (lambda kv, row: kv._target_writes_S.__setitem__(kv.table[row, 2], 99), "wrote since"),
-    ],
-)
-def test_integrity_is_checked(world, plant, message):
-    one = Running(world, PROMPT)
-    one.step(20)
-    plant(world.kv, one.request.row)
-    with pytest.raises(IntegrityError, match=message):
-        world.kv.check_integrity([one.request])

@@ -1,5 +1,4 @@
-"""Guesses behind each node, on the host's arrays and on a device's; and learning from a step: each
-emitted token against the guesses made where it came."""
+"""Guesses behind each node, on the host's arrays and on a device's, and learning from a step."""
 
 from __future__ import annotations
 
@@ -49,6 +48,10 @@ def inputs_of(guesser: Guesser, requests: list, padding: int = 0) -> dict[str, t
     return {name: torch.from_numpy(array) for name, array in given.items()}
 
 
+def results(*emitted: list[int]) -> list[EntryResult]:
+    return [EntryResult(token_ids=tokens) for tokens in emitted]
+
+
 def children(guesser, arrays, logits, requests, trees, depth, padding=0):
     """Tokens and probabilities as numpy's, and the candidates."""
     inputs = inputs_of(guesser, requests, padding)
@@ -78,15 +81,13 @@ def proposal_of(batch, entries, topk, levels, candidates) -> Proposal:
 
 def nothing_of(batch) -> Proposal:
     """A proposal of no trees."""
-    none = np.zeros((0, 0))
-    return Proposal(
-        batch=batch, entries_G=[], topk=2, tokens_GC=none, probs_GC=none, candidates_GN=none,
-        index_GRK=none, probs_GRK=none, ends_GRK=none, uniforms_GL=none, is_greedy_G=None,
-    )  # fmt: skip
+    arrays = ("tokens_GC", "probs_GC", "candidates_GN", "index_GRK", "probs_GRK", "ends_GRK")
+    none = dict.fromkeys([*arrays, "uniforms_GL"], np.zeros((0, 0)))
+    return Proposal(batch=batch, entries_G=[], topk=2, is_greedy_G=None, **none)
 
 
 def taught(token_ids_D: torch.Tensor | None = None, topk: int = 4) -> Guesser:
-    """A guesser that learned something: its tables are not what they begin with."""
+    """A guesser whose tables are not what they begin with."""
     guesser, random = Guesser(topk, token_ids_D), np.random.default_rng(3)
     before = guesser.tables()
     for _ in range(20):
@@ -103,10 +104,11 @@ def taught(token_ids_D: torch.Tensor | None = None, topk: int = 4) -> Guesser:
     return guesser
 
 
-@pytest.mark.parametrize("depth", [0, 1, 3, 7])
-@pytest.mark.parametrize("params", [MIXED, MIXED[:1], MIXED[1:2]], ids=["mixed", "one", "greedy"])
-@pytest.mark.parametrize("padding", [0, 3])
-def test_a_device_thinks_of_what_the_host_does(params, depth, padding) -> None:
+@pytest.mark.parametrize(
+    ("params", "depth", "padding"),
+    [(MIXED, 0, 3), (MIXED, 7, 0), (MIXED[:1], 1, 3), (MIXED[1:2], 3, 0)],
+)
+def test_a_device_guesses_as_the_host_does(params, depth, padding) -> None:
     ids = torch.arange(VOCAB) * 3
     guesser, requests, each = taught(ids), requests_of(params), 3
     rows = len(requests) * each
@@ -126,26 +128,22 @@ def test_a_device_thinks_of_what_the_host_does(params, depth, padding) -> None:
     assert not device[1][rows:].any()
 
 
-def test_a_broken_draft_thinks_of_nothing(arrays) -> None:
+def test_broken_drafts_and_no_rows_guess_nothing(arrays) -> None:
     guesser, requests = taught(), requests_of(MIXED)
     logits = torch.full((len(requests), VOCAB), float("nan"))
     _, probs, _ = children(guesser, arrays, logits, requests, range(len(requests)), 0)
     assert not probs.any()
+    none = np.zeros(0, dtype=np.int64)
+    tokens, probs, _ = children(guesser, arrays, torch.zeros(0, VOCAB), requests, none, 1)
+    assert tokens.shape == probs.shape == (0, 4)
 
 
-def test_a_vocabulary_of_less_than_the_candidates_and_of_less_than_the_children(arrays) -> None:
+def test_a_vocabulary_may_be_smaller_than_the_candidates_and_the_children(arrays) -> None:
     guesser, requests = taught(topk=5), requests_of(MIXED[:2])
     tokens, _, found = children(guesser, arrays, torch.zeros(2, 3), requests, [0, 1], 0)
     assert tokens.shape == (2, 4)
     assert found.index_RC.shape == (2, 4)
     assert found.probs_RC.sum(axis=1).tolist() == pytest.approx([1.0, 1.0])
-
-
-def test_no_rows(arrays) -> None:
-    guesser, requests = taught(), requests_of(MIXED)
-    none = np.zeros(0, dtype=np.int64)
-    tokens, probs, _ = children(guesser, arrays, torch.zeros(0, VOCAB), requests, none, 1)
-    assert tokens.shape == probs.shape == (0, 4)
 
 
 def test_noise_is_that_of_the_position_guessed_at(arrays) -> None:
@@ -169,11 +167,11 @@ def likeliest(pairs: list[list[int]]) -> torch.Tensor:
 
 @pytest.fixture
 def learned(monkeypatch, arrays):
-    """A guesser with two trees of two levels, and what its mixture is told. Both children of the
-    first root were run, and of the second root the second child alone."""
+    """A guesser with two trees of two levels, and the cases its mixture learns from. Both children
+    of the first root were run, and of the second root the second child alone."""
     guesser = Guesser(2, None)
-    told: list[tuple] = []
-    monkeypatch.setattr(guesser._mixture, "learn", lambda *rows: told.append(rows))
+    cases: list[tuple] = []
+    monkeypatch.setattr(guesser._mixture, "learn", lambda *rows: cases.append(rows))
     requests = [make_request([3] * 4, request_id=b, temperature=0.0) for b in range(3)]
     batch, entries = decode_batch(requests), [0, 2]
     own = [requests[b] for b in entries]
@@ -184,50 +182,32 @@ def learned(monkeypatch, arrays):
     ]
     assert levels[0][0].tolist() == [[5, 6], [7, 8]]
     guesser.remember(proposal_of(batch, entries, 2, levels, [[0, 1], [1, -1]]))
-    return guesser, batch, told
-
-
-def results(*emitted: list[int]) -> list[EntryResult]:
-    return [EntryResult(token_ids=tokens) for tokens in emitted]
+    return guesser, batch, cases
 
 
 def test_tokens_are_followed_down_the_nodes_that_were_run(learned) -> None:
-    guesser, batch, told = learned
-    guesser.learn(batch, results([6, 3, 1], [5, 1], [7, 11]))
-    ((contexts, components, came_true),) = told
-    assert len(contexts) == 3  # 6 and 3 of the first tree; 7, which was not run, of the second
+    guesser, batch, cases = learned
+    guesser.learn(batch, results([6, 3, 1], [5, 1], [8, 9, 9]))
+    ((contexts, components, came_true),) = cases
+    assert len(contexts) == 4  # 6 and 3 of the first tree, 8 and 9 of the second
     assert (came_true.sum(axis=1) == 1).all()
     first_of = components[:, :, 0][came_true]
     highest = components[:, :, 0].max(axis=1)
-    assert (first_of == highest).tolist() == [False, True, True]
+    assert (first_of == highest).tolist() == [False, True, False, True]
     assert contexts[0] == contexts[2]
-    assert contexts[0] != contexts[1]  # one level further down
+    assert contexts[1] == contexts[3] != contexts[0]  # one level further down
 
 
-def test_rows_further_along_a_level_are_found(learned) -> None:
-    guesser, batch, told = learned
-    guesser.learn(batch, results([5, 2], [1], [8, 9, 9]))
-    ((contexts, components, came_true),) = told
-    assert len(contexts) == 4  # 8 was run as the first node of its level
-    assert came_true.any(axis=1).tolist() == [True, True, True, True]
-    first_of = components[:, :, 0][came_true] == components[:, :, 0].max(axis=1)
-    assert first_of.tolist() == [True, False, False, True]
-
-
-def test_another_steps_tokens_tell_nothing(learned) -> None:
-    guesser, batch, told = learned
-    others = [decode_batch([make_request()]) for _ in range(3)]
-    guesser.learn(others[0], results([6]))
-    for other in others[1:]:
-        guesser.remember(nothing_of(other))
-    guesser.learn(batch, results([6], [5], [7]))  # they are not waited for any longer
-    assert not told
-
-
-def test_of_two_steps_under_way_each_tells_its_own(learned) -> None:
-    guesser, batch, told = learned
+def test_each_step_in_flight_teaches_by_its_own_tokens_once(learned) -> None:
+    guesser, batch, cases = learned
+    guesser.learn(decode_batch([make_request()]), results([6]))
+    assert not cases
     guesser.remember(nothing_of(decode_batch([make_request()])))
+    for _ in range(2):
+        guesser.learn(batch, results([6], [5], [7]))
+        assert len(cases) == 1
+    guesser.remember(nothing_of(batch))
+    for _ in range(2):  # as many as may be in flight
+        guesser.remember(nothing_of(decode_batch([make_request()])))
     guesser.learn(batch, results([6], [5], [7]))
-    assert len(told) == 1
-    guesser.learn(batch, results([6], [5], [7]))
-    assert len(told) == 1
+    assert len(cases) == 1

@@ -1,5 +1,5 @@
 """Trees grown in fixed shapes against a plain search over the same made-up draft, on the host's
-arrays and on a device's, whatever stands in the padding."""
+arrays and on a device's, whatever is in the padding."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from spec_workers.neural.arrays import Arrays, DeviceArrays
+from spec_workers.neural.level_pace import LevelPace
 from spec_workers.neural.proposal import Proposal
 from spec_workers.neural.tree_growth import TreeGrowth
 from tests.helpers.requests import decode_batch
@@ -100,7 +101,7 @@ def check_level(nodes, level, width, before, nodes_run) -> list[list[Path | None
 
 
 def searched(children, tree, size, depth, *, width, floor, steps) -> dict[Path, float]:
-    """The best nodes, each level's ``width`` best expanded; of equals the older come first."""
+    """The best nodes, each level's ``width`` best expanded; the older of equals come first."""
     found: list[tuple[Path, float]] = []
     frontier: list[tuple[Path, float]] = [((), 1.0)]
     for level in range(min(steps, depth) if size else 0):
@@ -128,19 +129,29 @@ def check_searched(trees, children, sizes, depths, **rules) -> None:
         assert np.all(np.diff(trees.probs_N[nodes]) <= 0)
 
 
-@pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("floor", [0.0, 0.02, 0.2])
-@pytest.mark.parametrize(("width", "steps"), [(1, 6), (2, 5), (4, 4), (5, 2), (3, 1), (7, 10)])
-def test_the_most_probable_are_chosen(width, steps, floor, ties) -> None:
-    sizes = [8, 0, 1, 3, 16, 40, 5, 63]
-    depths = [5, 5, 5, 2, 5, 4, 1, 9]
+@pytest.mark.parametrize(
+    ("width", "steps", "floor", "ties", "count"),
+    [
+        (1, 6, 0.0, False, 8),
+        (2, 5, 0.02, True, 1),
+        (4, 4, 0.2, False, 8),
+        (4, 4, 0.0, True, 8),
+        (5, 2, 0.02, False, 8),
+        (3, 1, 0.2, True, 0),
+        (7, 10, 0.0, True, 8),
+    ],
+)
+def test_the_most_probable_are_chosen(width, steps, floor, ties, count) -> None:
+    sizes, depths = [8, 0, 1, 3, 16, 40, 5, 63][:count], [5, 5, 5, 2, 5, 4, 1, 9][:count]
     children = some_children(width, ties=ties)
     rules = {"width": width, "floor": floor, "steps": steps}
     found = {
         name: grow(arrays, children, sizes, depths, **rules, padding=3 * (name == "device"))
         for name, arrays in ARRAYS.items()
     }
-    trees = {name: each.trees(np.array(sizes), source=3) for name, each in found.items()}
+    trees = {
+        name: each.trees(np.array(sizes, dtype=np.int64), source=3) for name, each in found.items()
+    }
     check_searched(trees["host"], children, sizes, depths, **rules)
     for name in ("offsets_B1", "tokens_N", "parents_N", "depths_N", "masks_N", "probs_N"):
         assert np.array_equal(getattr(trees["host"], name), getattr(trees["device"], name)), name
@@ -148,52 +159,75 @@ def test_the_most_probable_are_chosen(width, steps, floor, ties) -> None:
     assert found["host"].num_levels == found["device"].num_levels
 
 
-def test_nothing_is_run_that_could_not_be_chosen(arrays) -> None:
-    children, rules = some_children(7), {"width": 7, "floor": 0.0, "steps": 9}
-    proposal = grow(arrays, children, [4] * 20, [9] * 20, **rules)
-    wanted = 0
-    for tree in range(20):
-        best = searched(children, tree, 4, 9, **rules)
-        # At least each chosen node with a chosen child; at most three of a tree in each level.
-        wanted += len({path[:-1] for path in best if len(path) > 1})
-    assert wanted <= proposal.num_nodes <= 20 * 3 * 8
-    assert proposal.num_nodes < 1.5 * wanted + 60
+def test_only_probabilities_above_zero_are_nodes_and_equal_ones_have_parents_first(arrays) -> None:
+    def grown(*probs: float) -> Proposal:
+        def children(tree: int, path: Path) -> tuple[np.ndarray, np.ndarray]:
+            return np.array([5, 6]), np.array(probs, dtype=np.float32)
 
+        return grow(arrays, children, [3], [3], width=2, floor=0.0, steps=3)
 
-@pytest.mark.parametrize(("count", "padding"), [(0, 0), (0, 1), (1, 0), (1, 1), (3, 0), (3, 1)])
-def test_few_trees_or_none(arrays, count, padding) -> None:
-    sizes, depths, children = [6] * count, [3] * count, some_children(4)
-    rules = {"width": 4, "floor": 0.0, "steps": 3}
-    proposal = grow(arrays, children, sizes, depths, **rules, padding=padding)
-    trees = proposal.trees(np.array(sizes, dtype=np.int64), source=3)
-    check_searched(trees, children, sizes, depths, **rules)
-
-
-def test_what_is_no_probability_is_no_node(arrays) -> None:
-    def children(tree: int, path: Path) -> tuple[np.ndarray, np.ndarray]:
-        return np.array([5, 6]), np.array([np.nan, 0.0], dtype=np.float32)
-
-    proposal = grow(arrays, children, [3], [3], width=2, floor=0.0, steps=3)
+    proposal = grown(np.nan, 0.0)
     assert proposal.num_nodes == proposal.num_levels == 0
     assert proposal.trees(np.array([3]), source=0).num_nodes == 0
-
-
-def test_equal_probabilities_have_parents_first(arrays) -> None:
-    def children(tree: int, path: Path) -> tuple[np.ndarray, np.ndarray]:
-        return np.array([5, 6]), np.array([1.0, 0.0], dtype=np.float32)
-
-    trees = grow(arrays, children, [3], [3], width=2, floor=0.0, steps=3).trees(np.array([3]), 0)
+    trees = grown(1.0, 0.0).trees(np.array([3]), 0)
     check_trees(trees)
     assert trees.parents_N.tolist() == [0, 1, 2]
 
 
-def test_company_changes_no_tree(arrays) -> None:
-    children = some_children(4, ties=True)
-    sizes, depths = [9, 30, 4], [4, 2, 3]
-    rules = {"width": 4, "floor": 0.01, "steps": 4}
-    together = grow(arrays, children, sizes, depths, **rules).trees(np.array(sizes), source=0)
-    first = together.offsets_B1[1]
-    alone = grow(arrays, children, sizes[:1], depths[:1], **rules, padding=2)
-    own = alone.trees(np.array(sizes[:1]), source=0)
-    assert together.tokens_N[:first].tolist() == own.tokens_N.tolist()
-    assert together.masks_N[:first].tolist() == own.masks_N.tolist()
+# Which levels are grown at all
+
+
+def grown(probs_GW: list[list[float]]) -> TreeGrowth:
+    """Trees with the children of their roots."""
+    probs = np.array(probs_GW, dtype=np.float32)
+    count, width = probs.shape
+    floor_1 = np.array([0.01], dtype=np.float32)
+    growth = TreeGrowth(Arrays(), np.full(count, 8), np.full(count, 4), floor_1, width)
+    growth.add(np.zeros((count, 1, width), dtype=np.int64), probs[:, None])
+    return growth
+
+
+def test_a_level_pays_for_what_its_rows_are_worth() -> None:
+    pace = LevelPace()
+    growth = grown([[0.5, 0.3], [0.2, 0.0]])
+    pace.observe(0, growth)  # children had (0.8 + 0.2) of 2 roots
+    growth.expand()
+    token_ms_G = np.array([10.0, 5.0])
+    assert pace.pays(1, growth, token_ms_G), "nothing is known of its time"
+    worth = (0.8 * 10.0 + 0.2 * 5.0) * 0.5
+    pace.observe_time(2, worth + 0.01)
+    assert not pace.pays(1, growth, token_ms_G)
+    assert pace.pays(1, growth, 1.01 * token_ms_G)
+    pace.observe_time(2, worth - 0.05)
+    assert pace.pays(1, growth, token_ms_G)
+    assert pace.pays(1, grown([[0.1, 0.1]] * 3), np.full(3, 1e-9)), "of as many trees none was seen"
+
+
+def test_each_level_has_a_share_of_its_own() -> None:
+    pace = LevelPace()
+    growth = grown([[0.9, 0.1]])
+    pace.observe(0, growth)
+    growth.expand()
+    growth.add(np.zeros((1, 2, 2), dtype=np.int64), np.full((1, 2, 2), 0.05, dtype=np.float32))
+    pace.observe(1, growth)
+    pace.observe_time(1, 1.0)
+    growth.expand()
+    token_ms_G = np.array([40.0])  # times rows of 0.1 in all
+    assert not pace.pays(2, growth, token_ms_G), "as below level 1, a tenth is kept"
+    assert pace.pays(0, growth, token_ms_G), "below roots all is kept"
+
+
+def test_one_slow_level_is_not_believed_and_unpaid_levels_are_tried_again() -> None:
+    pace = LevelPace()
+    growth = grown([[1.0, 0.0]])
+    pace.observe(0, growth)
+    growth.expand()
+    pace.observe_time(1, 900.0)  # the first one
+    for _ in range(6):
+        pace.observe_time(1, 1.0)
+    pace.observe_time(1, 900.0)
+    assert pace.pays(1, growth, np.array([1.3]))
+    asked = 0
+    while not pace.pays(1, growth, np.array([1.0])):
+        asked += 1
+    assert 10 < asked < 200

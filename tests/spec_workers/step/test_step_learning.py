@@ -6,12 +6,13 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 from rollout.types import Batch, EntryResult, StepForecast, StepTimes
 from spec_workers.budget import FixedBudget, SelectedDrafts
 from spec_workers.draft_tree import first_nodes
 from spec_workers.step.learning import StepLearning, count_step
-from spec_workers.step.timer import SteadyPhases
+from spec_workers.step.timer import SteadyPhases, StepTimers
 from tests.helpers.budgets import batch_of, chains, entry_of, make_budget, results_of
 from tests.helpers.requests import make_trees
 
@@ -51,7 +52,7 @@ def drafted_step(batch):
     return selected, results
 
 
-def test_shares_are_the_whole_step():
+def test_shares_are_by_rows_and_add_up_to_the_whole_step():
     batch = mixed_batch()
     selected, results = drafted_step(batch)
     count_step(batch, selected, results, TIMES)
@@ -69,26 +70,19 @@ def test_shares_are_the_whole_step():
     predicted = selected.values_N.sum() * 15.0 / 3 - (22.0 - 18.0)
     assert booked(batch, "gain_ms") == pytest.approx(gain)
     assert booked(batch, "predicted_gain_ms") == pytest.approx(predicted)
-
-
-def test_shares_are_by_rows():
-    batch = mixed_batch()
-    selected, results = drafted_step(batch)
-    count_step(batch, selected, results, TIMES)
     shares = [entry.request.stats.forward_ms / TIMES.forward for entry in batch.entries]
     assert shares == pytest.approx([3 / 45, 3 / 45, 9 / 45, 30 / 45])
     assert batch.entries[3].request.stats.verify_steps == 0
-
-
-def test_steps_add_up():
-    batch = mixed_batch()
-    for _ in range(3):
-        count_step(batch, *drafted_step(batch), TIMES)
+    for _ in range(2):
+        count_step(batch, selected, results, TIMES)
     assert booked(batch, "total_ms") == pytest.approx(3 * 24.5)
     assert booked(batch, "verify_steps") == 9
+    count_step(
+        Batch(step=0, entries=[]), FixedBudget().choose(Batch(step=0, entries=[]), None), [], TIMES
+    )  # divides by nothing
 
 
-def test_nothing_is_gained_without_drafts_or_without_a_forecast():
+def test_gains_are_those_of_the_forecast_and_none_without_drafts():
     batch, budget = mixed_batch(), FixedBudget()
     selected = budget.choose(batch, None)
     count_step(batch, selected, results_of(selected.trees), TIMES)
@@ -98,33 +92,11 @@ def test_nothing_is_gained_without_drafts_or_without_a_forecast():
     count_step(batch, selected, results_of(selected.trees), TIMES)
     assert booked(batch, "gain_ms") == booked(batch, "predicted_gain_ms") == 0
     assert booked(batch, "predicted_ms") == pytest.approx(selected.forecast.predicted_ms)
-
-
-def test_a_forecast_gains_what_its_shares_do():
-    batch = Batch(step=0, entries=[entry_of(k) for k in range(3)])
-    budget = make_budget()
-    proposed = chains(batch, 0.9)
-    selected = budget.choose(batch, proposed)
+    batch, budget = batch_of(3), make_budget()
+    selected = budget.choose(batch, chains(batch, 0.9))
     assert selected.trees.num_nodes
     count_step(batch, selected, results_of(selected.trees, 2), TIMES)
     assert booked(batch, "predicted_gain_ms") == pytest.approx(selected.forecast.predicted_gain_ms)
-
-
-def test_a_chunk_as_long_as_the_last_one_is_no_decode_step():
-    """The last chunk of a prompt, then a retraction: the first chunk again, as long, unsampled."""
-    budget = make_budget()
-    for samples in (True, False):
-        batch = Batch(step=0, entries=[entry_of(0, run_len=64, samples=samples, slots=0)])
-        selected = budget.choose(batch, None)
-        assert (selected.forecast is not None) == samples
-        results = [EntryResult(token_ids=[1] if samples else [])]
-        budget.observe(batch, selected, results, TIMES)
-        count_step(batch, selected, results, TIMES)
-
-
-def test_a_step_of_nobody_divides_by_nothing():
-    batch = Batch(step=0, entries=[])
-    count_step(batch, FixedBudget().choose(batch, None), [], TIMES)
 
 
 def test_learning_counts_as_drafting_of_steps_of_its_kind(monkeypatch):
@@ -148,3 +120,21 @@ def test_learning_counts_as_drafting_of_steps_of_its_kind(monkeypatch):
     for _ in range(2):
         deferred.observe(batch, drafted, results_of(drafted.trees), StepTimes(), STEADY)
     assert deferred.expected_ms(drafted) == 0, "a device computes meanwhile"
+
+
+def test_every_phase_is_counted_once() -> None:
+    timers = StepTimers(torch.device("cpu"))
+    started = time.perf_counter()
+    timer = timers.begin()
+    phases = (timer.drafting, timer.forward, timer.sampling, timer.waiting, timer.booking,
+              timer.drafting)  # fmt: skip
+    for milliseconds, phase in enumerate(phases, start=1):
+        with phase():
+            time.sleep(milliseconds / 1e3)
+    times = timer.end()
+    total_ms = (time.perf_counter() - started) * 1e3
+    assert times.draft >= 1 + 6
+    assert times.forward >= 2
+    assert times.sample >= 3 + 4 + 5
+    assert 4 <= times.waited <= times.sample
+    assert times.draft + times.forward + times.sample <= total_ms

@@ -7,7 +7,6 @@ import sys
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,34 +20,36 @@ from tests.helpers.vllm_rows import VOCABULARY, RowRequest, VllmRows, vllm_confi
 FIXED = {"budget": "fixed", "min_probability": 0.0, "corpus_bytes": 1 << 20}
 
 
-def requests(count: int, seed: int = 0) -> list[RowRequest]:
+@pytest.fixture
+def rows() -> VllmRows:
+    return VllmRows(NgramProposer(vllm_config(**FIXED)))
+
+
+def requests(count: int) -> list[RowRequest]:
     """Requests of two prompts, whose outputs are those of few originals."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     prompts = rng.integers(0, VOCABULARY, (2, 9)).tolist()
     outputs = rng.integers(0, VOCABULARY, (2, 40)).tolist()
     return [RowRequest(prompts[k % 2], outputs[k % 2][: 25 + k]) for k in range(count)]
 
 
-def test_the_second_epoch_takes_fewer_steps_and_each_token_enters_once() -> None:
-    proposer = NgramProposer(vllm_config(**FIXED))
-    rows = VllmRows(proposer)
+def test_the_second_epoch_takes_fewer_steps_and_each_token_enters_once(rows) -> None:
     alone = max(len(each.output) for each in requests(5))
     rows.run(requests(5))
     generated = sum(len(each.output) for each in requests(5))
-    first = proposer.counters()
+    first = rows.proposer.counters()
     assert first["corpus/inserted_tokens"] == generated + 2 * 9  # prompts are shared
     assert rows.run(requests(5)) < alone / 2
-    counters = proposer.counters()
+    counters = rows.proposer.counters()
     assert counters["corpus/inserted_tokens"] == 2 * generated + 2 * 9
     accepted = counters["accepted"] - first["accepted"]
     assert accepted > counters["rows"] - first["rows"]  # an accept length above 2
     assert counters["propose_seconds"] > 0
-    proposer.check_integrity()
+    rows.run([RowRequest([-1, VOCABULARY + 5, 3], [4, 5, -1, 6])])  # outside of the vocabulary
+    rows.proposer.check_integrity()
 
 
-def test_drafts_follow_requests_that_move_leave_and_come_back() -> None:
-    proposer = NgramProposer(vllm_config(**FIXED))
-    rows = VllmRows(proposer)
+def test_drafts_follow_requests_that_move_leave_and_come_back(rows) -> None:
     rows.run(requests(4))
     rows.requests = requests(4)
     rows.step(in_prefill={rows.requests[2]})
@@ -64,12 +65,12 @@ def test_drafts_follow_requests_that_move_leave_and_come_back() -> None:
     for request, draft in rows.drafts.items():
         rest = request.output[request.done :]
         assert draft[: len(rest)] == rest[: len(draft)]
-    assert proposer.counters()["corpus/open_sequences"] == 8
+    assert rows.proposer.counters()["corpus/open_sequences"] == 8
     rows.run(rows.requests)
-    proposer.check_integrity()
+    rows.proposer.check_integrity()
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 63])
+@pytest.mark.parametrize("num_tokens", [1, 63])
 def test_chains_are_never_longer_than_asked_for_nor_than_the_context(num_tokens: int) -> None:
     proposer = NgramProposer(vllm_config(num_tokens, max_rows=3, max_len=50, **FIXED))
     rows = VllmRows(proposer, max_rows=3, max_len=50)
@@ -86,46 +87,36 @@ def test_chains_are_never_longer_than_asked_for_nor_than_the_context(num_tokens:
     assert proposer.propose([], rows.lengths_R, rows.token_ids_RL) == []
 
 
-def test_tokens_outside_of_the_vocabulary_do_no_harm() -> None:
-    proposer = NgramProposer(vllm_config(**FIXED))
-    VllmRows(proposer).run([RowRequest([-1, VOCABULARY + 5, 3], [4, 5, -1, 6])])
-    proposer.check_integrity()
-
-
-def test_an_older_policy_counts_for_less() -> None:
-    proposer = NgramProposer(vllm_config(**FIXED))
-    rows = VllmRows(proposer)
+def test_an_older_policy_counts_for_less(rows) -> None:
     rows.run([RowRequest([1, 2, 3], [10, 11, 12, 13]) for _ in range(3)])
-    proposer.set_weight_version(1)
+    rows.proposer.set_weight_version(1)
     rows.run([RowRequest([1, 2, 3], [10, 21, 22, 23]) for _ in range(3)])
-    assert proposer.counters()["corpus/weight_version"] == 1
     rows.requests = [RowRequest([1, 2, 3], [10, 21])]
     rows.step()
     assert rows.drafts[rows.requests[0]][0] == 21
     with pytest.raises(InvalidInputError, match=r"version=-1"):
-        proposer.set_weight_version(-1)
+        rows.proposer.set_weight_version(-1)
 
 
-def test_a_saved_corpus_begins_another_engine(tmp_path: Path) -> None:
-    proposer = NgramProposer(vllm_config(**FIXED))
-    VllmRows(proposer).run(requests(3))
-    proposer.save_corpus(tmp_path / "corpus")
+def test_a_saved_corpus_begins_another_engine(rows, tmp_path: Path) -> None:
+    first = rows.run(requests(3))
+    rows.proposer.save_corpus(tmp_path / "corpus")
     options = {**FIXED, "corpus_path": str(tmp_path / "corpus")}
     fresh = VllmRows(NgramProposer(vllm_config(**options)))
     again = VllmRows(NgramProposer(vllm_config(**FIXED)))
     again.proposer.load_corpus(tmp_path / "corpus")
-    empty = VllmRows(NgramProposer(vllm_config(**FIXED)))
-    assert fresh.run(requests(3)) == again.run(requests(3)) < empty.run(requests(3))
+    assert fresh.run(requests(3)) == again.run(requests(3)) < first
 
 
-def test_external_corpora_by_the_workers_calls() -> None:
-    proposer = NgramProposer(vllm_config(**FIXED))
+def test_external_corpora_by_the_workers_calls(rows) -> None:
     worker = CorpusWorkerExtension()
-    worker.model_runner = type("Runner", (), {"drafter": proposer})()
+    worker.model_runner = object()  # without the proposer
+    worker.set_corpus_policy(1)
+    assert worker.corpus_counters() == {}
+    worker.model_runner = type("Runner", (), {"drafter": rows.proposer})()
     worker.add_external_corpus("code", token_chunks=[list(range(200, 240))])
-    proposer._corpus.wait("code", None)
+    rows.proposer._corpus.wait("code", None)
     assert worker.corpus_counters()["external/code"] == 1.0
-    rows = VllmRows(proposer)
     rows.requests = [RowRequest([1, 200, 201], [202, 203, 204])]
     rows.step()
     assert rows.drafts[rows.requests[0]][:2] == [203, 204]
@@ -133,53 +124,38 @@ def test_external_corpora_by_the_workers_calls() -> None:
         worker.add_external_corpus("code", token_chunks=[[1]])
     worker.remove_external_corpus("code")
     worker.set_corpus_policy(3)
-    assert "external/code" not in worker.corpus_counters()
-    proposer.close()
+    counters = worker.corpus_counters()
+    assert counters["corpus/weight_version"] == 3
+    assert "external/code" not in counters
+    rows.proposer.close()
 
 
-def test_a_worker_without_the_proposer_ignores_the_calls() -> None:
-    worker = CorpusWorkerExtension()
-    worker.model_runner = object()
-    worker.set_corpus_policy(1)
-    assert worker.corpus_counters() == {}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"budget": "learnt"}, r"specrollout\.budget='learnt': .* did you mean learned"),
-        ({"min_probability": 2}, r"specrollout\.min_probability=2: must be a number from 0 to 1"),
-        ({"corpus_bytes": 1.5}, r"specrollout\.corpus_bytes=1\.5: must be an integer"),
-        ({"corpus_bytes": 1}, r"specrollout\.corpus_bytes=1: "),
-        ({"corpus_path": "/nowhere"}, r"specrollout\.corpus_path='/nowhere': there is no such"),
-        ({"external_corpora": {"a": "/nowhere"}}, r"specrollout\.external_corpora\.a="),
-        ({"corpus": 1}, r"specrollout\.corpus=1: must be one of .* did you mean corpus_"),
-    ],
-)
-def test_bad_options_are_refused_by_name(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidInputError, match=f"additional_config.{message}"):
-        NgramProposer(vllm_config(**options))
-
-
-@pytest.mark.parametrize("num_tokens", [0, 64, None])
-def test_a_number_of_tokens_that_cannot_be_is_refused(num_tokens: Any) -> None:
-    with pytest.raises(InvalidInputError, match=r"speculative_config\.num_speculative_tokens="):
-        NgramProposer(vllm_config(num_tokens))
-
-
-def test_a_corpus_too_small_for_vllms_rows_is_refused() -> None:
+def test_options_that_cannot_be_are_refused_by_name() -> None:
+    for options, message in (
+        ({"budget": "learnt"}, r"budget='learnt': .* did you mean learned"),
+        ({"min_probability": 2}, r"min_probability=2: must be a number from 0 to 1"),
+        ({"corpus_bytes": 1}, r"corpus_bytes=1: "),
+        ({"corpus_path": "/nowhere"}, r"corpus_path='/nowhere': there is no such"),
+        ({"external_corpora": {"a": "/nowhere"}}, r"external_corpora\.a="),
+        ({"corpus": 1}, r"corpus=1: must be one of .* did you mean corpus_"),
+    ):
+        with pytest.raises(InvalidInputError, match=rf"additional_config.specrollout\.{message}"):
+            NgramProposer(vllm_config(**options))
+    for num_tokens in (0, 64, None):
+        with pytest.raises(InvalidInputError, match=r"config\.num_speculative_tokens="):
+            NgramProposer(vllm_config(num_tokens))
     with pytest.raises(InvalidInputError, match=r"corpus_bytes=1048576: has room for 32 requests"):
         NgramProposer(vllm_config(max_rows=33, corpus_bytes=1 << 20))
 
 
-def drafted_per_row(token_ms: float, accepted: bool, steps: int = 400) -> float:
+def drafted_per_row(token_ms: float, accepted: bool) -> float:
     """Tokens that a budget has verified of chains of four, per row of its last steps, on a machine
     where a forward of eight rows takes 10 ms and each further row ``token_ms``."""
     budget = LearnedChains(4, 8, 256, [], 0.0)
     offsets_B1, depths_N = np.arange(9) * 4, np.tile(np.arange(1, 5), 8)
     probs_N = np.tile(np.array([0.9, 0.8, 0.7, 0.6]), 8)
     drafted = []
-    for _ in range(steps):
+    for _ in range(400):
         counts_B, judged = np.zeros(8, np.int64), NOTHING_JUDGED
         if budget.floor(8, 100) is not None:
             counts_B = budget.choose(probs_N, depths_N, offsets_B1)
@@ -189,33 +165,24 @@ def drafted_per_row(token_ms: float, accepted: bool, steps: int = 400) -> float:
                 accepted_N=np.full(kept_N.sum(), accepted),
             )  # fmt: skip
         drafted.append(int(counts_B.sum()))
-        budget.observe(
-            ChainStep(
-                width=8,
-                num_drafted=drafted[-1],
-                longest=100,
-                num_accepted=drafted[-1] if accepted else 0,
-                milliseconds=10.0 + token_ms * drafted[-1],
-                drafting_ms=0.05,
-                judged=judged,
-            )
-        )
+        step = chain_step(8, drafted[-1], 10.0 + token_ms * drafted[-1], judged, accepted=accepted)
+        budget.observe(step)
     return float(np.mean(drafted[-100:])) / 8
+
+
+def chain_step(width, num_drafted, milliseconds, judged, *, accepted=False) -> ChainStep:
+    return ChainStep(
+        width=width, num_drafted=num_drafted, longest=100, judged=judged,
+        num_accepted=num_drafted if accepted else 0, milliseconds=milliseconds, drafting_ms=0.05,
+    )  # fmt: skip
 
 
 def test_chains_have_the_length_that_pays() -> None:
     assert drafted_per_row(0.02, accepted=True) > 3.5  # nearly free
-    assert drafted_per_row(2.0, accepted=True) < 0.3  # dearer than a row's own token
+    assert drafted_per_row(2.0, accepted=True) < 0.3  # more expensive than a row's own token
     assert drafted_per_row(0.3, accepted=False) < 0.3  # never right
-
-
-def test_a_budget_ignores_steps_of_unknown_time() -> None:
     budget = LearnedChains(4, 8, 256, [1, 2, 4, 8], 0.02)
-    step = ChainStep(
-        width=2, num_drafted=0, longest=9, num_accepted=0, milliseconds=math.nan, drafting_ms=0.1,
-        judged=NOTHING_JUDGED,
-    )  # fmt: skip
-    budget.observe(step)
+    budget.observe(chain_step(2, 0, math.nan, NOTHING_JUDGED))
     assert not budget.curve.is_known
     assert budget.counters()["gate_open"] == 1.0
 

@@ -24,31 +24,6 @@ def rows() -> RequestRows:
     return RequestRows(MAX_ROWS, MAX_LEN, max_away=2)
 
 
-def test_a_request_keeps_its_number_while_it_grows(rows: RequestRows) -> None:
-    first = update(rows, ([1, 2, 3], 1), ([4, 5], 0))
-    assert first.is_new_B.all()
-    assert first.known_B.tolist() == [2, 2]  # the prompts
-    assert first.tokens_N.tolist() == [3]
-    second = update(rows, ([1, 2, 3, 8, 9], 2), ([4, 5, 6], 1))
-    assert second.ids_B.tolist() == first.ids_B.tolist()
-    assert second.stayed_B.all()
-    assert not second.is_new_B.any()
-    assert second.offsets_B1.tolist() == [0, 2, 3]
-    assert second.tokens_N.tolist() == [8, 9, 6]
-
-
-def test_rows_that_move_and_come_back_are_found(rows: RequestRows) -> None:
-    ids = update(rows, ([1, 2, 3], 1), ([4, 5], 1), ([4, 6], 1)).ids_B.tolist()
-    moved = update(rows, ([4, 6, 1], 1), ([4, 5, 1], 1))  # the first left, the last took its row
-    assert moved.ids_B.tolist() == [ids[2], ids[1]]
-    assert moved.stayed_B.tolist() == [False, True]
-    assert moved.tokens_N.tolist() == [1, 1]
-    back = update(rows, ([4, 6, 1, 1], 1), ([4, 5, 1, 1], 1), ([1, 2, 3], 0))  # computed anew
-    assert back.ids_B.tolist() == [ids[2], ids[1], ids[0]]
-    assert not back.is_new_B.any()
-    assert update(rows, ([4, 6, 1, 1, 2], 1)).ids_B.tolist() == [ids[2]]
-
-
 def test_a_request_of_the_same_length_in_the_same_row_is_another(rows: RequestRows) -> None:
     (first,) = update(rows, ([1, 2, 3], 1)).ids_B.tolist()
     other = update(rows, ([1, 2, 4, 5], 1))
@@ -70,7 +45,7 @@ def test_the_next_turn_of_a_chat_continues_its_request(rows: RequestRows) -> Non
     assert turn.tokens_N.tolist() == [1, 50, 51, 52]
 
 
-def test_those_that_are_away_longest_are_forgotten(rows: RequestRows) -> None:
+def test_requests_that_are_away_longest_are_forgotten(rows: RequestRows) -> None:
     ids = [int(update(rows, ([10 + k, 1], 1)).ids_B[0]) for k in range(3)]
     assert update(rows, ([20, 1], 1)).forgotten == [ids[0]]
     again = update(rows, ([10, 1, 1], 1), ([11, 1, 1], 1))
@@ -82,6 +57,7 @@ def test_random_batches_against_requests_that_are_known() -> None:
     """Requests begin, grow, move, leave and come back at random; each is always found again."""
     rng = np.random.default_rng(3)
     rows = RequestRows(MAX_ROWS, MAX_LEN, max_away=1000)
+    before: list[int] = []
     tokens_of: dict[int, list[int]] = {}  # by the request's true name
     number_of: dict[int, int] = {}
     for _ in range(200):
@@ -103,3 +79,5 @@ def test_random_batches_against_requests_that_are_known() -> None:
             new = seen.tokens_N[seen.offsets_B1[b] : seen.offsets_B1[b + 1]].tolist()
             assert new == tokens_of[name][seen.known_B[b] :]
             assert len(new) == call[b][1]
+            assert seen.stayed_B[b] == (before[b : b + 1] == [name])
+        before = held

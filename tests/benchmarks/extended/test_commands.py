@@ -1,0 +1,65 @@
+"""Command lines of benchmarks, and measurements that are fair."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from harness import rows
+from harness.command import POSITIVE, Command
+from harness.timing import in_turns, paired
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_commands_of_the_documentation_are_understood() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.py")]
+    pattern = re.compile(r"python3? benchmarks/((?:bench|profile|simulate)\w+)\.py([^`#\n]*)")
+    found = set()
+    for page in pages:
+        for name, given in pattern.findall(page.read_text()):
+            for option in re.findall(r"\[([^]]*)\]", given) or [given]:
+                arguments = shlex.split(option.replace("...", "").split("|")[0])
+                if "FILE[=BAR]" not in given:
+                    importlib.import_module(name).make_command().parse(arguments)
+                    found.add(name)
+    assert len(found) > 12
+
+
+def test_an_error_in_one_part_loses_no_row_of_another(tmp_path: Path, capsys) -> None:
+    command = Command("made")
+    command.option("--tokens", 96, quick=4, limits=POSITIVE)
+    path = tmp_path / "rows.jsonl"
+
+    def failing():
+        yield rows.row("first", 1, "")
+        raise RuntimeError("later")
+
+    def parts(options):
+        return {"good": lambda: [rows.row(f"{options.tokens}", 2, "")], "bad": failing}
+
+    with pytest.raises(RuntimeError, match="later"):
+        command.run("", parts, ["--quick", "--json", str(path)])
+    assert [each["name"] for each in rows.read_records(path)] == ["4", "first"]
+    for wrong in (["--tokens", "0"], ["--only", "other"]):
+        with pytest.raises(SystemExit):
+            command.run("", parts, wrong)
+    assert "--tokens=0: must be in [1, inf]" in capsys.readouterr().err
+
+
+def test_calls_take_turns_and_ratios_are_of_pairs() -> None:
+    called: list[str] = []
+    calls = {name: lambda name=name: called.append(name) for name in "abc"}
+    in_turns(calls, 3, warm=1)
+    assert "".join(called) == "abcbcacababc"
+    # In the second pair the machine ran at a third of its speed.
+    assert paired([2.0, 6.0, 3.0], [1.0, 3.0, 2.0]) == 2.0
+
+
+def test_a_bar_is_the_least_or_the_largest_good_value() -> None:
+    judged = [rows.row("", value, "", 2.0, at_most=at_most).ok
+              for value in (1.0, 2.0, 3.0) for at_most in (False, True)]  # fmt: skip
+    assert judged == [False, True, True, True, True, False]

@@ -1,0 +1,49 @@
+"""Every benchmark runs from end to end at its smallest size, and writes its rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.text_model import save_text_model
+from tests.helpers.tiny_draft import save_tiny_eagle3
+from tests.helpers.tiny_mtp import save_tiny_mtp
+
+ROOT = Path(__file__).parents[3]
+NAMES = {path.stem for path in (ROOT / "benchmarks").glob("bench_*.py")}
+OF_THE_DEMO_MODEL = {
+    "bench_budget", "bench_cluster", "bench_generate", "bench_server", "bench_turns",
+    "bench_weights",
+}  # fmt: skip
+IN_OTHER_ENVIRONMENTS = {"bench_vllm"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """The options that name tiny models, by benchmark."""
+    folder = tmp_path_factory.mktemp("models")
+    text = save_text_model(folder / "text", max_positions=2048)
+    target, mtp = save_tiny_mtp(folder, "separate")
+    eagle3 = save_tiny_eagle3(folder / "eagle3", target)
+    drafts = ["--model", str(target), "--draft", str(eagle3), "--mtp", str(mtp)]
+    return {name: ["--model", str(text)] for name in OF_THE_DEMO_MODEL} | {"bench_eagle": drafts}
+
+
+@pytest.mark.parametrize("name", sorted(NAMES - IN_OTHER_ENVIRONMENTS))
+def test_quick_run(name: str, models: dict[str, list[str]], tmp_path: Path) -> None:
+    rows = tmp_path / "rows.json"
+    options = ["--quick", "--json", str(rows), *models.get(name, [])]
+    run = subprocess.run(
+        [sys.executable, f"benchmarks/{name}.py", *options],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
+    assert json.loads(rows.read_text())

@@ -1,0 +1,232 @@
+"""Products with packed weights: the ops, their references, their layouts, and oneDNN's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+from rollout.models.layers.linear import FEW_ROWS, Linear
+from rollout.models.layers.packed_weight import PackedWeight
+from rollout.models.layers.row_invariance import make_row_invariant
+from rollout.models.layers.tiled_weight import TiledWeight
+from rollout.ops.panel_matmul import native as few_rows
+from rollout.ops.panel_matmul.native import panel_matmul
+from rollout.ops.panel_matmul.reference import panel_matmul as panel_reference
+from rollout.ops.panels import write_panels
+from rollout.ops.tile_matmul import native as by_tiles
+from rollout.ops.tile_matmul.native import tile_matmul
+from rollout.ops.tile_matmul.reference import tile_matmul as tile_reference
+from tests.helpers.packing import needs_no_tiles, needs_tiles
+
+needs_panels = pytest.mark.skipif(
+    not few_rows.supports(torch.empty(1, 2).bfloat16(), torch.empty(1, 1, 128).bfloat16()),
+    reason="needs AVX-512's bfloat16 products",
+)
+CPU = torch.device("cpu")
+OPS = [
+    pytest.param("panels", marks=needs_panels),
+    pytest.param("tiles", marks=needs_tiles),
+]
+
+
+def random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def panels_of(weight_OI: torch.Tensor) -> torch.Tensor:
+    """Panels with units to spare, which hold garbage, as do the lanes of no output."""
+    outputs, inputs = weight_OI.shape
+    panels = torch.full((-(-outputs // 64), inputs // 2 + 3, 128), float("nan")).bfloat16()
+    write_panels(panels, 0, weight_OI)
+    return panels
+
+
+def tiles_of(weight_OI: torch.Tensor) -> torch.Tensor:
+    """Panels in whole tiles, whose lanes of no output hold garbage."""
+    outputs, inputs = weight_OI.shape
+    units = -(-inputs // 32) * 16
+    panels = torch.zeros(-(-outputs // 32), units, 32, 2).bfloat16()
+    panels[-1, :, (outputs - 1) % 32 + 1 :] = float("nan")
+    panels = panels.view(*panels.shape[:2], 64)
+    write_panels(panels, 0, weight_OI)
+    return panels
+
+
+def product(name: str, weight_OI: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """The op on x, outputs and a bias."""
+    if name == "panels":
+        op, panels = partial(panel_matmul, sum_block=64), panels_of(weight_OI)
+    else:
+        op, panels = tile_matmul, tiles_of(weight_OI)
+    own = len(weight_OI)
+    return lambda x, outputs=own, bias=None: op(x, panels, outputs, bias)
+
+
+@needs_panels
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(2, 1), (6, 5), (32, 64), (66, 65), (130, 96), (1100, 130)]
+)
+def test_few_rows_are_the_reference(inputs: int, outputs: int, set_threads) -> None:
+    weight, bias = random(outputs, inputs, seed=1), random(outputs, seed=2)
+    panels = panels_of(weight)
+    for rows in (0, 1, 5, 6, 7, 12, 13, 31):
+        set_threads(1 + rows % 2)
+        x = random(rows, inputs + 3, seed=rows)[:, 1 : 1 + inputs]  # at odd addresses, odd strides
+        for block in (2, 64) if inputs < 1000 else (64, 1024):
+            for some in (None, bias):
+                y = panel_matmul(x, panels, outputs, some, block)
+                expected = panel_reference(x, panels, outputs, some, block)
+                torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+                alone = [panel_matmul(row[None], panels, outputs, some, block) for row in x]
+                assert torch.equal(y, torch.cat([y[:0], *alone])), "a row is its own"
+
+
+@needs_tiles
+@pytest.mark.parametrize(
+    ("inputs", "outputs"),
+    [(2, 1), (31, 33), (32, 64), (37, 32), (66, 65), (320, 200), (1101, 130)],
+)
+def test_tiles_are_the_reference_bit_for_bit(inputs: int, outputs: int, set_threads) -> None:
+    set_threads(1 + outputs % 2)
+    weight, bias = random(outputs, inputs, seed=1), random(outputs, seed=2)
+    tiles = tiles_of(weight)
+    whole = random(70, inputs + 3, seed=3)[:, 1 : 1 + inputs]  # at odd addresses, of odd strides
+    for some in (None, bias):
+        expected = tile_reference(whole, tiles, outputs, some)
+        for rows in (0, 1, 5, 15, 16, 17, 31, 32, 33, 48, 49, 64, 70):
+            assert torch.equal(tile_matmul(whole[:rows], tiles, outputs, some), expected[:rows])
+            last = slice(len(whole) - rows, None)  # the same rows elsewhere in a tile
+            assert torch.equal(tile_matmul(whole[last], tiles, outputs, some), expected[last])
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("inputs", [20, 32])
+def test_what_is_not_finite_stays_in_its_row_and_output(name, inputs: int) -> None:
+    weight, x = random(70, inputs, seed=1), random(29, inputs, seed=2)
+    clean = product(name, weight)(x)
+    x[4, 3], weight[66, 7] = float("inf"), float("nan")
+    y = product(name, weight)(x)
+    assert not y[4].isfinite().any()
+    assert y[:, 66].isnan().all()
+    others = [row for row in range(29) if row != 4]
+    assert torch.equal(y[others][:, :66], clean[others][:, :66])
+    assert torch.equal(y[others][:, 67:], clean[others][:, 67:])
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_columns_are_strided_and_sizes_that_disagree_are_refused(name) -> None:
+    op, x = product(name, random(30, 20, seed=1)), random(20, 4, seed=2).T
+    assert torch.equal(op(x), op(x.contiguous()))
+    with pytest.raises(ValueError, match="too few for the outputs"):
+        op(x, 65)
+    with pytest.raises(ValueError, match="x_MI"):
+        op(random(4, 48, seed=2))
+
+
+@needs_panels
+def test_blocks_of_a_sum_are_even() -> None:
+    panels, x = panels_of(random(30, 20, seed=1)), random(4, 20, seed=2)
+    for block in (0, -2, 3):
+        with pytest.raises(ValueError, match="sum_block"):
+            panel_matmul(x, panels, 30, None, block)
+
+
+@needs_tiles
+def test_panels_of_part_of_a_tile_are_refused() -> None:
+    tiles = tiles_of(random(30, 20, seed=1))[:, :15].contiguous()
+    with pytest.raises(ValueError, match="whole tiles"):
+        tile_matmul(random(4, 20, seed=2), tiles, 30, None)
+
+
+def test_the_references_are_products() -> None:
+    weight, x, bias = random(70, 1100, seed=1), random(9, 1100, seed=2), random(70, seed=3)
+    found = [panel_reference(x, panels_of(weight), 70, bias, block) for block in (2, 2048)]
+    found.append(tile_reference(x, tiles_of(weight), 70, bias))
+    expected = x.double() @ weight.double().T + bias.double()
+    for y in found:
+        torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=1e-2)
+
+
+@needs_panels
+@needs_no_tiles
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "bias"),
+    [(48, 80, True), (576, 192, False), (1024, 70, True), (3072, 70, False)],
+)
+@torch.inference_mode()
+def test_bits_are_onednns(inputs: int, outputs: int, bias: bool, set_threads) -> None:
+    """With the block that is found for a shape, for sums that cancel and values of any size."""
+    linear = Linear(inputs, outputs, bias=bias, dtype=torch.bfloat16, device=CPU)
+    half = random(outputs, inputs // 2, seed=1)
+    weight = torch.cat([half, -half.flip(1)], dim=1)
+    weight[::3] *= 1e30
+    linear.weight_rows(0, outputs).write(weight)
+    if linear.bias_O is not None:
+        linear.bias_O.copy_(random(outputs, seed=2) * 1e-5)
+    linear.pack()
+    make_row_invariant([linear], 300)
+    assert linear.sum_block, "this oneDNN adds in an order that is not among those tried"
+    half = random(100, inputs // 2, seed=3)
+    x = torch.cat([half, half.flip(1)], dim=1)
+    x[5], x[7, 1], x[8, 2] = 0.0, float("nan"), float("inf")
+    whole = linear(x)
+    for rows in range(1, FEW_ROWS + 1):
+        set_threads(1 + rows % 2)
+        y = linear(x[:rows])
+        assert torch.equal(y.view(torch.int16), whole[:rows].view(torch.int16)), rows
+
+
+@needs_panels
+@needs_no_tiles
+@torch.inference_mode()
+def test_a_library_that_adds_otherwise_multiplies_few_rows_too(monkeypatch) -> None:
+    """The order of the sums decides, not the processor."""
+    linear = Linear(600, 70, dtype=torch.bfloat16, device=CPU)
+    linear.weight_rows(0, 70).write(random(70, 600, seed=1))
+    linear.pack()
+    monkeypatch.setattr("rollout.models.layers.row_invariance._SUM_BLOCKS", (2, 4))
+    make_row_invariant([linear], 64)
+    assert linear.sum_block == 0
+    monkeypatch.setattr("rollout.models.layers.linear.native", None)
+    assert linear(random(1, 600, seed=2)).shape == (1, 70)
+
+
+@torch.inference_mode()
+def test_few_rows_see_weights_that_were_written_and_woken() -> None:
+    linear, x = (
+        Linear(1536, 70, bias=True, dtype=torch.bfloat16, device=CPU),
+        random(40, 1536, seed=3),
+    )
+    bias, blocks = random(70, seed=4), set()
+    for seed in (1, 2):
+        weight = random(70, 1536, seed=seed)
+        linear.weight_rows(0, 70).write(weight)
+        linear.bias_rows(0, 70).write(bias)
+        linear.pack()
+        least = make_row_invariant([linear], 64)
+        assert not linear.multiplies_few_rows or least == 1
+        address = linear.memory
+        linear.weight_rows(3, 66).write(random(63, 1536, seed=5).float())  # of another dtype
+        weight[3:66] = random(63, 1536, seed=5)
+        assert linear.memory == address
+        assert torch.equal(linear.weight_rows(0, 70).read(), weight)
+        expected = (x.float() @ weight.float().T + bias.float()).bfloat16()
+        torch.testing.assert_close(linear(x), expected, rtol=2e-2, atol=2e-1)
+        assert torch.equal(linear(x[:16])[:3], linear(x)[:3])
+        blocks.add(linear.sum_block)
+        assert linear.release() >= weight.nbytes
+        linear.allocate()
+    assert len(blocks) == 1
+
+
+def test_other_weights_are_left_to_onednn() -> None:
+    for inputs, dtype in ((37, torch.bfloat16), (64, torch.float32)):
+        packed = PackedWeight.pack(torch.ones(8, inputs, dtype=dtype))
+        assert packed is not None
+        assert not packed.multiplies_few_rows
+    for dtype, device in ((torch.float16, CPU), (torch.bfloat16, torch.device("cuda"))):
+        assert not by_tiles.supports(dtype, device)
+    assert TiledWeight.pack(torch.ones(8, 8)) is None

@@ -1,0 +1,388 @@
+"""One of several ranks of tiny models: ``python -m tests.parallel.rank_checks out.json``, as
+`launch` starts it.
+
+CASES holds, as JSON, the check, the number of ranks and the options of each case, those of most
+ranks first. The first ranks run a case of fewer. Raises where a check fails, and writes what each
+gave, None where this rank had no part in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch.distributed.rendezvous import rendezvous
+
+from rollout import RolloutEngine, SamplingParams
+from rollout.config import MemoryConfig, ModelConfig, ParallelConfig, ParallelMode
+from rollout.engine.worker_factory import worker_factory
+from rollout.errors import (
+    InvalidInputError,
+    OutOfMemoryError,
+    ParallelError,
+    RolloutError,
+    WeightUpdateError,
+)
+from rollout.offline import DataConfig, OutputConfig, RunConfig, run_job
+from rollout.weights.checkpoint_source import CheckpointSource
+from rollout.weights.distributed_sender import DistributedSender
+from rollout.weights.group import WeightGroup
+from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.ports import free_port
+from tests.helpers.signalled_job import signal_after
+from tests.helpers.tensor_cases import PARAMS, PROMPTS, SAMPLED, changed, numbers, stored
+
+RANK = int(os.environ.get("RANK", "0"))
+VOCABULARY = 11  # of models that ranks with requests of their own run
+MAX_TOKENS = 96
+RESULTS: list[Any] = []
+
+
+def one_rank(folder: str, spec: str = "none", **options: Any) -> RolloutEngine:
+    return RolloutEngine.from_pretrained(folder, spec, **{"kv_bytes": 1 << 20} | options)
+
+
+def engine_of(folder: str, spec: str = "none", **options: Any) -> RolloutEngine:
+    """One engine on all ranks of the case."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    parallel = {"mode": "tensor", "size": size, "timeout": HANG_SECONDS, "check": True}
+    return one_rank(folder, spec, **{"parallel": parallel if size > 1 else {}} | options)
+
+
+def rolled_out(engine: RolloutEngine, params: SamplingParams = PARAMS) -> list:
+    found = numbers(engine.generate(PROMPTS, params))
+    engine.check_integrity()
+    return found
+
+
+def run(folder: str, spec: str, again: bool = False, **options: Any) -> dict[str, Any]:
+    """Rollouts, their scores and counts. ``again``: they come twice, the second time with drafts of
+    the first."""
+    engine = engine_of(folder, spec, **options)
+    rollouts = rolled_out(engine, SAMPLED)
+    if again:
+        assert rolled_out(engine, SAMPLED) == rollouts
+    metrics = engine.metrics()
+    return {
+        "rollouts": rollouts,
+        "scored": [engine.score(*rollout[:2], SAMPLED) for rollout in rollouts[:3]],
+        "drafted": metrics.drafted, "accepted": metrics.accepted,
+        "preemptions": metrics.preemptions, "hits": engine.worker.memory.counters.hit,
+    }  # fmt: skip
+
+
+# Updates
+
+
+def sent(engine: RolloutEngine, folder: str) -> None:
+    """An update through a weight group, whose sender is a thread of rank 0."""
+    port = int(engine.worker.ranks.tensor.all_gather_text(str(free_port()))[0])
+    source = CheckpointSource(folder)
+
+    def send() -> None:
+        group = WeightGroup(
+            master_address="127.0.0.1", master_port=port, rank=0, world_size=3,
+            group_name="weights", timeout=HANG_SECONDS,
+        )  # fmt: skip
+        DistributedSender(group, 8192).send(source)
+
+    sender = threading.Thread(target=send, daemon=True)
+    if RANK == 0:
+        sender.start()
+    engine.init_weights_update_group("127.0.0.1", port, 1, 3, "weights", timeout=HANG_SECONDS)
+    specs = source.manifest()
+    engine.update_weights_from_distributed(
+        list(specs),
+        [spec.dtype for spec in specs.values()],
+        [spec.shape for spec in specs.values()],
+        "weights",
+        load_format="flattened_bucket",
+    )
+    if RANK == 0:
+        sender.join(HANG_SECONDS)
+
+
+def an_update_reaches_all_ranks_or_none(folder: str, other: str) -> None:
+    engine, alone = engine_of(folder), one_rank(folder)
+    before, tensors = alone.weights_digest(), stored(folder)
+    assert engine.weights_digest() == before
+    new = changed(tensors)
+    for each in (engine, alone):
+        each.update_weights_from_tensor(new)
+    assert engine.weights_digest() == alone.weights_digest()
+    assert rolled_out(engine) == rolled_out(alone)
+    for each in (engine, alone):
+        each.update_weights_from_disk(other, weight_version=9)
+    from_disk = alone.weights_digest()
+    assert engine.weights_digest() == from_disk
+    assert engine.weight_version == 9
+
+    sent(engine, folder)
+    assert engine.weights_digest() == before
+    engine.release_memory()
+    engine.resume_memory()
+    assert engine.weights_digest() == before
+    engine.update_weights_from_disk(other)
+
+    name = "model.norm.weight"
+    wrong = new | ({name: new[name][:-1]} if RANK else {})
+    told = "" if RANK else "^rank 1: "
+    with pytest.raises(RolloutError, match=f"{told}.*wrong shape: {name}"):
+        engine.update_weights_from_tensor(wrong)
+    assert engine.can_run
+    assert engine.weights_digest() == from_disk
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for index, pair in enumerate(tensors.items()):
+            if RANK and index == 5:
+                raise ZeroDivisionError
+            yield pair
+
+    error, says = (ZeroDivisionError, None) if RANK else (WeightUpdateError, "^rank 1: it failed")
+    with pytest.raises(error, match=says):
+        engine.update_weights_from_tensor(stream())
+    assert "torn" in engine.unavailable_reason
+    with pytest.raises(RolloutError, match="nowhere" if RANK else "^rank 1: "):
+        engine.update_weights_from_disk(str(Path(other) / "nowhere") if RANK else folder)
+    engine.update_weights_from_disk(folder)
+    assert engine.weights_digest() == before
+
+
+# Corpora
+
+
+def a_corpus_is_published_on_all_ranks_in_one_step(folder: str) -> None:
+    """One is loaded at another time on each rank, and one rank cannot load another."""
+    engine = engine_of(folder, "ngram", spec_options={"min_probability": 0.0})
+    chunks = [list(range(3, 90))] * 3
+    engine.submit(PROMPTS[0], PARAMS)
+    engine.submit(PROMPTS[1], SamplingParams(max_new_tokens=200, ignore_eos=True))
+    engine.add_external_corpus("late", token_chunks=chunks)
+    if RANK:
+        engine.worker.draft_corpus._loads.wait("late")
+    engine.add_external_corpus("broken", token_chunks=[[3, 4], [10**6]] if RANK else [[3, 4]])
+    published = None
+    for step in range(150):
+        engine.step()
+        states = {each.name: each.state for each in engine.worker.draft_corpus.external_corpora()}
+        if states["late"] == "published" and published is None:
+            published = step
+        is_open = published is None or states["broken"] != "failed"
+        if not any(engine.worker.ranks.tensor.all_gather_int(is_open)):
+            break  # a rank sees its own failure first
+    engine.add_external_corpus("both", token_chunks=chunks, wait=True)
+    states = {each.name: each.state.value for each in engine.external_corpora()}
+    assert states == {"late": "published", "both": "published", "broken": "failed"}
+    seen = engine.worker.ranks.tensor.all_gather_text(str(published))
+    assert seen[0] == seen[1] != "None", seen
+    engine.close()
+
+
+# A dataset job
+
+
+def job_of(folder: str, data: str, output: str) -> RunConfig:
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    mode = ParallelMode.tensor if size > 1 else ParallelMode.none
+    return RunConfig(
+        model=ModelConfig(path=folder),
+        data=DataConfig(path=data),
+        sampling=SamplingParams(max_new_tokens=16, n=2, logit_bias={5: -1.0}, stop_token_ids=[9]),
+        output=OutputConfig(path=output),
+        memory=MemoryConfig(kv_bytes=1 << 20),
+        parallel=ParallelConfig(mode=mode, size=size, timeout=HANG_SECONDS, check=size > 1),
+    )
+
+
+def a_job_that_was_stopped_goes_on(folder: str, data: str, output: str) -> None:
+    """Rank 0 is told to stop when a few rollouts are written."""
+    if RANK == 0:
+        signal_after(3, signal.SIGTERM)
+    for status in ("stopped", "completed", "nothing to do"):
+        console = Console(file=StringIO())
+        result = run_job(job_of(folder, data, output), worker_factory("ngram"), console)
+        assert result.status.value == ("followed" if RANK else status)
+
+
+# Ranks that fail or differ
+
+
+def ranks_that_were_asked_different_things_are_told(folder: str) -> None:
+    engine = engine_of(folder)
+    engine.submit(PROMPTS[0], PARAMS)
+    engine.step()
+    engine.submit(PROMPTS[1 + RANK], PARAMS)
+    with pytest.raises(ParallelError, match="step 2, before its forward"):
+        engine.step()
+
+
+def a_step_that_fails_on_one_rank_is_run_again_by_none(folder: str) -> None:
+    """It fails when ranks have exchanged everything but their times."""
+    engine = engine_of(folder)
+    engine.submit(PROMPTS[0], PARAMS)
+    engine.step()
+
+    def fail(step: object) -> None:
+        raise ZeroDivisionError
+
+    failed = r"it failed in the middle of a step: ZeroDivisionError\(\)"
+    if RANK:
+        engine.worker.observe = fail
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+        with pytest.raises(ParallelError, match=f"^rank 1 of 2: {failed}"):
+            engine.step()
+        return
+    with pytest.raises(ParallelError, match=f"^rank 0 of 2: rank 1 has ended or left: {failed}"):
+        _ = engine.step(), engine.step()
+
+
+def ranks_that_were_not_started_alike_are_told_in_what(folder: str, other: str) -> None:
+    running, drafted = {"max_running": 3 + RANK}, {"spec_options": {"num_draft_tokens": 3 + RANK}}
+    for spec, model, options, named in (
+        ("none", folder, running, "scheduler.max_running is 4 on rank 1 and 3 on rank 0"),
+        ("ngram", folder, drafted, "spec.num_draft_tokens is 4 on rank 1 and 3 on"),
+        ("none", other if RANK else folder, {}, "config.json.num_kv_heads is 1 on rank 1 and 2 on"),
+    ):  # fmt: skip
+        with pytest.raises(ParallelError, match=f"^{named}.*: start all ranks alike"):
+            engine_of(model, spec, **options)
+
+
+def a_rank_that_is_gone_in_the_middle_of_an_update_ends_the_others(folder: str) -> None:
+    """The last of all cases."""
+    engine = engine_of(folder)
+    engine.generate(PROMPTS[:1], PARAMS)
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for index, pair in enumerate(stored(folder).items()):
+            if RANK and index == 5:
+                end()
+            yield pair
+
+    with pytest.raises(ParallelError, match=r"^rank 0 of 2: rank 1 has ended or left; end all"):
+        engine.update_weights_from_tensor(stream())
+    assert not engine.can_run
+    with pytest.raises(RolloutError, match="torn"):
+        engine.generate(PROMPTS, PARAMS)
+
+
+# Ranks with requests of their own
+
+
+class RowRank:
+    """One of the ranks with requests of their own, which ``tensor`` consecutive ones share."""
+
+    def __init__(self, tensor: int) -> None:
+        self.size = int(os.environ["WORLD_SIZE"]) // tensor
+        self.rank = RANK // tensor
+
+    def arrivals(self, seed: int) -> dict[int, list[tuple[list[int], SamplingParams]]]:
+        """This rank's requests by the step they come in. The first seed leaves all ranks but the
+        last idle, others some for a while."""
+        rng = random.Random(f"{seed} {self.rank}")
+        if seed == 0 and self.rank < self.size - 1:
+            return {}
+        found: dict[int, list] = {}
+        for _ in range(rng.randrange(5)):
+            prompt = [rng.randrange(VOCABULARY) for _ in range(rng.choice((1, 3, 20)))]
+            length, heat = rng.choice((1, 2, 7, 13)), rng.choice((0.0, 0.9))
+            params = SamplingParams(
+                max_new_tokens=length, temperature=heat, seed=seed, ignore_eos=True
+            )
+            found.setdefault(rng.choice((0, 0, 2, 11)), []).append((prompt, params))
+        return found
+
+    def driven(self, engine: RolloutEngine, seed: int, update: dict | None) -> tuple[list, int]:
+        """Each request's rollout, and the number of steps in which this rank had no work."""
+        script, submitted, idle, step = self.arrivals(seed), [], 0, 0
+        while True:
+            for prompt, params in script.pop(step, ()):
+                submitted.append(engine.submit(prompt, params, prompt_index=len(submitted)))
+            has_work = engine.has_unfinished or bool(script) or (update is not None and step < 7)
+            if not any(engine.worker.ranks.rows.all_gather_int(has_work)):
+                break
+            if step == 6 and update is not None:
+                engine.update_weights_from_tensor(update)
+            idle += not engine.has_unfinished
+            engine.step()
+            step += 1
+        engine.check_integrity()
+        return [[r.token_ids, r.logprobs, r.weight_versions] for r in submitted], idle
+
+    def whole_calls(self, engine: RolloutEngine) -> list:
+        """Calls that take each rank another number of steps."""
+        params = SamplingParams(
+            max_new_tokens=3 + 2 * self.rank, temperature=0.8, ignore_eos=True, seed=4
+        )
+        prompts = [[1, 2, 3], [5] * 12, [7]][: (self.rank + 2) % 4]
+        found: list = [[r.token_ids, r.logprobs] for r in engine.generate(prompts, params)]
+        is_bad = self.rank == 1
+        for bad in ([10**9], [1] * (MAX_TOKENS + 1)):
+            prompt = bad if is_bad else [4, 5]
+            found.append(outcome(engine.generate, [prompt], params))
+            found.append(outcome(engine.score, prompt, [4] * 9, params))
+        length = 2 * MAX_TOKENS // 3
+        found.append(outcome(engine.score, [4] * length, [5] * (length if is_bad else 3), params))
+        for each in engine.stream([[6], [8, 9], [2]], params):
+            found.append(len(each.token_ids))
+            if self.rank == 0:
+                break
+        found.append(engine.score([1, 2, 3], [4] * (1 + 8 * self.rank), params))
+        return found
+
+
+def outcome(call: Callable[..., object], *args: object) -> str:
+    try:
+        call(*args)
+    except (InvalidInputError, OutOfMemoryError) as error:
+        return type(error).__name__
+    return "taken"
+
+
+def rows_are_those_of_one_rank_alone(
+    folder: str, spec: str, dtype: str, tensor: int = 1, **spec_options: Any
+) -> dict[str, int]:
+    size, own = int(os.environ["WORLD_SIZE"]), RowRank(tensor)
+    lockstep = {"mode": "lockstep", "size": size, "tensor_size": tensor, "timeout": HANG_SECONDS}
+    together, alone = (
+        RolloutEngine.from_pretrained(
+            folder, spec, spec_options=spec_options, max_kv_tokens=MAX_TOKENS, chunk_len=8,
+            max_running=3, dtype=dtype, parallel=parallel,
+        )
+        for parallel in (lockstep, {})
+    )  # fmt: skip
+    update = changed(stored(folder))
+    # First, while drafts have seen the same: how far a request is when it comes can be seen.
+    found, idle = own.driven(together, 9, update)
+    assert found == own.driven(alone, 9, update)[0], "update"
+    assert together.weights_digest() == alone.weights_digest()
+    found, idle_now = own.driven(together, 0, None)
+    assert found == own.driven(alone, 0, None)[0], "arrivals"
+    assert own.whole_calls(together) == own.whole_calls(alone)
+    return {"idle": idle + idle_now, "accepted": together.metrics().accepted}
+
+
+def end() -> None:
+    Path(sys.argv[1]).write_text(json.dumps(RESULTS))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    store = next(iter(rendezvous("env://")))  # its host hosts it as long as this
+    for check, size, options in json.loads(os.environ["CASES"]):
+        os.environ["WORLD_SIZE"] = str(size)
+        print(check, size, options, flush=True)
+        RESULTS.append(globals()[check](**options) if size > RANK else None)
+    end()

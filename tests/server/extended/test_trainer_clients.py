@@ -1,0 +1,192 @@
+"""Trainers' clients make the calls of training steps, in their order.
+
+The calls of slime are spelled out; TRL's asynchronous client is its own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from rollout.config import DType
+from rollout.errors import CheckpointError
+from rollout.models.loader import load_model
+from tests.helpers.hang import HANG_SECONDS, wait_until
+from tests.helpers.torch_trainer import TorchTrainer, joined_trainer
+from tests.server.conftest import Live
+from tests.server.policies import PROMPT, SAMPLING, Policy, announced
+
+SEEDED = {"input_ids": PROMPT, "sampling_params": SAMPLING | {"sampling_seed": 4}}
+Post = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def policies(first: Policy, second: Policy) -> tuple[Policy, Policy]:
+    return first, second
+
+
+@pytest.fixture
+def client(weights_live: Live) -> Iterator[httpx.Client]:
+    with weights_live.client() as client:
+        yield client
+
+
+@pytest.fixture
+def post(client: httpx.Client) -> Post:
+    """Posts JSON as the trainers' clients do: any status but 200 is an error."""
+
+    def post(path: str, payload: dict[str, Any] | None = None) -> Any:
+        answer = client.post(path, json=payload or {})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    return post
+
+
+@contextmanager
+def joined(post: Post, group_name: str) -> Iterator[TorchTrainer]:
+    """The trainer's end of a group, joined and left as for each new set of engines."""
+    group = {"group_name": group_name}
+
+    def join(address: dict[str, Any]) -> None:
+        port = {"master_port": str(address["master_port"])}  # AReaL's is a text
+        post("/init_weights_update_group", address | port | group)
+
+    with joined_trainer(join, group_name) as trainer:
+        yield trainer
+        post("/destroy_weights_update_group", group)
+
+
+def broadcast(trainer: TorchTrainer, post: Post, weights: Policy, **fields: Any) -> None:
+    """Send an update in two buckets."""
+    for bucket in weights.halves:
+        payload = announced(bucket) | fields
+        trainer.send_during(
+            lambda body=payload: post("/update_weights_from_distributed", body), bucket
+        )
+
+
+def test_a_step_of_slime(client, post, policies):
+    first, second = policies
+    assert client.get("/health_generate").status_code == 200
+    arguments = client.get("/get_server_info").json()
+    assert (arguments["tp_size"], arguments["nnodes"]) == (1, 1)
+    sampling = {
+        "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 12, "stop": None,
+        "stop_token_ids": None, "skip_special_tokens": False, "no_stop_trim": True,
+        "spaces_between_special_tokens": False, "sampling_seed": 3,
+    }  # fmt: skip
+    rollout = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
+    answer = post("/generate", rollout)
+    meta = answer["meta_info"]
+    assert [token for _, token, *_ in meta["output_token_logprobs"]] == answer["output_ids"]
+    assert meta["finish_reason"]["type"] in ("stop", "length")
+    assert meta["weight_version"] == client.get("/get_weight_version").json()["weight_version"]
+    post("/abort_request", {"abort_all": True})
+    loads = client.get("/v1/loads", params={"include": "core,disagg,queues"}).json()["loads"]
+    assert [load["num_total_reqs"] for load in loads] == [0]
+    unknown = client.post("/destroy_weights_update_group", json={"group_name": "slime-pp_0"})
+    assert unknown.status_code == 400  # it goes on: the engine is new
+    for number, weights in enumerate((second, first), start=1):
+        with joined(post, "slime-pp_0") as trainer:
+            post("/pause_generation")
+            assert client.get("/flush_cache").status_code == 200
+            fields = {"group_name": "slime-pp_0", "flush_cache": False}
+            broadcast(trainer, post, weights, **fields, weight_version=str(number))
+            post("/continue_generation")
+        answer = post("/generate", SEEDED)
+        assert answer["output_ids"] == weights.output_ids
+        assert answer["meta_info"]["weight_version"] == str(number)
+
+
+def test_slime_with_differences(client, post, policies, weights_root, tmp_path):
+    pytest.importorskip("zstandard")
+    pytest.importorskip("blake3")
+    from tests.helpers.slime_publisher import publish
+
+    first, second = policies
+    local, source = weights_root / "local", weights_root / "published"
+    source.mkdir()
+    pull = {"local_checkpoint_dir": str(local), "source_dir": str(source)}
+    post("/pull_weights", pull | {"target_version": 0})
+    for number, (old, new) in enumerate([(first, second), (second, first)], start=1):
+        publish(source, number, old.tensors, new.tensors)
+        post("/pull_weights", pull | {"target_version": number})
+        post("/pause_generation")
+        body = {"model_path": str(local), "weight_version": str(100 + number)}
+        post("/update_weights_from_disk", body)
+        post("/continue_generation")
+        assert post("/generate", SEEDED)["output_ids"] == new.output_ids
+    for wrong, named in (
+        ({"local_checkpoint_dir": "/tmp/elsewhere"}, "local_checkpoint_dir"),
+        ({"source_dir": str(weights_root / "absent")}, "source_dir"),
+        ({"target_version": 7}, "version 7 was not published"),
+        ({"local_checkpoint_dir": str(second.folder)}, "something else"),
+    ):
+        answer = client.post("/pull_weights", json=pull | {"target_version": 2} | wrong)
+        assert answer.status_code == 400, answer.text
+        assert named in answer.json()["message"]
+    file = publish(source, 3, first.tensors, second.tensors)
+    file.rename(tmp_path / "outside")
+    for link, version in ((file, 3), (local / "more", 2)):
+        link.symlink_to(tmp_path / "outside")
+        answer = client.post("/pull_weights", json=pull | {"target_version": version})
+        assert answer.status_code == 400
+        assert f"{link.name} is a link that leads elsewhere" in answer.json()["message"]
+        link.unlink()
+
+
+def test_pulls_that_wait_leave_chats_alone(client, post, weights_live, weights_root):
+    source = weights_root / "nothing-published"
+    source.mkdir()
+    folder = weights_root / "pulled-late"
+    pull = {"local_checkpoint_dir": str(folder), "source_dir": str(source), "target_version": 0}
+    post("/pull_weights", pull)
+    pulls = 40  # asyncio's own threads are at most 32
+    with (folder / ".weight_sync" / "lock").open() as lock, ThreadPoolExecutor(pulls) as threads:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting = [threads.submit(client.post, "/pull_weights", json=pull) for _ in range(pulls)]
+        try:
+            in_flight = weights_live.serving.http_metrics.in_flight
+            wait_until(lambda: in_flight.collect()[0].samples[0].value >= pulls)
+            post("/v1/completions", {"prompt": [5], "max_tokens": 1})
+            answer = client.post("/update_weights_from_disk", json={"model_path": str(folder)})
+            assert answer.status_code == 400
+            assert "under way" in answer.json()["message"]
+            with pytest.raises(CheckpointError, match="under way"):
+                load_model(folder, DType.float32, torch.device("cpu"))
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        assert all(pull.result(HANG_SECONDS).status_code == 200 for pull in waiting)
+
+
+def test_trl_asynchronous(weights_live, client, post, policies):
+    found = pytest.importorskip("trl.experimental.async_grpo.vllm_client")
+    theirs = found.VLLMClient(weights_live.url)
+    assert theirs.get_max_model_len() == 512
+    assert theirs.get_dtype() == "torch.float32"
+    assert theirs.get_server_info()["lora_config"] is None
+    assert theirs.get_world_size() == 1
+
+    def join(address: dict[str, Any]) -> None:
+        post("/init_weight_transfer_engine", {"init_info": address})
+
+    with joined_trainer(join, "weight_update_group") as trainer:
+        for weights in reversed(policies):
+            theirs.pause()
+            theirs.start_weight_update()
+            fields = announced(weights.tensors) | {"packed": True}
+            info = fields | {"dtype_names": fields.pop("dtypes")}
+            flat = [each.view(torch.uint8).flatten() for each in weights.tensors.values()]
+            buffer = {"packed": torch.cat(flat)}
+            trainer.send_during(lambda info=info: theirs.update_weights(info), buffer)
+            theirs.finish_weight_update()
+            theirs.resume()
+            assert post("/generate", SEEDED)["output_ids"] == weights.output_ids

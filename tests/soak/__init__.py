@@ -1,1 +1,0 @@
-"""A long random run of one server and one dataset job, compared with undisturbed ones."""
