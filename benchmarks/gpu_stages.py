@@ -107,7 +107,6 @@ def stages(
             name="generate", seconds=400, needs_gpu=True,
             command=("benchmarks/bench_generate.py", "--shape", "8b"),
         ),
-        _tests("example-tests", 400, "tests/gpu/test_examples.py"),
     ]  # fmt: skip
 
 

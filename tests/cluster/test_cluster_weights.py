@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -18,7 +17,7 @@ from rollout.weights.bucket import buckets
 from rollout.weights.distributed_sender import DistributedSender
 from tests.cluster.thread_pool import intercept, kill
 from tests.cluster.workload import drain, generated, ngram, poll_until, rejoined
-from tests.helpers.hang import HANG_SECONDS, wait_until
+from tests.helpers.hang import wait_until
 from tests.helpers.tiny_model import save_tiny_llama
 from tests.helpers.weight_transports import TensorSource, group_of, opened
 
@@ -144,21 +143,10 @@ def test_a_replica_that_dies_during_an_update_comes_back_with_it(make_cluster, p
     assert cluster.weights_digest() == policies[0].digest
 
 
-def test_an_update_that_is_silent_and_does_not_load_counts_as_abandoned(
-    make_cluster, policies, monkeypatch
-):
+def test_an_update_that_is_silent_for_its_timeout_is_abandoned(make_cluster, policies, monkeypatch):
     cluster, _ = make_cluster(1)
     now = [0.0]
-
-    def share(value):
-        now[0] += 400
-        return value
-
     monkeypatch.setattr("rollout.cluster.weights.time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(cluster.replicas, "share", share)
-    cluster.begin_weight_update(timeout=300.0)
-    cluster.update_weights_from_tensor(policies[0].tensors)
-    cluster.end_weight_update()
     cluster.begin_weight_update(timeout=300.0)
     cluster.update_weights_from_tensor(halves(policies[1].tensors)[0])
     now[0] += 301
@@ -166,22 +154,19 @@ def test_an_update_that_is_silent_and_does_not_load_counts_as_abandoned(
     with pytest.raises(WeightUpdateError, match="no update is under way"):
         cluster.end_weight_update()
     cluster.update_weights_from_tensor(policies[1].tensors)
-    assert cluster.weight_version == 2
+    assert cluster.weight_version == 1
 
 
 def test_a_group_knows_who_was_there_when_it_was_made(make_cluster, policies):
     cluster, pool = make_cluster(2)
     with group_of(cluster, 3) as (group, _):
         arguments = DistributedSender(group).arguments(TensorSource(policies[0].tensors))
-        with pytest.raises(InvalidInputError, match="joined already"):
-            cluster.init_weights_update_group("127.0.0.1", 1, 1, 3, "weights")
         kill(cluster, pool, "replica-1")
         with pytest.raises(WeightUpdateError, match="not all replicas are there after 0 s"):
             cluster.init_weights_update_group("127.0.0.1", 1, 1, 3, "another", timeout=0.0)
         rejoined(cluster)
         with pytest.raises(WeightUpdateError, match="replica-1 came after the group"):
             cluster.update_weights_from_distributed(**arguments)
-        assert cluster.can_run
     with pytest.raises(InvalidInputError, match="no group of this cluster"):
         cluster.update_weights_from_distributed(**arguments)
 
@@ -255,27 +240,17 @@ def test_requests_in_flight_go_on_with_the_new_weights(make_cluster, policies):
 def test_weights_that_died_with_the_last_replica_are_missed_until_a_full_update(
     make_cluster, policies
 ):
-    """Replicas that come during the update that heals wait for its end."""
     cluster, pool = make_cluster(2)
     cluster.update_weights_from_tensor(policies[0].tensors)
     for replica in list(pool.living.values()):
         replica.kill()
     cluster.submit(PROMPTS[0], PARAMS)
-    poll_until(cluster, lambda: cluster.weights.sync.why_lost and cluster.replicas.joined)
+    poll_until(cluster, lambda: cluster.weights.sync.why_lost and cluster.replicas.all_joined)
     assert "every replica that had the updated weights died" in cluster.unavailable_reason
-    with pytest.raises(WeightUpdateError, match="every tensor of the target"):
-        cluster.step()
-    some = next(iter(cluster.replicas.joined))
-    (late,) = set(pool.names) - {some}
-    pool.living[late].kill()  # so that it starts after the update began
-    first, others = halves(policies[1].tensors)
-    cluster.begin_weight_update()
-    cluster.update_weights_from_tensor(first)
-    look_around(cluster)
-    assert list(cluster.replicas.joined) == [some]
-    cluster.update_weights_from_tensor(others)
-    cluster.end_weight_update()
-    poll_until(cluster, lambda: cluster.replicas.all_joined)
+    for call in (cluster.step, lambda: cluster.score_with_extras(PROMPTS[0], [5, 6])):
+        with pytest.raises(WeightUpdateError, match="every tensor of the target"):
+            call()
+    cluster.update_weights_from_tensor(policies[1].tensors)
     assert cluster.weights_digest() == policies[1].digest
     statuses = cluster.replicas.on_all("status").values()
     # No policy shares its number with the one that was lost.
@@ -283,32 +258,15 @@ def test_weights_that_died_with_the_last_replica_are_missed_until_a_full_update(
     assert len(drain(cluster)) == 1
 
 
-def test_an_update_whose_replicas_all_die_once_they_committed_has_failed(make_cluster, policies):
+def test_replicas_that_come_during_an_update_wait_for_its_end(make_cluster, policies):
     cluster, pool = make_cluster(2)
-    for replica in pool.living.values():
-        intercept(replica, "status", lambda *_: [it.kill() for it in list(pool.living.values())])
-    with pytest.raises(WeightUpdateError, match="every replica died"):
-        cluster.update_weights_from_tensor(policies[0].tensors)
-    cluster.submit(PROMPTS[0], PARAMS)
-    poll_until(cluster, lambda: cluster.replicas.all_joined)
-    assert "every replica that had the updated weights died" in cluster.unavailable_reason
-    with pytest.raises(WeightUpdateError, match="every tensor of the target"):
-        cluster.score_with_extras(PROMPTS[0], [5, 6])
-
-
-def test_a_newcomer_that_begins_to_join_anew_is_not_brought_the_same_twice(make_cluster, policies):
-    cluster, pool = make_cluster(2)
-    cluster.update_weights_from_tensor(policies[0].tensors)
-    kill(cluster, pool, "replica-0")
-    born = len(pool.lives)
-    asked, opened = [], threading.Event()
-    intercept(pool.living["replica-1"], "read_weights", lambda *_: opened.wait(HANG_SECONDS))
-    while "replica-0" not in cluster.replicas.joined:
-        if not asked and cluster.weights.sync.is_busy:
-            asked.append(cluster.weights.sync.try_again())
-            opened.set()
-        cluster.replicas.poll(0.01)
-    assert asked
-    assert len(pool.lives) == born  # none was refused and started anew
-    assert cluster.weights_digest() == policies[0].digest
-    assert cluster.corpus_exchange._has_corpus
+    first, others = halves(policies[1].tensors)
+    kill(cluster, pool, "replica-1")
+    cluster.begin_weight_update()
+    cluster.update_weights_from_tensor(first)
+    look_around(cluster)
+    assert list(cluster.replicas.joined) == ["replica-0"]
+    cluster.update_weights_from_tensor(others)
+    cluster.end_weight_update()
+    rejoined(cluster)
+    assert cluster.weights_digest() == policies[1].digest

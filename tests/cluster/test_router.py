@@ -161,23 +161,3 @@ def test_nothing_is_lost_or_given_twice_whatever_happens(seed):
         for request_id in lonely & running.keys():
             neighbours = [i for i, name in running.items() if name == running[request_id]]
             assert neighbours == [request_id]
-
-
-def test_who_must_be_alone_waits_for_a_replica_to_run_empty_and_keeps_the_others_waiting():
-    router = router_of(1)
-    for request_id in range(3):
-        router.add(request_id, request_id)
-    router.take()
-    router.add(100, 5, alone=True)
-    router.add(101, 6, alone=True)
-    router.add(102, 7)
-    assert router.take() == {}
-    for request_id in range(3):
-        assert router.take() == {}
-        router.remove(request_id)
-    assert router.take() == {"replica-0": [100]}
-    assert router.take() == {}
-    router.remove(100)
-    assert router.take() == {"replica-0": [101]}
-    router.remove(101)
-    assert router.take() == {"replica-0": [102]}

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from rollout.cluster.config import ClusterConfig, ClusterKind
 from rollout.config import EngineConfig
-from rollout.engine.worker_factory import factory_of, worker_factory
+from rollout.engine.worker_factory import factory_of
 from rollout.errors import InvalidInputError
 from rollout.offline import OnError, RunConfig
 from rollout.offline.hydra_config import checked_config, register_schema
@@ -44,26 +44,6 @@ def test_every_option_composes():
         config = composed(f"{group}={option}", *EAGLE.get(option, ()))
         assert isinstance(config.engine, EngineConfig), option
         assert callable(factory_of(config.spec))
-
-
-def uncommented_keys(text: str) -> list[str]:
-    """Keys with a value that have no comment behind them, nor one in the line above."""
-    keys, above = [], ""
-    for line in text.splitlines():
-        key, _, value = line.partition(":")
-        is_leaf = key.strip().isidentifier() and value.partition(" #")[0].strip()
-        if is_leaf and " # " not in value and not above.strip().startswith("# "):
-            keys.append(key.strip())
-        above = line
-    return keys
-
-
-def test_every_key_has_a_comment():
-    paths = [path for path in CONF.rglob("*.yaml") if "hydra" not in path.parts]
-    assert {
-        path.name: found for path in paths if (found := uncommented_keys(path.read_text()))
-    } == {}
-    assert uncommented_keys("# of one\none: 1\ntwo: 2\n\ngroup:\n  four: 4\n") == ["two", "four"]
 
 
 def test_the_defaults_are_the_dataclasses_own():
@@ -150,17 +130,3 @@ def test_wrong_values_are_named():
         config = composed(f"spec={spec}", "+spec.draftpath=x")
         with pytest.raises(InvalidInputError, match=r"spec.draftpath='x': spec_workers.* knows "):
             factory_of(config.spec)
-
-
-def test_a_source_tree_that_is_not_installed_has_its_specs(monkeypatch):
-    """conf/ is a part of the package only where that is installed."""
-
-    def files(package):
-        raise ModuleNotFoundError(f"No module named {package!r}")
-
-    installed = worker_factory("ngram")
-    monkeypatch.setattr("rollout.engine.worker_factory.files", files)
-    bare = worker_factory("ngram")
-    assert (bare.func, bare.keywords) == (installed.func, installed.keywords)
-    with pytest.raises(InvalidInputError, match="none"):
-        worker_factory("nothing")

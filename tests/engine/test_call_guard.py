@@ -177,23 +177,6 @@ def during_a_step(engine: RolloutEngine, patch: pytest.MonkeyPatch, act: Callabl
     patch.setattr(engine.worker, "begin_step", acting)
 
 
-def test_a_stream_collected_in_the_middle_of_a_step_is_left_before_the_next(
-    engine, expected, monkeypatch
-):
-    streams = [engine.stream(PROMPTS, [SHORT, LONG])]
-    next(streams[0])
-    during_a_step(engine, monkeypatch, streams.clear)
-    assert tokens(engine.generate(PROMPTS, PARAMS)) == expected
-
-
-def test_a_stream_closed_while_its_next_rollout_is_computed_ends_after_it(engine, monkeypatch):
-    stream = engine.stream(PROMPTS, [SHORT, LONG])
-    with monkeypatch.context() as patch:
-        during_a_step(engine, patch, stream.close)
-        assert next(stream).prompt_ids == PROMPTS[0]
-    assert list(stream) == []
-
-
 def test_a_signal_handler_is_kept_out_of_a_step(engine, expected, monkeypatch):
     said: list[str] = []
 
@@ -284,37 +267,6 @@ def test_an_interrupt_anywhere_leaves_the_books_whole(engine, expected, name):
         assert not engine.has_unfinished
         engine.check_integrity()
     assert interrupted
-
-
-def test_an_interrupt_between_the_steps_of_a_call_ends_it(engine, monkeypatch):
-    end_step = engine.calls.end_step
-
-    def interrupted():
-        monkeypatch.undo()
-        end_step()
-        signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(engine.calls, "end_step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate(PROMPTS, PARAMS)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert not engine.has_unfinished
-
-
-def test_a_handler_that_a_call_sets_is_left_alone(engine, monkeypatch):
-    heard = []
-
-    def handle():
-        signal.signal(signal.SIGINT, lambda *_: heard.append(True))
-
-    try:
-        with monkeypatch.context() as patch:
-            during_a_step(engine, patch, handle)
-            engine.generate(PROMPTS, PARAMS)
-        signal.raise_signal(signal.SIGINT)
-        assert heard
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def test_a_second_interrupt_ends_a_step_that_hangs(engine, monkeypatch):

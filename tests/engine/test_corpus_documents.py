@@ -93,18 +93,6 @@ def test_bad_lines_are_named(encoder, tmp_path):
         assert refused.value.field == f"{file}:3", line
 
 
-def test_a_line_has_a_longest_length(encoder, tmp_path, monkeypatch):
-    file = tmp_path / "documents.jsonl"
-    with file.open("wb") as sparse:
-        sparse.write(b'"one"\n"two ')
-        sparse.truncate(1 << 40)  # refused before it is read
-    with pytest.raises(InvalidInputError, match=r"jsonl:2=.*is longer than 67108864 bytes"):
-        flat(FileDocuments(encoder, file))
-    monkeypatch.setattr("rollout.engine.corpus_documents._MAX_LINE_BYTES", 6)
-    file.write_text('"one"\n"two"')
-    assert len(flat(FileDocuments(encoder, file))) == 2
-
-
 SOURCES = (
     ({}, "documents, token_chunks, file_path"),
     ({"documents": ["a"], "token_chunks": [[1]]}, "documents, token_chunks, file_path"),

@@ -61,14 +61,3 @@ def test_writers_of_one_path_do_not_meet(tmp_path):
         second.write(b"second")
     assert path.read_bytes() == b"first"  # whose block ended last
     assert os.listdir(tmp_path) == ["file"]
-
-
-@pytest.mark.parametrize("mask", [0o022, 0o077])
-def test_a_file_has_the_mode_of_any_other(tmp_path, mask):
-    before = os.umask(mask)
-    try:
-        with whole_file(tmp_path / "file", shared=True):
-            pass
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o666 & ~mask

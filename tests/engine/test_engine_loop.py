@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import random
 import sys
 import threading
@@ -83,12 +82,6 @@ def test_requests_of_eight_threads_get_the_tokens_of_generate(engine):
         job: (r.token_ids, r.logprobs, r.finish_reason, r.seed) for job, r in found.items()
     } == expected
     assert not engine.has_unfinished
-
-
-def test_a_cut_rollout_goes_on_where_it_was(loop):
-    whole = loop.submit(PROMPT, SHORT).future.result(HANG_SECONDS)
-    rest = loop.submit(PROMPT, SHORT, request_seed=whole.seed, partial_ids=whole.token_ids[:3])
-    assert rest.future.result(HANG_SECONDS).token_ids == whole.token_ids[3:]
 
 
 def test_bad_input_is_the_tickets_own_error(loop):
@@ -178,34 +171,6 @@ def test_calls_run_in_order_on_one_thread_and_their_errors_are_nobody_elses(loop
     with pytest.raises(SystemExit):
         loop.call(lambda _: sys.exit(3)).result(HANG_SECONDS)
     assert len(ticket.future.result(HANG_SECONDS).token_ids) == 400
-
-
-def test_calls_that_take_long_take_turns_with_steps(loop):
-    """A hundred long calls delay a request by one for each step, not by all of them at once."""
-    begun, asked, slow = threading.Event(), threading.Event(), []
-
-    def on_tokens(request, first):  # holds the loop in the first step that emits
-        begun.set()
-        assert asked.wait(HANG_SECONDS)
-
-    ticket = loop.submit(PROMPT, LONG, on_tokens=on_tokens)
-    assert begun.wait(HANG_SECONDS)
-
-    def call(engine):
-        slow.append(engine.metrics().generated_tokens)
-        time.sleep(loop._step_seconds + 0.001)
-
-    calls = [loop.call(call) for _ in range(8)]
-    others = [loop.submit([9, 10 + i], SHORT) for i in range(3)]
-    # Requests are taken as soon as no call is before them, however many there are.
-    known = loop.call(lambda engine: [ticket.request_id for ticket in others])
-    asked.set()
-    wait(calls)
-    assert slow == sorted(set(slow))  # tokens came between any two
-    assert None not in known.result(HANG_SECONDS)
-    for other in others:
-        assert len(other.future.result(HANG_SECONDS).token_ids) == 8
-    ticket.abort()
 
 
 def test_calls_are_not_held_up_where_no_step_can_run(loop):
@@ -422,23 +387,3 @@ def test_a_listener_is_told_of_every_token_once_and_in_order(loop):
     for index, ticket in enumerate(tickets):
         rollout = ticket.future.result(HANG_SECONDS)
         assert (told[index], logprobs[index]) == (rollout.token_ids, rollout.logprobs)
-
-
-def test_close_says_when_it_cannot_and_hides_no_error_of_the_body(engine):
-    loop = EngineLoop(engine)
-    with pytest.raises(EngineStateError, match="inside call"):
-        loop.call(lambda _: loop.close()).result(HANG_SECONDS)
-    gate = Gate(loop)
-    with pytest.raises(TimeoutError, match="still in"):
-        loop.close(timeout=0.01)
-    loop.close = functools.partial(EngineLoop.close, loop, 0.01)
-    with pytest.raises(KeyError, match="the body's own") as error:
-        _fail_inside(loop)
-    assert any("still in a step or a call" in note for note in error.value.__notes__)
-    gate.open()
-    EngineLoop.close(loop)
-
-
-def _fail_inside(loop):
-    with loop:
-        raise KeyError("the body's own")

@@ -151,9 +151,8 @@ def test_names_and_sources_are_refused(engine):
         with pytest.raises(InvalidInputError, match="name='a': is taken"):
             engine.add_external_corpus("a", token_chunks=[[1, 2]])
         engine.wait_for_external_corpora(timeout=HANG_SECONDS)
-    for name in ("", 3, "\ud800"):
-        with pytest.raises(InvalidInputError, match=r"^name=.*must be"):
-            engine.add_external_corpus(name, token_chunks=[[1, 2]])
+    with pytest.raises(InvalidInputError, match=r"^name=.*must be"):
+        engine.add_external_corpus("", token_chunks=[[1, 2]])
     for call in (engine.remove_external_corpus, engine.publish_external_corpus):
         with pytest.raises(InvalidInputError, match=r"name='b': is unknown; there are .*a"):
             call("b")
@@ -161,12 +160,8 @@ def test_names_and_sources_are_refused(engine):
         engine.add_external_corpus("c")
     with pytest.raises(InvalidInputError, match="publish='soon': must be one of when_ready"):
         engine.add_external_corpus("c", token_chunks=[[1]], publish="soon")
-    with pytest.raises(InvalidInputError, match="wait=1: must be True or False"):
-        engine.add_external_corpus("c", token_chunks=[[1]], wait=1)
     with pytest.raises(InvalidInputError, match="timeout=-1: must be a number of seconds"):
         engine.wait_for_external_corpora(timeout=-1)
-    with pytest.raises(InvalidInputError, match="name=3: must be"):
-        engine.remove_external_corpus(3)
     assert len(engine.external_corpora()) == 3
     engine.close()
     with pytest.raises(InvalidInputError, match=r"^name='c': came after close"):
@@ -175,16 +170,7 @@ def test_names_and_sources_are_refused(engine):
 
 def test_a_worker_without_a_corpus_says_which_has_one(model, tmp_path):
     engine = make_engine(model, "none")
-    calls = [
-        lambda: engine.add_external_corpus(token_chunks=[[1]]),
-        lambda: engine.remove_external_corpus("a"),
-        lambda: engine.publish_external_corpus("a"),
-        engine.external_corpora,
-        engine.wait_for_external_corpora,
-        lambda: engine.save_corpus(tmp_path / "corpus"),
-        lambda: engine.load_corpus(tmp_path / "corpus"),
-    ]
-    for call in calls:
+    for call in (engine.external_corpora, lambda: engine.save_corpus(tmp_path / "corpus")):
         with pytest.raises(InvalidInputError, match=r"spec='PlainWorker': .*spec=ngram has one"):
             call()
     engine.close()
@@ -208,34 +194,12 @@ def test_configured_corpora_load_beside_the_first_steps_or_are_taken(model, tmp_
         assert engine.external_corpora() == []
 
 
-def test_configured_corpora_begin_after_a_file_was_loaded(model, tmp_path):
-    """They replace the file's; the file needs the room for its own alone."""
-    notes, file = tmp_path / "notes.jsonl", tmp_path / "corpus"
-    notes.write_text(json.dumps("one two three " * 70_000))
-    options = {"max_external_bytes": 4_500_000, "external_corpora": {"notes": str(notes)}}
-    first = make_engine(model, **options)
-    first.generate(PROMPTS, PARAMS)
-    (saved,) = first.wait_for_external_corpora(timeout=HANG_SECONDS)
-    assert saved.state is ExternalState.PUBLISHED
-    first.save_corpus(file)
-    notes.write_text(json.dumps("two three " * 100_000))  # it must be read again
-    for second in (make_engine(model, **options), make_engine(model, corpus_path=file, **options)):
-        second.load_corpus(file)
-        assert second.worker.corpus.external_sizes()["notes"][0] == saved.num_tokens
-        (read,) = second.wait_for_external_corpora(timeout=HANG_SECONDS)
-        assert (read.state, read.num_tokens, read.error) == ("published", 200_000, None)
-        second.close()
-
-
 WRONG = (
     ({"external_corpora": ["a"]}, "external_corpora"),
     ({"external_corpora": {"a": 3}}, "external_corpora.a"),
-    ({"external_corpora": {"a": "no"}}, "external_corpora.a"),
     ({"external_corpora": {"": __file__}}, "external_corpora"),
     ({"max_external_bytes": 0}, "max_external_bytes"),
-    ({"max_external_bytes": 1 << 62}, "max_external_bytes"),
     ({"max_external_tokens": 1.5}, "max_external_tokens"),
-    ({"max_external_tokens": True}, "max_external_tokens"),
     ({"corpus_bytes": 1}, "corpus_bytes"),
     ({"corpus_bytes": 1 << 62}, "corpus_bytes"),
     ({"corpus_path": "no"}, "corpus_path"),
@@ -307,19 +271,3 @@ def test_a_file_that_does_not_fit_changes_nothing(engine, model, tmp_path):
     small = make_engine(model, max_external_bytes=1 << 18)
     with pytest.raises(InvalidInputError, match=r"spec.max_external_bytes=262144: is too small"):
         small.load_corpus(file)
-
-
-def test_what_loads_replaces_what_a_file_holds_under_its_name(engine, tmp_path):
-    engine.add_external_corpus("notes", token_chunks=[[1, 2]], wait=True)
-    engine.add_external_corpus("code", token_chunks=[[3]], wait=True)
-    engine.save_corpus(tmp_path / "corpus")
-    engine.remove_external_corpus("notes")
-    engine.remove_external_corpus("code")
-    newer = GatedList([[4, 5, 6], [7]])
-    engine.add_external_corpus("notes", token_chunks=newer)
-    engine.load_corpus(tmp_path / "corpus")
-    assert states(engine) == {"code": "published", "notes": "loading"}
-    newer.opened.set()
-    code, notes = engine.wait_for_external_corpora(timeout=HANG_SECONDS)
-    assert (code.num_tokens, notes.num_tokens) == (1, 4)
-    assert notes.state is ExternalState.PUBLISHED

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from rollout import InvalidInputError, Rollout, RolloutEngine, SamplingParams
-from rollout.engine import grammars
 from rollout.types import FinishReason
 from tests.helpers.compared import numbers
 from tests.helpers.text_model import save_byte_model
@@ -151,14 +150,6 @@ def test_what_is_no_grammar_or_takes_long_to_compile_is_named(engine):
     properties = {"usual": usual, "even": {"type": "integer", "multipleOf": 1000}}
     asked = params(n=1, json_schema=json.dumps({"properties": properties}), max_new_tokens=4)
     assert engine.generate(["x"], asked)[0].finish_reason is not FinishReason.ERROR
-
-
-def test_the_last_grammars_are_remembered(engine, monkeypatch):
-    monkeypatch.setattr(grammars, "_MAX_COMPILED", 2)
-    known = grammars.Grammars(engine.encoder.tokenizer, engine.vocab_size, [1])
-    for regex in "abcab":
-        assert known.open(params(regex=regex), []) is not None
-        assert len(known._compiled) <= 2
 
 
 def test_a_request_whose_grammar_fails_ends_alone(engine, monkeypatch):

@@ -47,15 +47,6 @@ def test_text_that_begins_with_bos_gets_no_second_one(with_bos):
         assert with_bos.encode_rendered(rendered, add_special_tokens=True) == plain
 
 
-def test_a_tokenizer_without_bos_keeps_what_the_text_says():
-    tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
-    encoder = PromptEncoder(wrapped, len(wrapped))
-    bos = wrapped.bos_token_id
-    assert encoder.encode("<s><s>a")[:2] == [bos, bos]
-
-
 USER = {"role": "user", "content": "one"}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 OBJECTS = (
@@ -105,14 +96,6 @@ def test_tools_pick_the_template(encoder):
     assert template.render([USER], "messages") == "plain"
     assert template.render([USER], "messages", tools=TOOLS) == "f"
     assert "tools" in template.names
-
-
-def test_names_are_those_of_expressions_alone(encoder):
-    template = with_template(
-        encoder,
-        'tools {# more #}{% if enable_thinking %}{{ \'thinking\' + "it\\"s tools" }}{% endif %}',
-    )
-    assert {"if", "enable_thinking", "endif"} == template.names
 
 
 TEMPLATES = (

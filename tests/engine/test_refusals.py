@@ -141,6 +141,8 @@ def test_tensors_of_an_update(engine):
     ):  # fmt: skip
         with pytest.raises(InvalidInputError, match="named_tensors"):
             engine.update_weights_from_tensor(tensors)
+    with pytest.raises(InvalidInputError, match="load_format"):
+        engine.update_weights_from_tensor([], load_format=np.array([5, 6]))
     assert engine.can_run
 
 

@@ -142,18 +142,3 @@ def test_whoever_leaves_early_gets_no_more():
     assert next(stream).request_id == 0
     stream.close()
     assert list(stream) == []
-
-
-def test_steps_run_while_an_aborted_one_is_handed_out_change_nothing():
-    _, second, _ = requests = [request(0, 6), request(1, 5), request(2, 6)]
-    aborted = rollout(0, 6)
-    aborted.finish_reason = FinishReason.ABORT
-
-    def steps():
-        yield [aborted, rollout(2, 6)]
-        yield [rollout(1, 6)]
-
-    stream = in_order_of_plain_decoding(requests, 3, steps())
-    assert next(stream).request_id == 0
-    second.tokens.append(0)  # it ended meanwhile, with the third: it arrived before that
-    assert [each.request_id for each in stream] == [1, 2]

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.runner.graphs.capture import CudaCapture, GraphTooLargeError
 from tests.helpers.compared import numbers
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11] * 9, [5, 6, 7, 12], [40, 41]]
@@ -34,13 +33,6 @@ def eager(tiny_model_path):
     engine = make(tiny_model_path, graph_bytes=0)
     assert engine.worker.target.graphs is None
     return generated(engine)
-
-
-def test_without_exactness_graphs_are_captured_too(tiny_model_path) -> None:
-    engine = make(tiny_model_path, exact=False)
-    generated(engine)
-    assert engine.worker.target.graphs.graph_runner.num_graphs > 0
-    assert not engine.worker.target.graphs.graph_runner.failure
 
 
 def test_updates_in_place_reach_what_was_captured(tiny_model_path) -> None:
@@ -88,24 +80,6 @@ def test_a_forward_that_cannot_be_captured_runs_without(tiny_model_path, eager, 
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     torch.randn(3, device="cuda")  # its generator, too, knows that nothing is captured
     assert generated(engine) == eager
-
-
-def test_what_takes_more_than_it_may_is_known_before_it_is_captured() -> None:
-    capture = CudaCapture(torch.device("cuda", torch.cuda.current_device()))
-    kept = torch.zeros(1, device="cuda")
-
-    def run() -> dict[str, torch.Tensor]:
-        kept.copy_(torch.ones(16 << 20, device="cuda")[:1])  # 64 MiB
-        return {}
-
-    with pytest.raises(GraphTooLargeError) as raised:
-        capture(run, dict, 63 << 20)
-    assert 64 << 20 <= raised.value.num_bytes <= 80 << 20
-    kept.zero_()
-    graph = capture(run, dict, 80 << 20)
-    assert graph.num_bytes >= 64 << 20
-    graph.replay()
-    assert kept.item() == 1
 
 
 def test_a_gpu_that_is_not_the_threads_own_says_the_same(tiny_model_path) -> None:

@@ -14,7 +14,6 @@ from rollout.types import (
     Request,
     SamplingParams,
     Scheduled,
-    ScheduledStates,
     StopCheck,
 )
 
@@ -67,26 +66,6 @@ def decode_batch(requests: Sequence[Request]) -> Batch:
         for request in requests
     ]
     return Batch(step=0, entries=entries)
-
-
-def make_batch(parts: Sequence[tuple[int, int, int]]) -> tuple[Batch, DraftTrees]:
-    """A step of entries given by a run's start, its length and the number of draft nodes in a
-    chain."""
-    entries = []
-    for row, (start, run_len, nodes) in enumerate(parts):
-        request = make_request([1] * (start + run_len), request_id=row)
-        request.row = row
-        states = ScheduledStates(
-            source=1, run_end=2, nodes=np.arange(3, nodes + 3, dtype=np.int32), checkpoints={}
-        )
-        slots = np.arange(1, nodes + 1, dtype=np.int32)
-        entries.append(
-            Scheduled(
-                request=request, start=start, run_len=run_len, draft_slots=slots, states=states
-            )
-        )
-    trees = make_trees([([1] * nodes, range(nodes)) for _, _, nodes in parts])
-    return Batch(step=0, entries=entries), trees
 
 
 def make_trees(per_entry: Sequence[tuple[Sequence[int], Sequence[int]]]) -> DraftTrees:

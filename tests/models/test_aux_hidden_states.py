@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from rollout.config import DType
-from rollout.errors import InvalidInputError
 from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenStates
 from rollout.models.loader import load_model
 from tests.helpers.dense_attention import DenseAttention
@@ -37,9 +35,3 @@ def test_one_readers_columns_among_those_of_all():
     assert both.select(features, eagle).tolist() == features[:, :9].tolist()
     assert both.select(features, mtp).tolist() == features[:, 9:].tolist()
     assert both.select(features, both) is features
-
-
-def test_layers_must_ascend():
-    for layers in ((2, 1), (1, 1), (-1,)):
-        with pytest.raises(InvalidInputError, match=r"features\.layers"):
-            AuxHiddenStates(layers=layers)

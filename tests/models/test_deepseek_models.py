@@ -9,14 +9,12 @@ import torch
 from safetensors.torch import load_file
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.config import DType, MemoryConfig
-from rollout.errors import CheckpointError, InvalidInputError, UnsupportedModelError
-from rollout.memory.sizing import num_kv_slots
+from rollout.config import DType
+from rollout.errors import CheckpointError, UnsupportedModelError
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.loader import load_model
 from rollout.models.mtp.loader import MtpChain
 from rollout.models.spec import ModelSpec, is_mtp_tensor
-from spec_workers.draft_training.building import DraftKind, DraftShape
 from tests.helpers.dense_attention import DenseAttention, features_of, logits_of
 from tests.helpers.tiny_deepseek import (
     WITH_MTP,
@@ -141,24 +139,6 @@ def output_of(module, theirs, tokens_L, hidden_LE):
     )[0]  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v2"])
-@torch.inference_mode()
-def test_half_precision_errs_no_more_than_transformers_does(family, tmp_path):
-    sizes = {"hidden_size": 48, "moe_intermediate_size": 24}  # torch's grouped product aligns rows
-    exact = tiny_deepseek(family, sharpness=1.0, **sizes)
-    exact.save_pretrained(tmp_path)
-    model = load_model(tmp_path, DType.bfloat16, CPU)
-    theirs = tiny_deepseek(family, sharpness=1.0, **sizes).to(torch.bfloat16)
-    for name, bias in theirs.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            bias.data = exact.get_buffer(name)
-    tokens = torch.tensor([PROMPTS[0]])
-    truth = exact(tokens).logits[0]
-    their_error = (theirs(tokens).logits[0].float() - truth).abs().mean()
-    our_error = (logits_of(model, PROMPTS[:1])[0].float() - truth).abs().mean()
-    assert our_error < 1.3 * their_error
-
-
 def spec_of(folder, family, **changes) -> ModelSpec:
     model = tiny_deepseek(family)
     model.config.architectures = [type(model).__name__]
@@ -171,34 +151,23 @@ def spec_of(folder, family, **changes) -> ModelSpec:
 REFUSED = {
     "glm4_moe": [
         {"quantization_config": {"quant_method": "fp8"}}, {"scoring_func": "softmax"},
-        {"index_topk": 2048}, {"sliding_window": 128}, {"hidden_act": "gelu"},
-        {"topk_method": "greedy"}, {"moe_layer_freq": 2}, {"rope_interleave": True},
-        {"logit_scale": 0.5}, {"rope_parameters": {"mrope_section": [1, 1, 1]}},
-        {"kv_lora_rank": 8},
+        {"index_topk": 2048}, {"rope_parameters": {"mrope_section": [1, 1, 1]}},
     ],
     "deepseek_v3": [
-        {"index_topk": 2048}, {"num_key_value_heads": 2}, {"partial_rotary_factor": 0.5},
-        {"scoring_func": "softmax"}, {"quantization_config": {"quant_method": "fp8"}},
-        {"architectures": ["DeepseekV32ForCausalLM"]},
+        {"num_key_value_heads": 2}, {"architectures": ["DeepseekV32ForCausalLM"]},
     ],
     "deepseek_v2": [
-        {"norm_topk_prob": True}, {"topk_method": "noaux_tc"}, {"mlp_bias": True},
-        {"use_qk_norm": True}, {"rope_interleave": True},
+        {"norm_topk_prob": True}, {"topk_method": "noaux_tc"},
     ],
     "glm4_moe_lite": [{"first_k_dense_replace": 2}],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_what_is_not_implemented_is_named_with_its_value(family, tmp_path):
+def test_what_is_not_implemented_is_named(family, tmp_path):
     for changes in REFUSED[family]:
-        ((name, value),) = changes.items()
-        with pytest.raises(UnsupportedModelError) as error:
+        with pytest.raises(UnsupportedModelError, match=next(iter(changes))):
             spec_of(tmp_path, family, **changes)
-        assert name in str(error.value)
-        value = next(iter(value.values())) if isinstance(value, dict) else value
-        value = value[0] if name == "architectures" else value
-        assert str(value) in str(error.value), name
 
 
 def test_malformed_fields_are_named(tmp_path):
@@ -209,25 +178,3 @@ def test_malformed_fields_are_named(tmp_path):
     ):  # fmt: skip
         with pytest.raises(CheckpointError, match=name):
             spec_of(tmp_path, "glm4_moe", **{name: value})
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "numbers"),
-    [
-        ("deepseek_v3", {"kv_lora_rank": 512, "qk_rope_head_dim": 64}, 576),
-        ("glm4_moe", {}, 2 * 2 * 12),
-    ],
-)
-def test_a_tokens_kv_is_as_large_as_published(family, changes, numbers, tmp_path):
-    spec = spec_of(tmp_path, family, num_hidden_layers=61, **changes)
-    num_bytes = 2 * 61 * numbers
-    slots = num_kv_slots(MemoryConfig(), spec, torch.bfloat16, CPU, 10 * num_bytes + 1)
-    assert slots == 10
-
-
-def test_frequencies_are_passed_over_and_no_draft_is_made_of_latent_attention(tmp_path):
-    spec = spec_of(tmp_path, "deepseek_v3")
-    assert spec.passes_over("model.layers.0.self_attn.rotary_emb.inv_freq")
-    assert not spec.passes_over("model.layers.0.self_attn.kv_b_proj.weight")
-    with pytest.raises(InvalidInputError, match=r"DeepseekV3ForCausalLM.*latent attention"):
-        DraftShape(kind=DraftKind.eagle3).check_for(spec)

@@ -133,26 +133,6 @@ def test_eagle_is_the_papers(case, target_path, target, tmp_path):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("save", [save_tiny_eagle1, save_tiny_eagle3])
-@torch.inference_mode()
-def test_no_rows_pass_and_inputs_are_left_alone(save, target_path, target, tmp_path):
-    draft = load_eagle(save(tmp_path / "draft", target_path), target)
-    nothing = torch.empty(0, dtype=torch.int64)
-    hidden = draft.fuse(torch.empty(0, draft.spec.feature_size))
-    out = draft.forward(nothing, hidden, nothing, GrowingAttention())
-    assert out.shape == (0, draft.spec.hidden_size)
-    assert draft.logits(out).shape == (0, draft.spec.draft_vocab_size)
-    features = features_of(target, draft.spec.features, TOKENS[:-1])
-    hidden = draft.fuse(features).clone()
-    before = features.clone(), hidden.clone()
-    out = draft.forward(TOKENS[1:], hidden, torch.arange(8), GrowingAttention())
-    after = out.clone()
-    draft.logits(out)
-    assert torch.equal(features, before[0])
-    assert torch.equal(hidden, before[1])
-    assert torch.equal(out, after)
-
-
 def test_what_a_draft_takes_from_the_target_follows_it(target_path, tmp_path):
     target = load_model(target_path, DType.float32, CPU)
     draft = load_eagle(save_tiny_eagle1(tmp_path / "draft", target_path), target)

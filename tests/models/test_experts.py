@@ -5,18 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollout.errors import InvalidInputError
 from rollout.models.experts_config import ExpertsSpec
 from rollout.models.layers import grouped_linear
 from rollout.models.layers.experts import Experts
-from rollout.models.layers.linear import Linear
 from rollout.models.layers.row_invariance import make_row_invariant
 from rollout.models.layers.storage import allocate_storage, free_storage
 from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import mismatches
 from rollout.ops.matmul.tiles import tiles
-from rollout.parallel import ONE_RANK, ModelRanks
-from tests.helpers.thread_ranks import on_ranks
+from rollout.parallel import ONE_RANK
 
 CPU = torch.device("cpu")
 HIDDEN, COUNT, CHOSEN, FFN, SHARED = 36, 11, 3, 20, 28
@@ -154,19 +151,6 @@ def test_a_row_is_the_same_alone_and_in_any_company(packing) -> None:
     assert torch.equal(experts(others)[0], together[0])
 
 
-@torch.inference_mode()
-def test_experts_are_padded_to_the_least_that_holds(monkeypatch) -> None:
-    experts, counts, call = block(tensors(shared=False)), [], Linear.__call__
-    for linear in experts.linears():
-        linear.min_rows = 5
-    monkeypatch.setattr(Linear, "__call__", lambda self, x: counts.append(len(x)) or call(self, x))
-    experts(torch.randn(6, HIDDEN))
-    router, *others = counts
-    assert router == 6
-    assert min(others) == 5
-    assert len(others) <= 2 * min(COUNT, 6 * CHOSEN)
-
-
 @pytest.mark.parametrize("stacked", [False, True], ids=["one by one", "stacked"])
 def test_fused_and_single_names_are_the_same_weights(stacked) -> None:
     """Memory that was given back is filled by either form."""
@@ -212,32 +196,3 @@ def test_mismatches_name_what_is_missing_and_what_comes_twice() -> None:
         weight_loaders, {"mlp.experts.down_proj": down, part: (HIDDEN, FFN)}, partial=True
     ) == [f"comes twice: mlp.experts.down_proj holds {part} too"]
     assert mismatches(weight_loaders, {"mlp.experts.down_proj": (1, *down[1:])}, partial=True)
-
-
-@pytest.mark.parametrize("counts", [(4, 0), (0, 7, 2), (0, 0)], ids=str)
-def test_ranks_with_rows_of_their_own_compute_those_of_all(counts) -> None:
-    weights = tensors(shared=True)
-    x = torch.randn(sum(counts), HIDDEN, generator=torch.Generator().manual_seed(4))
-    parts = x.split(counts)
-
-    @torch.inference_mode()
-    def rank(group):
-        routes = Recorder()
-        y = block(weights, ranks=ModelRanks.of_rows(group))(parts[group.rank], routes)
-        return y, routes.calls[0][1]
-
-    routes = Recorder()
-    with torch.inference_mode():
-        expected = block(weights)(x, routes)
-    found = on_ranks(len(counts), rank)
-    assert [len(y) for y, _ in found] == list(counts)
-    torch.testing.assert_close(torch.cat([y for y, _ in found]), expected, rtol=1e-5, atol=1e-6)
-    assert torch.equal(torch.cat([chosen for _, chosen in found]), routes.calls[0][1])
-
-
-def test_more_ranks_than_features_are_refused() -> None:
-    def rank(group):
-        with pytest.raises(InvalidInputError, match=r"parallel\.size.*too many.*20 features"):
-            block(tensors(shared=False), ranks=ModelRanks.of_tensor(group))
-
-    on_ranks(21, rank)

@@ -10,13 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 from rollout.config import DType
-from rollout.errors import CheckpointError
 from rollout.models.experts_config import ExpertsSpec
 from rollout.models.loader import load_model
 from rollout.models.spec import ModelSpec
 from rollout.weights.transaction import WeightTransaction
 from rollout.weights.update_options import UpdateOptions
-from tests.helpers.dense_attention import DenseAttention, logits_of, states_of
+from tests.helpers.dense_attention import logits_of
 from tests.helpers.tiny_deepseek import OF_FAMILY, tiny_deepseek
 from tests.helpers.tiny_hybrid import tiny_hybrid
 from tests.helpers.tiny_moe import tiny_moe
@@ -50,35 +49,6 @@ def test_logits(make, tmp_path):
         for prompt, ours in zip(PROMPTS, logits_of(model, PROMPTS), strict=True):
             expected = theirs(torch.tensor([prompt])).logits[0]
             assert (ours - expected).abs().max() < 1e-4 * expected.abs().max(), packing
-
-
-class Chosen:
-    """See RouteRecorder."""
-
-    def __init__(self) -> None:
-        self.layers: list[torch.Tensor] = []
-
-    def record(self, layer: int, experts_TX: torch.Tensor) -> None:
-        self.layers.append(experts_TX)
-
-
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next"])
-@torch.inference_mode()
-def test_padding_goes_to_the_experts_of_the_first_row(name, tmp_path):
-    model = load_model(saved(MODELS[name](), tmp_path), DType.auto, CPU)
-    tokens, lengths, found = torch.tensor([5, 9, 11, 3, 70, 0, 12, 41]), [3, 2, 1, 1, 1], []
-    for num_rows in (None, 5, 8):
-        attention, states, routes = DenseAttention(lengths), states_of(model, lengths), Chosen()
-        options = {"states": states, "routes": routes, "num_rows": num_rows}
-        hidden = model.forward(tokens, attention.positions, attention, **options)
-        found.append((hidden, torch.stack(routes.layers)))
-    (plain, chosen), (padded, with_first), (whole, all_own) = found
-    assert torch.equal(padded[:5], plain[:5])
-    assert torch.equal(with_first[:, :5], chosen[:, :5])
-    assert torch.equal(with_first[:, 5:], chosen[:, :1].expand(-1, 3, -1))
-    assert not torch.equal(with_first, chosen)
-    assert torch.equal(whole, plain)
-    assert torch.equal(all_own, chosen)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5", *OF_FAMILY])
@@ -127,13 +97,3 @@ def test_which_layers_are_sparse(tmp_path):
     assert spec.experts.layers == (0, 2, 3)
     assert (spec.experts.shared_ffn_size, spec.experts.normalizes) == (40, True)
     assert spec_of(tmp_path, MODELS["qwen3_5"]()).experts.layers == (0, 1, 2, 3)
-
-
-def test_malformed_fields_are_named(tmp_path):
-    for changes, names in (
-        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9"),
-        ({"moe_intermediate_size": "absent"}, "moe_intermediate_size is missing"),
-        ({"num_local_experts": -1}, "num_local_experts=-1"),
-    ):
-        with pytest.raises(CheckpointError, match=names):
-            spec_of(tmp_path, tiny_moe(), **changes)

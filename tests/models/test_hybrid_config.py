@@ -97,21 +97,15 @@ def test_ropes_and_layers_as_a_config_may_say_them(tmp_path):
     assert spec.attention_layers == (0, 1, 2, 3)
 
 
-SLIDING = ["sliding_attention"] + ["full_attention"] * 3
 NOT_IMPLEMENTED = [  # config, field, value
     (NEXT, "quantization_config", {"quant_method": "fp8"}),
     (READING, "attn_output_gate", False),
-    (READING, "output_gate_type", "sigmoid"),
     (READING, "mtp_use_dedicated_embeddings", True),
     (READING, "layer_types", ["linear_attention"] * 4),
-    (READING, "layer_types", SLIDING),
-    (READING, "hidden_act", "gelu"),
-    (SEEING, "architectures", ["Qwen3VLForConditionalGeneration"]),
 ]
 MALFORMED = [
     (READING, {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4"),
     (READING, {"linear_num_value_heads": 40}, "linear_num_value_heads=40"),
-    (READING, {"linear_key_head_dim": 0}, "linear_key_head_dim=0"),
     (NEXT, {"partial_rotary_factor": 2}, "partial_rotary_factor=2"),
     (NEXT, {"head_dim": 12}, "head_dim=12 has 3 dimensions"),
     (SEEING, {"text_config": []}, r"text_config=\[\]"),

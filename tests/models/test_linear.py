@@ -3,7 +3,6 @@ import torch
 from torch.nn.functional import linear as reference
 
 from rollout.models.layers.linear import Linear
-from rollout.parallel.rank_group import NO_MEMORY
 from tests.helpers.packing import packs
 
 CPU = torch.device("cpu")
@@ -66,16 +65,6 @@ def test_a_part_of_a_fused_weight_is_rewritten_alone(dtype, packing):
     assert torch.equal(linear.bias_rows(0, 60).read(), values)
 
 
-def test_writing_works_whatever_mode_the_tensors_were_made_in():
-    with torch.inference_mode():
-        linear, _, _ = filled(8, 8)
-        linear.weight_rows(0, 4).write(torch.zeros(4, 8))
-    linear.weight_rows(0, 8).write(torch.eye(8))
-    linear.pack()
-    linear.weight_rows(0, 8).write(torch.eye(8))
-    assert torch.equal(linear.weight_rows(0, 8).read(), torch.eye(8))
-
-
 def test_weights_keep_their_address():
     for packing in (False, True):
         linear, _, _ = filled(8, 8, packing=packing)
@@ -83,23 +72,6 @@ def test_weights_keep_their_address():
         linear.weight_rows(2, 5).write(torch.ones(3, 8))
         linear.pack()
         assert (linear.memory if linear.is_packed else linear._weight_OI.data_ptr()) == before
-
-
-def test_a_packed_weight_is_found_by_the_product_before_it():
-    packed, _, _ = filled(24, 70)
-    if not packed.is_packed:
-        pytest.skip("this processor packs no weights of this dtype")
-    before, _, _ = filled(8, 8, packing=False)
-    assert before.memory == before.next_memory == NO_MEMORY
-    before.next = packed
-    opaque = packed._packed.opaque
-    assert before.next_memory == packed.memory
-    assert packed.memory == (torch.ops.mkldnn.data_ptr(opaque), torch.ops.mkldnn._nbytes(opaque))
-    packed._packed.panels_PUL = None  # as of an unknown layout, which is packed anew
-    packed.weight_rows(2, 5).write(torch.ones(3, 24))
-    assert packed.memory[0] == torch.ops.mkldnn.data_ptr(packed._packed.opaque)
-    packed.release()
-    assert before.next_memory == NO_MEMORY
 
 
 def test_a_tied_weight_follows_its_table_and_leaves_it_in_place():
@@ -116,32 +88,3 @@ def test_a_tied_weight_follows_its_table_and_leaves_it_in_place():
     torch.testing.assert_close(linear(x), reference(x, update))
     linear.pack()
     torch.testing.assert_close(linear(x), reference(x, update))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nan_and_negative_zero_survive_packing(dtype):
-    linear = Linear(6, 5, dtype=dtype, device=CPU)
-    weight = random(5, 6, dtype=dtype)
-    weight[1, 2], weight[3, 3] = float("nan"), -0.0
-    linear.weight_rows(0, 5).write(weight)
-    linear.pack()
-    assert linear.is_packed == packs(dtype)
-    read = linear.weight_rows(0, 5).read()
-    assert read[1, 2].isnan()
-    assert torch.signbit(read[3, 3])
-
-
-def test_a_build_that_cannot_pack_and_a_packing_that_loses_bits_stay_plain(monkeypatch):
-    reorder = torch.ops.mkldnn._reorder_linear_weight
-    monkeypatch.setattr(
-        torch.ops.mkldnn,
-        "_reorder_linear_weight",
-        lambda weight, rows: reorder(weight.bfloat16().float(), rows),
-    )
-    lossy, weight, _ = filled(16, 8)
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    without, _, _ = filled(16, 8)
-    x = random(3, 16, seed=2)
-    for linear in (lossy, without):
-        assert not linear.is_packed
-        assert torch.equal(linear(x), reference(x, weight))

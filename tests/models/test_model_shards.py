@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from rollout.config import DType
-from rollout.errors import InvalidInputError
 from rollout.models.checkpoint import Checkpoint
 from rollout.models.loader import load_model
 from rollout.parallel import ModelRanks
@@ -84,8 +83,3 @@ def test_ranks_with_rows_of_their_own_are_bitwise_one(name, size, folders):
         return torch.equal(logits_of(model, [own])[0], logits_of(whole, [own])[0])
 
     assert all(on_ranks(size, on_rank))
-
-
-def test_heads_that_cannot_be_shared_out(folders):
-    with pytest.raises(InvalidInputError, match="8 query heads"):
-        on_ranks(3, lambda group: load(folders["biased"], ranks=ModelRanks.of_tensor(group)))

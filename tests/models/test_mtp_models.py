@@ -4,7 +4,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rollout import RolloutEngine
 from rollout.config import DType
 from rollout.errors import CheckpointError, UnsupportedModelError
 from rollout.models.aux_hidden_states import AuxHiddenStates
@@ -193,18 +192,3 @@ def test_folders_of_another_kind_are_told(tmp_path):
     (tmp_path / "empty").mkdir()
     for read in (MtpChain.find, read_eagle_spec):
         refused("no such file; a draft's folder needs one", read, tmp_path / "empty", spec)
-
-
-def test_a_draft_path_that_was_forgotten(tmp_path):
-    with pytest.raises(CheckpointError, match=r"no MTP chain.*give spec\.draft_path"):
-        RolloutEngine.from_pretrained(save_tiny_llama(tmp_path), spec="mtp")
-
-
-def test_which_tensors_are_a_chains():
-    for name, is_mtp in {
-        "model.layers.1.mlp.up_proj.weight": False, "model.layers.2.mlp.up_proj.weight": True,
-        "model.layers.3.enorm.weight": True, "model.layers.4.enorm.weight": False,
-        "model.mtp_layers.0.input_proj.weight": True, "mtp.fc.weight": True,
-        "model.norm.weight": False, "model.mtpx.weight": False,
-    }.items():  # fmt: skip
-        assert is_mtp_tensor(name, num_layers=2, num_mtp_layers=2) == is_mtp, name

@@ -1,15 +1,9 @@
-"""Weights and KV ask for huge pages, keep their values, and are freed and taken again in place."""
+"""Memory of weights is freed and taken again in place."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-import pytest
 import torch
 
-from rollout.memory.kv_pool import KvPool
-from rollout.models.layers.packed_weight import PackedWeight
 from rollout.models.layers.storage import (
     allocate_storage,
     empty_alone,
@@ -18,40 +12,6 @@ from rollout.models.layers.storage import (
 )
 
 CUDA, MIB = torch.device("cuda", 0), 1 << 20
-
-
-def asks_for_huge_pages(address: int) -> bool:
-    """Whether the kernel was told so for the mapping that holds ``address``."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first, _, rest = line.partition(" ")
-        if "-" in first:
-            start, end = (int(part, 16) for part in first.split("-"))
-            inside = start <= address < end
-        elif inside and first == "VmFlags:":
-            return "hg" in rest.split()
-    raise AssertionError("the address is not mapped")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux reports it")
-def test_packed_weights_and_kv_ask_for_huge_pages() -> None:
-    torch.manual_seed(0)
-    weight_OI = torch.randn(1500, 1031)
-    packed = PackedWeight.pack(weight_OI)
-    if packed is None:
-        pytest.skip("this processor packs nothing")
-    middle = torch.ops.mkldnn.data_ptr(packed.opaque) + packed.num_bytes // 2
-    assert asks_for_huge_pages(middle)
-    assert torch.equal(packed.read(0, 1500), weight_OI)
-    pool = KvPool(
-        num_layers=1, num_slots=5000, num_kv_heads=2, head_dim=64,
-        dtype=torch.float32, device=torch.device("cpu"),
-    )  # fmt: skip
-    for _ in range(2):
-        keys = pool.keys[0]
-        assert asks_for_huge_pages(keys.data_ptr() + keys.nbytes // 2)
-        pool.release()
-        pool.allocate()
 
 
 def test_only_what_has_a_segment_of_its_own_takes_the_rest_of_it() -> None:

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollout import RolloutEngine
-from rollout.config import DType, MemoryConfig, ModelConfig, SchedulerConfig
+from rollout.config import MemoryConfig, SchedulerConfig
 from rollout.engine.worker_factory import worker_factory
 from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.offline import DataConfig, JobStatus, OnError, RunConfig
@@ -25,7 +25,6 @@ from tests.helpers.small_jobs import (
     with_output,
     write_rows,
 )
-from tests.helpers.tiny_moe import save_tiny_moe
 
 BROKEN = [
     {"prompt": "three four five", "answer": 12},
@@ -88,23 +87,6 @@ def test_extra_numbers_on_request(config):
         }
 
 
-def test_routes_on_request(config, tmp_path):
-    folder = save_tiny_moe(tmp_path / "moe")
-    config = with_output(config, path=str(tmp_path / "out.parquet"))
-    config = replace(
-        config,
-        model=ModelConfig(path=str(folder), dtype=DType.float32, record_routes=True),
-        data=DataConfig(path=write_rows(tmp_path / "ids.jsonl", [{"prompt": [5, 6, 7]}])),
-        sampling=replace(PARAMS, routed_experts=True, n=1),
-    )
-    run(config)
-    (row,) = output_rows(config)
-    engine = RolloutEngine.from_config(config.engine, worker_factory("none"))
-    (rollout,) = engine.generate([[5, 6, 7]], config.sampling)
-    assert row["routed_experts"] == rollout.routed_experts.tolist()
-    assert len(row["routed_experts"]) == 3 + len(row["token_ids"]) - 1
-
-
 def test_speculation_and_scheduling_cannot_be_seen(config, tmp_path):
     run(config)
     other = with_output(config, path=str(tmp_path / "other.jsonl"))
@@ -141,18 +123,6 @@ def test_broken_rows_are_skipped_and_change_nothing_else(config, caplog):
     run(with_output(config, overwrite=True))
     whole = [row for row in output_rows(config) if row["prompt_index"] in (0, 2, 5)]
     assert whole == skipping
-
-
-def test_many_broken_rows_are_counted(config):
-    write_rows(Path(config.data.path), [{"prompt": "one"}] + [{"prompt": 3}] * 30)
-    shown = r"30 of 31 (.*\n)*  line 11 .*\n  and 20 more\nmend"
-    with pytest.raises(InvalidInputError, match=shown):
-        run(config)
-    skipping = replace(config, data=replace(config.data, on_error=OnError.skip))
-    for rows in ([{"prompt": 3}], []):
-        write_rows(Path(config.data.path), rows)
-        with pytest.raises(InvalidInputError, match="holds no prompt that could be used"):
-            run(skipping)
 
 
 def test_a_budget_too_small_for_a_prompt_names_its_line(config):

@@ -14,9 +14,7 @@ import pytest
 from rollout import RolloutEngine, SamplingParams
 from rollout.offline import JobResult, JobStatus, RunConfig
 from rollout.offline.fingerprint import fingerprint
-from rollout.offline.job_corpus import JobCorpus
 from tests.helpers import small_jobs
-from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.small_jobs import output_rows, small_job
 
 PARAMS = SamplingParams(temperature=0.9, max_new_tokens=20, n=3, seed=5, ignore_eos=True)
@@ -169,29 +167,6 @@ def test_no_corpus_where_none_is_wanted_or_there_is_none(config, monkeypatch):
     result = run(plain, "none")
     assert "corpus" not in dict(result.summary.lines())
     assert not corpus_file(plain).exists()
-
-
-def test_external_corpora_are_reported(config, tmp_path, caplog, monkeypatch):
-    caplog.set_level("INFO")
-    monkeypatch.setattr("rollout.offline.job_corpus._WATCH_SECONDS", 0.0)
-    (tmp_path / "code.jsonl").write_text('"one two three"\n' * 3)
-    (tmp_path / "notes.jsonl").write_text("3\n")
-    files = {name: str(tmp_path / f"{name}.jsonl") for name in ("code", "notes")}
-    finish = JobCorpus.finish
-
-    def waiting(corpus):
-        corpus._engine.wait_for_external_corpora(timeout=HANG_SECONDS)  # a job this short may not
-        return finish(corpus)
-
-    monkeypatch.setattr(JobCorpus, "finish", waiting)
-    stopped(config, monkeypatch)
-    result = run(config, external_corpora=files)
-    assert result.status is JobStatus.COMPLETED
-    assert line(result).startswith("warm, ")
-    assert caplog.text.count("drafting from code too: 9 tokens") == 1
-    assert caplog.text.count("external corpus notes was not loaded: ") == 1
-    assert line(result, "corpus code") == "published, 9 tokens"
-    assert "notes.jsonl:1=3: must be a JSON string" in line(result, "corpus notes")
 
 
 def test_the_corpus_is_no_part_of_what_decides_the_output(config):

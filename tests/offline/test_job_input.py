@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
 import os
-import uuid
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -99,48 +96,6 @@ def test_parquet_that_python_cannot_hold(config, tmp_path):
             with pytest.raises(InvalidInputError, match=reason) as raised:
                 run(unreadable)
             assert raised.value.field == "data.path"
-
-
-def test_damaged_parquet_is_told_before_any_work(config):
-    """With page checksums every damaged value is noticed, else what cannot be decoded."""
-    config = parquet_job(
-        config,
-        pa.Table.from_pylist(ROWS),
-        row_group_size=4,
-        compression="none",
-        use_dictionary=False,
-        write_statistics=False,  # so that the values are in pages alone
-        write_page_checksum=True,
-    )
-    path = Path(config.data.path)
-    content = path.read_bytes()
-    middle = content.index(b"xxxx", len(content) // 2)
-    for damaged in (content[:middle] + b"y" + content[middle + 1 :], content[:middle], b""):
-        path.write_bytes(damaged)
-        with pytest.raises(InvalidInputError, match="cannot be read as Parquet"):
-            run(config)
-    assert not Path(config.output.path or "").exists()
-
-
-def test_columns_that_only_parquet_has(config, tmp_path):
-    """All of them can be written as JSON, or are refused before the model is loaded."""
-    values = {
-        "uuid": pa.array([uuid.UUID(int=7).bytes], pa.uuid()),
-        "map": pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int8())),
-        "when": pa.array([datetime.timedelta(seconds=1)]),
-    }
-    config = parquet_job(config, {"prompt": [[5, 6]], **values})
-    run(config)
-    (row,) = output_rows(config)
-    assert row["uuid"] == "00000000-0000-0000-0000-000000000007"
-    assert (row["map"], row["when"]) == ([["a", 1]], "PT1S")
-    tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(np.zeros((1, 2, 2), np.float32))
-    config = parquet_job(config, {"prompt": [[5, 6]], "x": tensors})
-    config = with_output(config, path=str(tmp_path / "out.parquet"))
-    with pytest.raises(InvalidInputError, match="column 'x' do not make a Parquet column") as told:
-        run(config)
-    assert told.value.field == "output.path"
-    assert not list(tmp_path.glob("out.parquet*"))
 
 
 def test_a_disk_without_room(config, tmp_path):

@@ -1,4 +1,4 @@
-"""What a job says while it runs and at its end: time left, progress, log, summary, table."""
+"""What a job says while it runs and at its end: time left, progress, log, summary."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import re
 import sys
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +17,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rollout.engine.metrics import EngineMetrics
 from rollout.engine.worker_factory import worker_factory
-from rollout.errors import InvalidInputError, MetricsError
-from rollout.offline import JobResult, JobStatus, LogConfig, SweepTable, run_job
+from rollout.errors import InvalidInputError
+from rollout.offline import LogConfig, run_job
 from rollout.offline.progress import TimeLeft
 from rollout.offline.run_log import JsonlLog, TensorBoardMetrics
-from rollout.offline.summary import Summary
 from rollout.types import FinishReason
 from tests.helpers.requests import make_request
 from tests.helpers.small_jobs import PARAMS, output_rows, run, with_output
@@ -83,56 +81,6 @@ def test_the_last_ones_take_the_steps_of_the_longest():
     assert last == pytest.approx(1000 * 10 / 250)  # not 1000 tokens at 100 tokens/s
 
 
-def printed(table: SweepTable) -> list[str]:
-    """The lines of the table in a terminal of 80 columns, with single spaces."""
-    file = StringIO()
-    table.print(Console(file=file, width=80))
-    lines = file.getvalue().splitlines()
-    return [" ".join(line.split()) for line in lines]
-
-
-def result(status: JobStatus, path: Path, rollouts: int, seconds: float = 2.0) -> JobResult:
-    metrics = EngineMetrics(generated_tokens=9000, target_forwards=6000)
-    summary = Summary(output=path, rollouts=rollouts, seconds=seconds, metrics=metrics)
-    return JobResult(status, path, summary)
-
-
-def test_jobs_are_named_by_what_differs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    table = SweepTable()
-    table.add(["model.path=m", "spec=none"], result(JobStatus.COMPLETED, tmp_path / "0.jsonl", 12))
-    assert printed(table) == []
-    table.add(["model.path=m", "spec=ngram"], result(JobStatus.STOPPED, Path("1.jsonl"), 5, 1.0))
-    table.add(["model.path=m", "sampling.stop=[foo]"], None)
-    table.add(["model.path=m"], JobResult(JobStatus.NOTHING_TO_DO, Path("/else[x]/3[/b].jsonl")))
-    lines = printed(table)
-    assert lines[0] == "jobs of the sweep"
-    for line in (
-        "0 spec=none 12 2.0 4,500 1.00x 1.500",
-        "1 spec=ngram 5, stopped 1.0 9,000 2.00x 1.500",
-        "2 stop=[foo] failed",
-        "job 0: 0.jsonl",
-        "job 1: 1.jsonl",
-        "job 3: /else[x]/3[/b].jsonl",
-    ):
-        assert line in lines
-
-
-def test_a_speedup_is_over_the_same_settings_without_drafts_and_words_stay_whole():
-    table = SweepTable()
-    settings = ["sampling.temperature=0.6", "spec.num_draft_tokens=16", "sampling.max_new_tokens=9"]
-    cold = ["sampling.temperature=0.0", *settings[1:]]
-    done = JobStatus.COMPLETED
-    table.add(["spec=ngram", *settings], result(done, Path("0.jsonl"), 1_000_000, 400.0))
-    table.add(["spec=none", settings[0], settings[2]], result(done, Path("1.jsonl"), 12, 800.0))
-    table.add(["spec=hybrid", *cold], result(done, Path("2.jsonl"), 12, 100.0))
-    lines = printed(table)
-    assert "0 spec=ngram 1,000,000 400.0 22 2.00x 1.500" in lines
-    assert "2 spec=hybrid 12 100.0 90 1.500" in lines  # its temperature was not decoded plainly
-    assert {"temperature=0.0", "num_draft_tokens=16"} <= set(lines)
-    assert any("seconds tokens/s speedup" in line for line in lines)
-
-
 def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
 
@@ -163,15 +111,6 @@ def test_a_torn_line_and_what_json_has_no_number_for(tmp_path):
     line = json.loads(whole, parse_constant=pytest.fail)
     assert line["budget"] == {"cost": [1.0, None, None]}
     assert line["gate"] == [2, -1.5]
-
-
-def test_jsonl_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(MetricsError, match=r"log.jsonl=.*cannot be written: File exists"):
-        JsonlLog(tmp_path / "file" / "run.jsonl")
-    full = JsonlLog(Path("/dev/full"))
-    with pytest.raises(MetricsError, match="No space left"):
-        full.write("step", {"drafted": 1})
 
 
 def test_tensorboard_scalars(tmp_path, monkeypatch):
@@ -244,15 +183,3 @@ def test_the_log_of_a_run(config, tmp_path):
     for name in ("generated_tokens", "drafted", "accepted"):
         assert totals[name] == sum(line[name] for line in rollouts)
     assert sum(line["kind"] == "rollout" for line in lines[starts[1] :]) == 8
-
-
-def test_progress_lines_where_there_is_no_terminal(config, caplog):
-    caplog.set_level("INFO")
-    run(replace(config, log=LogConfig(seconds=1e-6)))
-    assert "/12  " in caplog.text
-    assert "accept length 1.00  ETA after the first rollouts" in caplog.text
-    assert "accept length 1.00  ETA 0:0" in caplog.text
-    empty = replace(PARAMS, stop_token_ids=[2], logit_bias={2: 100.0})
-    result = run(with_output(replace(config, sampling=empty), overwrite=True))
-    shown = dict(result.summary.lines())["without text"]
-    assert shown.startswith("12: the model stopped at once; data.chat_template=auto puts")

@@ -50,18 +50,12 @@ def changed(**fields: Any) -> Change:
 RECORDS: list[Change | bytes] = [
     b"",
     b"\xff\xfe\x00",
-    b"{" * 100_000,
     b'{"format": ' + b"1" * 5000 + b"}",
     lambda record: [],
-    lambda record: {},
     changed(format=2),
     changed(fingerprint=[]),
-    changed(fingerprint={}),
     changed(complete=True),
-    changed(complete={}),
-    changed(complete={"rollouts": 4, "skipped_prompts": 1, "bytes": "many"}),
     changed(complete={"rollouts": 4, "skipped_prompts": -1, "bytes": 1}),
-    changed(complete={"rollouts": 4, "skipped_prompts": 1, "bytes": 1e999}),
 ]
 
 
@@ -81,21 +75,15 @@ def test_a_record_that_is_none(config):
 ROW_FAULTS: list[tuple[Change, str]] = [
     (changed(prompt_index="4"), r"is no rollout's \(.* at `\$\.prompt_index"),
     (changed(prompt_index=-1), r"is no rollout's \(.* at `\$\.prompt_index"),
-    (changed(prompt_index=True), r"is no rollout's \(.* at `\$\.prompt_index"),
-    (changed(prompt_index=10**30), r"is no rollout's \(.* at `\$\.prompt_index"),
     (changed(prompt_index=3), "is no rollout of this run"),
     (changed(prompt_index=1), "is no rollout of this run"),  # of a prompt that is skipped
     (changed(sample_index=2), "is no rollout of this run"),
     (changed(prompt_index=2, sample_index=1), "is there twice"),
     (lambda row: {}, r"is no rollout's \(Object missing required field `prompt_index`"),
-    (changed(token_ids="abc"), r"is no rollout's \(.* at `\$\.token_ids"),
     (changed(token_ids=[1.5]), r"is no rollout's \(.* at `\$\.token_ids"),
-    (changed(token_ids=[2**31]), r"is no rollout's \(.* at `\$\.token_ids"),
     (changed(token_ids=[]), "has 0 token_ids and "),
-    (changed(logprobs=[None]), r"is no rollout's \(.* at `\$\.logprobs"),
     (changed(weight_versions=[0] * 9), "has .* token_ids and 9 weight_versions"),
     (changed(text="\ud800"), r"is no rollout's \(.* surrogates not allowed"),
-    (changed(finish_reason=[]), r"is no rollout's \(.* at `\$\.finish_reason"),
     (changed(seed=-1), r"is no rollout's \(.* at `\$\.seed"),
 ]
 

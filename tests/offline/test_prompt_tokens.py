@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ from rollout.engine.tokenizer import PromptEncoder
 from rollout.errors import InvalidInputError
 from rollout.offline import ChatTemplateMode, OutputError
 from rollout.offline.prompt_tokens import RowEncoder
-from tests.helpers.small_jobs import output_rows, run, small_job, with_output, write_rows
+from tests.helpers.small_jobs import output_rows, run, small_job, with_output
 
 CHAT = [{"role": "user", "content": "one two"}]
 
@@ -68,11 +67,3 @@ def test_the_choice_is_said_written_and_part_of_the_run(config, caplog):
     assert [row["prompt"] for row in output_rows(config)] == ["one two", [5]]
     with pytest.raises(OutputError, match=r"data.chat_template was 'auto' and is 'never'"):
         run(with_output(config, prompt_ids=True))
-
-
-def test_prompts_that_leave_less_of_the_context_than_asked_for_are_counted(config, caplog):
-    write_rows(Path(config.data.path), [{"prompt": [5] * length} for length in (124, 125, 126)])
-    run(config)
-    said = "2 of 3 prompts leave room for fewer than sampling.max_new_tokens=4 tokens in the "
-    assert f"{said}context of 128 (the model's limit)" in caplog.text
-    assert [len(row["token_ids"]) for row in output_rows(config)] == [4, 3, 2]

@@ -137,14 +137,3 @@ def test_rows_do_not_depend_on_each_other(dtype, device, set_threads) -> None:
         assert token == tokens[row]
         assert logprob == logprobs[row]
         assert entropy(logits[one], temperature[one]) == entropies[row]
-
-
-def test_a_token_outside_the_vocabulary_is_refused_and_on_a_gpu_nan(device) -> None:
-    logits, temperature = torch.randn(1, 8).to(device), torch.ones(1).to(device)
-    for token in (-2, 8):
-        tokens = torch.tensor([token]).to(device)
-        if gpu.runs_on(device):
-            assert token_logprobs(logits, temperature, tokens).isnan().all()
-            continue
-        with pytest.raises(IndexError, match="tokens_R"):
-            token_logprobs(logits, temperature, tokens)

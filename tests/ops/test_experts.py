@@ -107,13 +107,6 @@ def test_groups_limit_the_choice(device, num_experts, chosen, normalizes, groups
     assert torch.equal(some[1], weights[[7, 3]])
 
 
-def test_ties_of_groups_go_to_the_lower_one(device) -> None:
-    groups = Groups(sigmoid=True, count=3, chosen=2)
-    logits = torch.tensor([[1.0, 2, 2, 1, 0, 2, 1, 2], [0.0] * 8]).repeat_interleave(3, dim=1)
-    experts, _ = route(logits.to(device), 4, True, groups, torch.zeros(24, device=device))
-    assert experts.tolist() == [[3, 4, 5, 6], [0, 1, 2, 3]]
-
-
 def operands(dtype, device, rows, ranks, hidden):
     generator = torch.Generator().manual_seed(hidden)
 
@@ -147,8 +140,3 @@ def test_a_rows_sum_does_not_depend_on_the_others(dtype, device, set_threads) ->
     set_threads(1)
     for rows in (*torch.arange(27).split(1), torch.arange(27).flip(0), torch.arange(0)):
         assert torch.equal(combine_experts(*(x[rows] for x in operands_of_all)), together[rows])
-
-
-def test_no_rows(dtype, device) -> None:
-    experts, weights = route(torch.empty(0, 5, dtype=dtype, device=device), 2, True)
-    assert experts.shape == weights.shape == (0, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rollout.config import MemoryConfig
-from rollout.ops.matmul.tiles import feature_ns, tile_for, tiles, tiles_up_to
+from rollout.ops.matmul.tiles import tile_for, tiles, tiles_up_to
 from rollout.runner.graphs import Buckets
 
 PRODUCTS = {"qkv": 6144, "o": 4096, "gate_up": 28_672, "down": 4096, "head": 128_256}  # of 8B
@@ -25,18 +25,6 @@ def test_little_more_is_computed_than_there_is() -> None:
                 assert rows <= 64 or computed <= (1.05 if rows > 2000 else 1.5), (name, rows, tile)
                 # A second tile of rows reads weights again, where they take the time.
                 assert rows > 96 or run > 96 or tile.height >= run, (name, rows, tile)
-
-
-def test_the_choice_is_the_quickest_by_the_estimate() -> None:
-    for rows in (144, 512, 2304):
-        for outputs in PRODUCTS.values():
-            tile = tile_for(BF16, rows, outputs, PROCESSORS)
-            others = [
-                feature_ns(other, rows, outputs, PROCESSORS)
-                for other in tiles(BF16)
-                if other.padded_rows(rows) <= tile.padded_rows(rows)
-            ]
-            assert feature_ns(tile, rows, outputs, PROCESSORS) == min(others)
 
 
 def test_a_tile_that_is_left_out_is_replaced() -> None:

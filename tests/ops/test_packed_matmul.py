@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import pytest
 import torch
 
 from rollout.models.layers.linear import FEW_ROWS, Linear
-from rollout.models.layers.packed_weight import PackedWeight
 from rollout.models.layers.row_invariance import make_row_invariant
-from rollout.models.layers.tiled_weight import TiledWeight
 from rollout.ops.panel_matmul import native as few_rows
 from rollout.ops.panel_matmul.native import panel_matmul
 from rollout.ops.panel_matmul.reference import panel_matmul as panel_reference
 from rollout.ops.panels import write_panels
-from rollout.ops.tile_matmul import native as by_tiles
 from rollout.ops.tile_matmul.native import tile_matmul
 from rollout.ops.tile_matmul.reference import tile_matmul as tile_reference
 from tests.helpers.packing import needs_no_tiles, needs_tiles
@@ -26,10 +20,6 @@ needs_panels = pytest.mark.skipif(
     reason="needs AVX-512's bfloat16 products",
 )
 CPU = torch.device("cpu")
-OPS = [
-    pytest.param("panels", marks=needs_panels),
-    pytest.param("tiles", marks=needs_tiles),
-]
 
 
 def random(*shape: int, seed: int) -> torch.Tensor:
@@ -53,16 +43,6 @@ def tiles_of(weight_OI: torch.Tensor) -> torch.Tensor:
     panels = panels.view(*panels.shape[:2], 64)
     write_panels(panels, 0, weight_OI)
     return panels
-
-
-def product(name: str, weight_OI: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """The op on x, outputs and a bias."""
-    if name == "panels":
-        op, panels = partial(panel_matmul, sum_block=64), panels_of(weight_OI)
-    else:
-        op, panels = tile_matmul, tiles_of(weight_OI)
-    own = len(weight_OI)
-    return lambda x, outputs=own, bias=None: op(x, panels, outputs, bias)
 
 
 @needs_panels
@@ -100,45 +80,6 @@ def test_tiles_are_the_reference_bit_for_bit(inputs: int, outputs: int, set_thre
             assert torch.equal(tile_matmul(whole[:rows], tiles, outputs, some), expected[:rows])
             last = slice(len(whole) - rows, None)  # the same rows elsewhere in a tile
             assert torch.equal(tile_matmul(whole[last], tiles, outputs, some), expected[last])
-
-
-@pytest.mark.parametrize("name", OPS)
-@pytest.mark.parametrize("inputs", [20, 32])
-def test_what_is_not_finite_stays_in_its_row_and_output(name, inputs: int) -> None:
-    weight, x = random(70, inputs, seed=1), random(29, inputs, seed=2)
-    clean = product(name, weight)(x)
-    x[4, 3], weight[66, 7] = float("inf"), float("nan")
-    y = product(name, weight)(x)
-    assert not y[4].isfinite().any()
-    assert y[:, 66].isnan().all()
-    others = [row for row in range(29) if row != 4]
-    assert torch.equal(y[others][:, :66], clean[others][:, :66])
-    assert torch.equal(y[others][:, 67:], clean[others][:, 67:])
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_columns_are_strided_and_sizes_that_disagree_are_refused(name) -> None:
-    op, x = product(name, random(30, 20, seed=1)), random(20, 4, seed=2).T
-    assert torch.equal(op(x), op(x.contiguous()))
-    with pytest.raises(ValueError, match="too few for the outputs"):
-        op(x, 65)
-    with pytest.raises(ValueError, match="x_MI"):
-        op(random(4, 48, seed=2))
-
-
-@needs_panels
-def test_blocks_of_a_sum_are_even() -> None:
-    panels, x = panels_of(random(30, 20, seed=1)), random(4, 20, seed=2)
-    for block in (0, -2, 3):
-        with pytest.raises(ValueError, match="sum_block"):
-            panel_matmul(x, panels, 30, None, block)
-
-
-@needs_tiles
-def test_panels_of_part_of_a_tile_are_refused() -> None:
-    tiles = tiles_of(random(30, 20, seed=1))[:, :15].contiguous()
-    with pytest.raises(ValueError, match="whole tiles"):
-        tile_matmul(random(4, 20, seed=2), tiles, 30, None)
 
 
 def test_the_references_are_products() -> None:
@@ -179,21 +120,6 @@ def test_bits_are_onednns(inputs: int, outputs: int, bias: bool, set_threads) ->
         assert torch.equal(y.view(torch.int16), whole[:rows].view(torch.int16)), rows
 
 
-@needs_panels
-@needs_no_tiles
-@torch.inference_mode()
-def test_a_library_that_adds_otherwise_multiplies_few_rows_too(monkeypatch) -> None:
-    """The order of the sums decides, not the processor."""
-    linear = Linear(600, 70, dtype=torch.bfloat16, device=CPU)
-    linear.weight_rows(0, 70).write(random(70, 600, seed=1))
-    linear.pack()
-    monkeypatch.setattr("rollout.models.layers.row_invariance._SUM_BLOCKS", (2, 4))
-    make_row_invariant([linear], 64)
-    assert linear.sum_block == 0
-    monkeypatch.setattr("rollout.models.layers.linear.native", None)
-    assert linear(random(1, 600, seed=2)).shape == (1, 70)
-
-
 @torch.inference_mode()
 def test_few_rows_see_weights_that_were_written_and_woken() -> None:
     linear, x = (
@@ -220,13 +146,3 @@ def test_few_rows_see_weights_that_were_written_and_woken() -> None:
         assert linear.release() >= weight.nbytes
         linear.allocate()
     assert len(blocks) == 1
-
-
-def test_other_weights_are_left_to_onednn() -> None:
-    for inputs, dtype in ((37, torch.bfloat16), (64, torch.float32)):
-        packed = PackedWeight.pack(torch.ones(8, inputs, dtype=dtype))
-        assert packed is not None
-        assert not packed.multiplies_few_rows
-    for dtype, device in ((torch.float16, CPU), (torch.bfloat16, torch.device("cuda"))):
-        assert not by_tiles.supports(dtype, device)
-    assert TiledWeight.pack(torch.ones(8, 8)) is None

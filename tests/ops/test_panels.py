@@ -73,21 +73,3 @@ def test_written_rows_are_those_onednn_packs(outputs: int, inputs: int, set_thre
             assert torch.equal(bits(packed.panels_PUL), bits(wanted.panels_PUL)), "padding included"
         assert torch.equal(packed.read(0, outputs), after)
         assert torch.equal(packed.opaque.to_dense(), after)
-
-
-def test_an_unknown_layout_is_packed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.models.layers.packed_weight._panels", lambda opaque: None)
-    weight = torch.randn(70, 9)
-    packed = PackedWeight.pack(weight)
-    assert packed is not None
-    weight[3:66] = torch.randn(63, 9)
-    packed.write(3, weight[3:66])
-    assert torch.equal(packed.read(0, 70), weight)
-    assert torch.equal(packed.opaque.to_dense(), weight)
-
-
-def test_wrong_sizes_are_refused() -> None:
-    panels = empty_panels(65, 8, torch.float32)
-    for rows, first in ((torch.zeros(65, 30), 0), (torch.zeros(65, 8), 64)):
-        with pytest.raises(ValueError, match="rows_MI"):
-            write_panels(panels, first, rows)

@@ -57,17 +57,3 @@ def test_rows_do_not_depend_on_each_other(dtype, device, rounds, set_threads) ->
         assert torch.equal(op(x[order]), together[order])
         for row in range(3):
             assert torch.equal(op(x[row : row + 1]), together[row : row + 1])
-
-
-def test_no_rows(device) -> None:
-    none, weight = torch.empty(0, 8, device=device), torch.ones(8, device=device)
-    assert rms_norm(none, weight, EPS).shape == (0, 8)
-    assert add_rms_norm(none, none, weight, EPS).shape == (0, 8)
-
-
-def test_a_weight_of_another_width_is_refused_and_of_another_dtype_left_to_torch() -> None:
-    with pytest.raises(ValueError, match="weight_E"):
-        native.rms_norm(torch.randn(2, 8), torch.randn(7), 1e-5)
-    x, weight = torch.randn(3, 16).bfloat16(), torch.randn(16)
-    assert not native.supports(x, weight)
-    assert torch.equal(rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))

@@ -92,19 +92,6 @@ def test_rows_do_not_depend_on_each_other(dtype, device, rounds, set_threads) ->
         assert torch.equal(pool, alone)
 
 
-def test_padding_rows_share_a_slot(device) -> None:
-    q, k, v = fused_heads(5, 2, 1, 8, torch.float32, device)
-    pools = interleaved_pools(6, 1, 8, torch.float32, device)
-    cos_sin = torch.tensor([[1.0] * 4 + [0.0] * 4], device=device)  # nothing turns
-    before = k.clone()
-    zeros, slots = torch.zeros(5).int().to(device), torch.tensor([4, 2, 0, 0, 0], device=device)
-    rotary_store_kv_(q, k, v, zeros, cos_sin, *pools, slots)
-    for rows, pool in zip((before, v), pools, strict=True):
-        assert torch.equal(pool[[4, 2]], rows[:2])
-        assert pool[0].isfinite().all()
-        assert pool[[1, 3, 5]].isnan().all()
-
-
 def test_nothing_is_stored_where_a_position_or_a_slot_is_refused() -> None:
     q, k, v = fused_heads(2, 2, 1, 8, torch.float32, "cpu")
     pool = torch.zeros(4, 1, 8)
@@ -115,26 +102,3 @@ def test_nothing_is_stored_where_a_position_or_a_slot_is_refused() -> None:
         with pytest.raises(IndexError, match=named):
             native.rotary_store_kv_(q, k, v, positions, table(5, 8), pool, pool, slots)
         assert not pool.any()
-
-
-def test_a_gpu_leaves_a_bad_slot_unwritten_and_makes_rows_of_bad_positions_nan(
-    device, is_gpu
-) -> None:
-    if not is_gpu:
-        pytest.skip("they are refused")
-    for position, slot in ((-1, 2), (5, 2), (1, -1), (1, 4)):
-        q, kv = torch.ones(2, 2, 12, device=device), torch.ones(2, 1, 12, device=device)
-        memory = torch.zeros(12, 2, 1, 12, device=device)
-        pools = memory[4:8].unbind(1)
-        positions, slots = (
-            torch.tensor(each, device=device) for each in ([0, position], [1, slot])
-        )
-        cos_sin = torch.ones(5, 8, device=device)
-        rotary_store_kv_(q, kv, kv.clone(), positions, cos_sin, *pools, slots)
-        rows = [q] if slot != 2 else [q, pools[0][1:3]]
-        for each in rows:
-            assert each[0].isfinite().all()
-            assert each[1, :, :8].isnan().all() == (position != 1)
-            assert (each[1, :, 8:] == 1).all()
-        written = [0] * 5 + [12] + ([12] if slot == 2 else [0]) + [0] * 5
-        assert memory[:, 1].sum(dim=(1, 2)).tolist() == written

@@ -81,22 +81,6 @@ def test_a_gate_that_never_opens(tiny_model_path, new_weights, plain, fed_each_s
     assert engine.metrics().drafted == 0
 
 
-def test_retractions_cannot_be_seen_where_a_gate_is_shut(tiny_model_path):
-    """In the midst of prompts too: a chunk may be as long as the last one, and not sampled from."""
-    engine = make_engine(tiny_model_path, calibration_seconds=0.05)
-    engine.worker.budget._gate = ShutGate()
-    prompt = list(range(20, 52))  # one chunk; with what was emitted, two
-    expected = make_engine(tiny_model_path, "none").generate([prompt], PARAMS)[:1]
-    engine.submit(prompt, PARAMS)
-    ended, steps = [], 0
-    while engine.has_unfinished:
-        ended += engine.step()
-        steps += 1
-        if steps < 20 and steps % 3 == 1:
-            engine.flush_cache()
-    assert numbers(ended) == numbers(expected)
-
-
 def test_a_step_that_fails_tells_the_corpus_nothing_twice(tiny_model_path, monkeypatch):
     engine, untroubled = (make_engine(tiny_model_path, budget="fixed") for _ in range(2))
     verify, random = engine.worker.target.verify, np.random.default_rng(4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import math
 import re
@@ -18,14 +17,12 @@ from rollout.errors import InvalidInputError
 from rollout.report import write_report
 from rollout.report.charts import charts
 from rollout.report.key_figures import figures, name_runs
-from rollout.report.learned import calibration, cost_curve, node_values
 from rollout.report.log_reader import read_log
 from rollout.report.panels import Chart
 from rollout.report.report import MAX_RUNS
-from rollout.report.rollout_texts import MAX_ROLLOUTS, RolloutTexts
-from rollout.report.run import MAX_BINS, Bins, Log
-from rollout.report.tables import tables
-from rollout.report.verdict import print_verdicts, time_shares, verdicts
+from rollout.report.rollout_texts import RolloutTexts
+from rollout.report.run import Log
+from rollout.report.verdict import print_verdicts, verdicts
 from tests.helpers.run_logs import (
     STARTED,
     learned_line,
@@ -117,24 +114,6 @@ def test_runs_of_one_file_each_begin_at_their_own_start(tmp_path):
     assert (empty.num_steps, empty.num_rollouts, empty.seconds) == (0, 0, 0.0)
 
 
-def test_a_clock_that_is_missing_or_set_back(tmp_path):
-    lines = [{**line, "time": None} for line in run_lines(num_steps=40)]
-    (run,) = log_of(tmp_path, lines).runs
-    np.testing.assert_allclose(run.step_seconds, np.cumsum(run.steps["total_ms"]) / 1e3)
-    assert np.isfinite(run.ended_seconds).all()
-    lines = run_lines(num_steps=40)
-    for line in lines[20:]:
-        line["time"] -= 3600
-    (run,) = log_of(tmp_path, lines).runs
-    assert (np.diff(run.step_seconds) >= 0).all()
-    assert run.step_seconds.min() >= 0
-    lines = [run_line(), step_line(1, total_ms=9e6, forward_ms=8e6)]
-    shares = time_shares(log_of(tmp_path, lines).runs[0])
-    assert sum(share.share for share in shares) == pytest.approx(1.0)
-    assert shares[-1].share == 0.0
-    assert time_shares(log_of(tmp_path, [run_line()]).runs[0]) == []
-
-
 def test_no_log(tmp_path):
     path = tmp_path / "run.jsonl"
     for content, reason in (
@@ -164,76 +143,6 @@ def test_figures_are_sums_over_the_log(tmp_path):
     assert shown["generated tokens"] == f"{sums['generated_tokens']:,}"
     assert shown["accept length"] == f"{sums['generated_tokens'] / sums['sampling']:.3f}"
     assert shown["settings"].startswith("n-gram drafts, temperature 0.7")
-
-
-def test_figures_of_a_log_in_which_steps_were_left_out(tmp_path):
-    totals = {"kind": "totals", "steps": 300, "drafted": 77, "generated_tokens": 12345,
-              "accept_length": 1.75}  # fmt: skip
-    shown = figures(log_of(tmp_path, [*run_lines(num_steps=30), totals]).runs[0])
-    assert shown["engine steps"] == "300, 30 of them logged"
-    assert shown["generated tokens"] == "12,345"
-    assert shown["accept length"] == "1.750"
-    whole = run_lines(num_steps=60)
-    lines = [line for line in whole if line["kind"] != "step" or line["step"] % 5 == 0]
-    generated = sum(line["generated_tokens"] for line in lines if line["kind"] == "rollout")
-    (run,) = log_of(tmp_path, lines).runs  # without totals, rollouts are counted
-    assert run.steps_per_line == 5.0
-    assert figures(run)["generated tokens"] == f"{generated:,}"
-
-
-def test_preemptions_of_step_lines_are_running_totals(tmp_path):
-    steps = [step_line(step, preemptions=so_far) for step, so_far in enumerate([0, 1, 1, 3, 3])]
-    lines = [run_line(), *steps, step_line(5)]
-    assert figures(log_of(tmp_path, lines).runs[0])["preemptions"] == "3"
-    totals = {"kind": "totals", "preemptions": 4}
-    assert figures(log_of(tmp_path, [*lines, totals]).runs[0])["preemptions"] == "4"
-    ended = [{**rollout_line(0, sample, 5, 5, time=STARTED), "preemptions": 2} for sample in (0, 1)]
-    assert figures(log_of(tmp_path, [run_line(), *ended]).runs[0])["preemptions"] == "4"
-
-
-def test_tables_have_the_slowest_first_and_say_what_they_leave_out(tmp_path):
-    log = log_of(tmp_path, run_lines(num_steps=100, num_groups=70))
-    rollouts, prompts, values = tables(log, RolloutTexts(log.runs))
-    assert len(rollouts.rows) == MAX_ROLLOUTS
-    assert f"{MAX_ROLLOUTS} of 280" in rollouts.caption
-    taken = [row.cells[rollouts.columns.index("seconds")].sort_by for row in rollouts.rows]
-    assert taken == sorted(taken, reverse=True)
-    assert max(log.runs[0].ended_seconds) == pytest.approx(taken[0])
-    assert min(taken) < np.median(log.runs[0].ended_seconds)  # not the slowest alone
-    assert len(prompts.rows) == 70
-    assert {row.cells[prompts.columns.index("rollouts")].text for row in prompts.rows} == {"4"}
-    assert values.rows[0].cells[0].text == "other samples of the prompt"
-
-
-def test_learned_parts_may_be_missing_or_odd():
-    whole = learned_line()
-    curve, tenths, values = cost_curve(whole), calibration(whole), node_values(whole)
-    assert curve.milliseconds_CR.shape == (3, 6)
-    assert tenths.count_K.sum() == 20100
-    assert values.accepted_SD[0, 0] == 420
-    odd: list[Any] = [None, 3, [], {}, [[1], [2, 3]], {"rows": [1], "contexts": 5}]
-    for read, name in ((cost_curve, "cost"), (calibration, "calibration"), (node_values, "values")):
-        for each in odd:
-            assert read({"budget": {**whole["budget"], name: each}}) is None
-            assert read({"budget": each}) is None
-
-
-@pytest.mark.parametrize("num_steps", [1, MAX_BINS, MAX_BINS + 1, 4001])
-def test_bins_against_slices(tmp_path, num_steps):
-    (run,) = log_of(tmp_path, run_lines(num_steps=num_steps, num_groups=2)).runs
-    bins = Bins(run)
-    sampled = run.steps["sampling"].copy()
-    sampled[::5] = np.nan
-    assert len(bins.ends) == min(num_steps, MAX_BINS)
-    assert bins.total(run.steps["accepted"]).sum() == run.steps["accepted"].sum()
-    assert bins.ends[-1] == run.step_seconds[-1] == run.step_seconds[bins.last[-1]]
-    sizes = bins.total(np.ones(num_steps))
-    assert sizes.max() - sizes.min() <= 1
-    starts = np.concatenate([[0], np.cumsum(sizes)]).astype(int)
-    for index, (start, end) in enumerate(itertools.pairwise(starts)):
-        known = sampled[start:end][np.isfinite(sampled[start:end])]
-        expected = known.mean() if len(known) else np.nan
-        np.testing.assert_allclose(bins.mean(sampled)[index], expected)
 
 
 def test_a_page_holds_all_it_needs(tmp_path):
@@ -396,17 +305,6 @@ def test_rollouts_can_be_read(tmp_path):
     assert "another run" not in html
 
 
-def test_an_output_that_is_gone_or_of_another_kind(tmp_path):
-    path = with_output(tmp_path, [], SHORT_RUN)
-    (tmp_path / "rollouts.jsonl").unlink()
-    assert "Texts of rollouts are missing" in html_of(path)
-    (tmp_path / "rollouts.jsonl").mkdir()
-    assert "there is no such file" in html_of(path)
-    for name in ("9" * 300, "a\0b", ""):
-        lines = [run_line() | {"output": name}, *SHORT_RUN[1:]]
-        assert "Texts of rollouts are missing" in html_of(write_lines(path, lines))
-
-
 def test_what_a_log_and_an_output_hold_is_not_markup_and_is_cut(tmp_path):
     evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>]]>--><!--\u2028\"'\ud800"
     lines = [{**line, "model": evil, "finish_reason": evil, "group": evil} for line in SHORT_RUN]
@@ -440,19 +338,3 @@ def test_names_of_runs_are_printable(tmp_path):
     lines = [{**run_line(), "model": "\x1b[2Jevil\ud800"}, *SHORT_RUN[1:], *SHORT_RUN]
     _, found = write_report([write_lines(tmp_path / "run.jsonl", lines)])
     assert found[0].name == "\ufffd[2Jevil\ufffd (run 1)"
-
-
-def test_the_cost_chart_draws_what_was_measured(tmp_path):
-    """Steps with prefill have more rows than roots and draft tokens: they are left out, as are
-    those that do not tell their forward's time."""
-    decode = step_line(1, query_tokens=9, sampling=3, drafted=6, total_ms=20.0, schedule_ms=1.0,
-                       draft_ms=2.0, forward_ms=13.0, sample_ms=4.0)  # fmt: skip
-    prefill = {**decode, "step": 2, "query_tokens": 64, "forward_ms": 90.0}
-    untold = {**decode, "step": 3, "forward_ms": None}
-    (panel,) = charts_of(log_of(tmp_path, [decode, prefill, untold]))["cost"].panels
-    assert [mark["points"][0][:2] for mark in panel["marks"]] == [[9.0, 13.0]] * 2
-    assert [len(mark["points"]) for mark in panel["marks"]] == [1, 1]
-    assert panel["lines"] == []
-    (panel,) = charts_of(log_of(tmp_path, [learned_line()]))["cost"].panels
-    rows = [[point[0] for point in line["points"]] for line in panel["lines"]]
-    assert rows == [[4, 8, 16, 32, 64], [4, 8, 16]]

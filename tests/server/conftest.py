@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
+import openai
 import pytest
 import uvicorn
 from fastapi.dependencies import models
+from prometheus_client.parser import text_string_to_metric_families
 
 from rollout import RolloutEngine
 from rollout.config import ModelConfig
@@ -45,7 +48,9 @@ class Live:
         self.serving.loop.call(_check_idle).result(HANG_SECONDS)
 
 
+T = TypeVar("T")
 OpenServer = Callable[..., Live]
+Samples = dict[tuple[str, tuple[str, ...]], float]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -144,6 +149,66 @@ def events_of(stream: httpx.Response) -> Iterator[Any]:
             return
         yield json.loads(line)
     raise AssertionError("a stream that breaks off")
+
+
+def client_of(live: Live, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(
+        base_url=f"{live.url}/v1", api_key=key, timeout=HANG_SECONDS, max_retries=0
+    )
+
+
+def joined_parts(chunks: Iterable[Any]) -> dict[int, dict[str, Any]]:
+    """What the chunks of completions or chats say together, by choice."""
+    choices: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        for part in chunk.choices:
+            choice = choices.setdefault(
+                part.index, {"text": "", "token_ids": [], "logprobs": [], "finish_reason": None}
+            )
+            assert choice["finish_reason"] is None, "a choice goes on after its end"
+            text = part.text if hasattr(part, "text") else part.delta.content
+            choice["text"] += text or ""
+            choice["token_ids"] += getattr(part, "token_ids", None) or []
+            if part.logprobs is not None:
+                choice["logprobs"].append(part.logprobs)
+            choice["finish_reason"] = part.finish_reason
+    return choices
+
+
+def scrape(client: httpx.Client) -> Samples:
+    """The metrics by name without the prefix, and label values."""
+    answer = client.get("/metrics")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    families = list(text_string_to_metric_families(answer.text))
+    assert len({family.name for family in families}) == len(families)
+    return {
+        (sample.name.removeprefix("specrollout_"), tuple(sample.labels.values())): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def fresh_metrics(client: httpx.Client) -> Samples:
+    return _taken_anew(lambda: scrape(client), lambda found: found["status_age_seconds", ()])
+
+
+def fresh_status(client: httpx.Client) -> dict[str, Any]:
+    return _taken_anew(lambda: client.get("/status").json(), lambda found: found["age"])
+
+
+def _taken_anew(ask: Callable[[], T], age: Callable[[T], float]) -> T:
+    """Ask until the engine's status is younger than this call."""
+    began = time.monotonic()
+    answers: list[T] = []
+
+    def is_new() -> bool:
+        asked = time.monotonic()
+        answers.append(ask())
+        return age(answers[-1]) < asked - began
+
+    wait_until(is_new)
+    return answers[-1]
 
 
 @contextmanager

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import resource
 import signal
 import socket
 import sys
@@ -17,7 +15,7 @@ from omegaconf import OmegaConf
 from rollout.cli import main
 from rollout.config import EngineConfig
 from rollout.offline.hydra_config import register_schema
-from rollout.server.command import allow_open_files, serve_config_from
+from rollout.server.command import serve_config_from
 from rollout.server.config import ServeConfig, ServerConfig
 from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.http_raw import open_request, read_status
@@ -112,21 +110,3 @@ def test_one_signal_takes_nothing_new_and_a_second_ends_what_runs(text_model_pat
         log = process.stdout.read()
         assert "Traceback" not in log
         assert "stopping: 1 requests" in log
-
-
-def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    before = allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed - 100, most))
-        for wanted in (allowed - 50, 10):  # it is never lowered
-            allow_open_files(wanted)
-            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (allowed - 50, most)
-        if most != resource.RLIM_INFINITY:
-            with caplog.at_level(logging.WARNING):
-                allow_open_files(most + 1)
-            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
-            assert "server.max_connections" in caplog.text
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)

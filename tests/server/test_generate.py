@@ -107,17 +107,6 @@ def test_events_say_all_there_is_so_far(client):
     assert events[-1]["text"] == whole["text"]
 
 
-def test_a_streamed_batch_names_each_events_sample(client, generated):
-    expected = generated(PROMPTS[:2], **SAMPLING, n=2)
-    events = stream_of(
-        client, input_ids=PROMPTS[:2], sampling_params={**SAMPLING, "n": 2}, return_logprob=True
-    )
-    last = {event["index"]: event for event in events if event["meta_info"]["finish_reason"]}
-    assert sorted(last) == [0, 1, 2, 3]
-    for index, rollout in enumerate(expected):
-        same(last[index], rollout)
-
-
 def test_prompt_tokens_are_scored_bitwise_as_generated_ones(client, generated):
     (rollout,) = generated([PROMPTS[0]], temperature=1.0, max_new_tokens=10, ignore_eos=True)
     ids = PROMPTS[0] + rollout.token_ids

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from typing import Any
 
 import numpy as np
 import pytest
-from starlette.types import Message
 
 from rollout.server import json_route
-from rollout.server.json_route import Integers, JsonRequest, json_bytes, loads_in_chunks
-from rollout.server.openai.completions import CompletionBody
-from rollout.server.sglang.generate_body import GenerateBody
-from tests.server.conftest import Live
+from rollout.server.json_route import Integers, json_bytes, loads_in_chunks
 
 LONG = list(range(50_000, 51_000)) * 20  # more than is parsed at once
 
@@ -104,69 +99,6 @@ def test_lists_and_objects_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for many in (b"[" + b"[]," * 9 + b"{}]", b'{"a":' * 10 + b"[]" + b"}" * 10):
         with pytest.raises(ValueError, match="more than 10 lists and objects"):
             loads_in_chunks(many)
-
-
-def test_others_go_on_while_a_long_body_is_parsed() -> None:
-    """A parser that held the interpreter's lock would leave them no turn while it is at work."""
-    body = json.dumps({"input_ids": LONG * 100}).encode()
-
-    async def receive() -> Message:
-        return {"type": "http.request", "body": body}
-
-    async def turns_of_others() -> tuple[int, Any]:
-        parsing = asyncio.create_task(JsonRequest({"type": "http"}, receive).json())
-        turns = 0
-        while not parsing.done():
-            await asyncio.sleep(0.001)
-            turns += 1
-        return turns, parsing.result()
-
-    turns, value = asyncio.run(turns_of_others())
-    assert turns >= 10  # of the two hundred that its chunks allow
-    assert type(value["input_ids"]) is Integers
-    assert GenerateBody.model_validate(value).input_ids is value["input_ids"]
-    assert CompletionBody.model_validate({"prompt": [value["input_ids"]]}).prompts == [LONG * 100]
-
-
-@pytest.mark.parametrize(
-    ("path", "field", "status"),
-    [("/generate", "input_ids", 422), ("/v1/completions", "prompt", 400)],
-)
-def test_long_bodies_are_refused_as_short_ones_are(
-    live: Live, path: str, field: str, status: int
-) -> None:
-    with live.client() as client:
-
-        def refused(value: Any) -> Any:
-            answer = client.post(path, json={field: value})
-            assert answer.status_code == status, answer.text
-            return answer.json()["error"]["param"]
-
-        assert refused(LONG) == refused([LONG]) == refused([[5], LONG]) == "len(prompt)"
-        for wrong in ([1.5], [[True]], [["x"]], [[5], 5, LONG], ["x", 5], [[5.0], LONG]):
-            param = refused(wrong)
-            assert refused([*wrong, *["x"] * 20_000]).split(".")[0] == param.split(".")[0] == field
-        half = json.dumps({field: LONG}).encode()[:-5]
-        answer = client.post(path, content=half, headers={"Content-Type": "application/json"})
-        assert answer.status_code == 400
-        assert answer.json()["error"]["message"] == "the body is not JSON"
-
-
-def test_the_first_wrong_value_is_enough() -> None:
-    """Errors about each of a million values would fill gigabytes."""
-    many, half = ["x"] * 100_000, {str(token): "x" for token in range(100_000)}
-    for body in (
-        {"input_ids": many},
-        {"input_ids": [5], "sampling_params": many},
-        {"input_ids": [5], "sampling_params": {"logit_bias": half}},
-    ):
-        with pytest.raises(ValueError, match="validation error") as wrong:
-            GenerateBody.model_validate(body)
-        assert wrong.value.error_count() <= 3
-    with pytest.raises(ValueError, match="validation error") as wrong:
-        CompletionBody.model_validate({"prompt": [*LONG, "x"], "logit_bias": {"1": True} | half})
-    assert {error["loc"][0] for error in wrong.value.errors()} == {"prompt", "logit_bias"}
-    assert wrong.value.error_count() <= 5
 
 
 def test_answers_are_json_whatever_they_hold() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,8 +14,7 @@ import pytest
 from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.held_engine import held
 from tests.helpers.http_raw import open_request
-from tests.server.conftest import Live
-from tests.server.fresh_status import fresh_metrics, fresh_status, scrape
+from tests.server.conftest import Live, fresh_metrics, fresh_status, scrape
 from tests.server.policies import generate, output_ids
 
 
@@ -80,18 +78,6 @@ def test_labels_are_not_the_clients_to_choose(client):
     assert found["time_to_first_token_seconds_count", ()] == 0
 
 
-def test_refusals_are_counted(open_server):
-    server = open_server(api_key="user", admin_key="admin")
-    with server.client() as client:
-        assert client.get("/metrics").status_code == 401
-        assert generate(client).status_code == 401
-    with server.client("user") as client:
-        client.post("/generate", content=b"x" * 10, headers={"Content-Type": "application/json"})
-        found = fresh_metrics(client)
-    assert found["http_requests_total", ("POST", "none", "401")] == 1
-    assert found["http_requests_total", ("POST", "/generate", "400")] == 1
-
-
 def test_samples_that_end_early_are_counted_by_their_end(client, server):
     asked = {"input_ids": [5], "sampling_params": {"max_new_tokens": 500, "ignore_eos": True}}
     body = json.dumps(asked).encode()
@@ -131,14 +117,11 @@ def test_an_engine_that_is_busy_is_not_waited_for(client, server):
     fresh_metrics(client)
 
 
-def test_status_is_json_for_the_page(live, monkeypatch):
+def test_status_is_json_for_the_page(live):
     with live.client() as client:
         output_ids(client)
         live.wait_until_idle()
         body = fresh_status(client)
-        real = time.time
-        monkeypatch.setattr(time, "time", lambda: real() - 7200)  # a clock may be set back
-        assert 0 < client.get("/status").json()["uptime"] < 3600
         page = client.get("/")
     engine = body["engine"]
     assert body["model"] == live.serving.model_name

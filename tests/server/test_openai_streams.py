@@ -16,8 +16,7 @@ from rollout import RolloutEngine, SamplingParams
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.held_engine import held
 from tests.helpers.text_model import save_byte_model
-from tests.server.conftest import Live, post, run_server
-from tests.server.openai_clients import client_of, joined_parts
+from tests.server.conftest import Live, client_of, joined_parts, post, run_server
 
 
 @pytest.fixture(scope="module")
@@ -124,41 +123,7 @@ def test_stop_strings_are_not_leaked(live: Live, offline: RolloutEngine) -> None
     assert list(shown.values()) == [rollout.text for rollout in expected]
 
 
-@pytest.mark.parametrize("skips", [True, False])
-def test_texts_may_show_what_ended_them(live: Live, offline: RolloutEngine, skips: bool) -> None:
-    stop, bias = ["abb", "bba"], favouring("ab") | {1: 9.0}
-    params = SamplingParams(
-        seed=3, n=8, max_new_tokens=60, stop=stop, logit_bias=bias, ignore_eos=True
-    )
-    expected = []
-    for rollout in offline.generate(["x"], params):
-        text = offline.encoder.tokenizer.decode(rollout.token_ids, skip_special_tokens=skips)
-        ends = [text.find(each) + 3 for each in stop if each in text]
-        assert ends, "a stop string ends each of them"
-        expected.append(text[: min(ends)] if skips else text)
-    asked = {
-        "n": 8, "seed": 3, "max_tokens": 60, "stop": stop,
-        "logit_bias": {str(token): value for token, value in bias.items()},
-        "extra_body": {
-            "ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": skips,
-        },
-    }  # fmt: skip
-    assert [choice.text for choice in create(live, **asked).choices] == expected
-    assert any("</s>" in text for text in expected) is not skips
-    parts = joined_parts(create(live, **asked, stream=True))
-    assert [parts[index]["text"] for index in range(8)] == expected
-
-
 ENDLESS = {"max_tokens": 500, "stream": True, "extra_body": {"ignore_eos": True}}
-
-
-def test_an_aborted_stream_says_so(live: Live) -> None:
-    with held(live.serving.loop):
-        stream = create(live, **ENDLESS)
-        chunks = [next(stream)]
-        live.serving.loop.abort_all().result(HANG_SECONDS)
-    chunks += list(stream)
-    assert chunks[-1].choices[0].finish_reason == "abort"
 
 
 def test_an_error_in_mid_stream_is_an_error_of_the_client(byte_model_path: Path) -> None:

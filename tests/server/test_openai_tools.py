@@ -6,14 +6,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
-import openai
 import pytest
 
 from tests.helpers.chain_model import save_chain_model
 from tests.helpers.text_model import save_byte_model
-from tests.server.conftest import Live, post, run_server
-from tests.server.openai_clients import client_of
+from tests.server.conftest import Live, client_of, run_server
 
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool['function']['name'] }} {% endfor %}"
@@ -115,16 +112,6 @@ def test_calls_and_their_results_become_the_prompt(live: Live) -> None:
     )
 
 
-def test_a_call_that_is_cut_by_length_is_text(live: Live) -> None:
-    (choice,) = ask(live, max_tokens=8).choices
-    assert choice.finish_reason == "length"
-    assert choice.message.tool_calls is None
-    assert choice.message.content == 'So: <tool_call> {"name": "add", "arguments":'
-    chunks = list(ask(live, max_tokens=8, stream=True))
-    shown = "".join(part.delta.content or "" for chunk in chunks for part in chunk.choices)
-    assert shown == choice.message.content
-
-
 def test_calls_stay_text_if_they_are_not_asked_for(live: Live) -> None:
     extra = {"return_token_ids": True, "skip_special_tokens": False}
     answer = ask(live, tool_choice="none", extra_body=extra)
@@ -150,30 +137,6 @@ def test_reasoning_may_stay_in_the_content_or_be_left_out(live: Live) -> None:
         assert choice.message.content == "plain", extra
         assert choice.message.reasoning_content is None
         assert choice.finish_reason == "stop"
-
-
-def test_fields_that_exclude_calls_are_named(live: Live, byte_live: Live) -> None:
-    other = {"type": "function", "function": {"name": "sub"}}
-
-    def defined(name: str, definitions: Any) -> Any:
-        function = {"name": name, "parameters": {"$defs": definitions}}
-        return {"type": "function", "function": function}
-
-    defined_twice = [defined(name, {"x": {"const": name}}) for name in ("one", "two")]
-    for server, field, fields in (
-        (live, "tool_choice", {"tool_choice": other}),
-        (live, "tool_choice", {"tool_choice": "required", "extra_body": {"regex": "a"}}),
-        (live, "regex", {"extra_body": {"regex": "a"}}),
-        # Nobody finds the call behind the reasoning that has begun
-        (live, "json_schema",
-         {"tool_choice": "required", "extra_body": {"separate_reasoning": False}}),
-        (byte_live, "tools", {"tool_choice": "required", "tools": defined_twice}),
-        (byte_live, "tools", {"tool_choice": "required", "tools": [defined("one", 1)]}),
-        (byte_live, "tools", {"tool_choice": "required", "tools": [defined("one", [1])]}),
-    ):  # fmt: skip
-        with pytest.raises(openai.BadRequestError) as refused:
-            ask(server, **fields)
-        assert refused.value.param == field
 
 
 def parameters(name: str) -> dict[str, Any]:
@@ -213,26 +176,6 @@ def test_calls_may_be_forced(byte_live: Live, stream: bool) -> None:
         assert json.loads(call.function.arguments) == {call.function.name: 1}
         assert choice == "required" or call.function.name == "two"
         assert parts[-1].finish_reason == "tool_calls"
-
-
-def test_a_chat_in_tokens_has_the_same_calls(client: httpx.Client) -> None:
-    chat = {
-        "messages": MESSAGES, "tools": TOOLS, "temperature": 0, "max_tokens": 40,
-        "return_token_ids": True,
-    }  # fmt: skip
-    answered = post(client, "/v1/chat/completions", **chat)
-    ids = answered["prompt_token_ids"]
-    assert post(client, "/tokenize", messages=MESSAGES, tools=TOOLS)["tokens"] == ids
-    assert post(client, "/v1/chat/completions/render", **chat)["token_ids"] == ids
-    of_tokens = post(client, "/v1/chat/completions/tokens", **chat, tokens=ids)
-    for answer in (answered, of_tokens):
-        for call in answer["choices"][0]["message"]["tool_calls"]:
-            del call["id"]  # another one each time
-    assert of_tokens["choices"] == answered["choices"]
-    assert of_tokens["choices"][0]["finish_reason"] == "tool_calls"
-    forced = post(client, "/v1/chat/completions/render", **chat, tool_choice="required")
-    schema = json.loads(forced["sampling_params"]["structured_outputs"]["json"])
-    assert schema["type"] == "array"
 
 
 @pytest.mark.parametrize("thinks", [True, False])

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from rollout.server.config import ReasoningParserName, ToolParserName
 from rollout.server.openai.message_reader import MessagePart, MessageReader
 from rollout.server.openai.parsers import TOOL_PARSERS, deepseek, reads_reasoning, tool_parser
-from rollout.server.openai.parsers.pieces import PieceParser
 from rollout.server.openai.parsers.think import ThinkParser
 
 TOOLS: dict[str, Any] = {
@@ -88,27 +87,22 @@ TEXT_ALONE: list[tuple[str, str]] = [
     ("hermes", "use <tool_call> for calls, as in <tool_calls>"),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call> cut'),
     ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'),
-    ("hermes", '<tool_call>{"name": 1, "arguments": {}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "b" c"}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}'),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "\\'),
     ("hermes", "<tool_call>" + '{"name": "f", "arguments": ' + '{"a":' * 2000 + "1" + "}" * 2001),
     ("llama3", '{"name": "Ada", "parameters": {}}'),
-    ("llama3", '{"name": "add", "age": 3}'),
     ("llama3", '{"name": "add", "parameters": {"a": 1'),
     ("llama3", '<|python_tag|>print("x")'),
     ("llama3", 'The call is {"name": "add", "parameters": {}}'),
     ("mistral", "[TOOL_CALLS] []"),
     ("mistral", '[TOOL_CALLS] [{"name": "now"}, 1]'),
-    ("mistral", "[TOOL_CALLS] or so"),
     ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</functio"),
     ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=a>\n1\n</function>\n</tool_call>"),
-    ("qwen3_coder", "<function=</function>"),
     ("deepseek", f"{ALL_BEGIN} are they"),
     ("deepseek", f"{BEGIN}add{SEP}{{}}{END[:-3]}"),
     ("glm45", "<tool_call>two words</tool_call>"),
     ("glm45", "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"),
-    ("glm45", "<tool_call></tool_call>"),
 ]
 
 
@@ -178,34 +172,6 @@ def test_cuts_change_nothing(
     assert read(reader(name, begins_inside), list(text)) == whole
 
 
-ENDLESS = {
-    "hermes": ('<tool_call>{"name": "add", "arguments": {"a": "', "b\\n"),
-    "llama3": ('{"name": "add", "parameters": {"a": [', "[1],"),
-    "mistral": ("[TOOL_CALLS]add[ARGS]{", '"a": "[TOOL_CALLS]",'),
-    "qwen3_coder": ("<tool_call><function=add><parameter=a>", "</paramete<tool_call>"),
-    "deepseek": (f"{ALL_BEGIN}{BEGIN}add{SEP}{{", '"{": {"x":'),
-    "glm45": ("<tool_call>add<arg_key>a</arg_key><arg_value>", "<arg_value></arg_key>"),
-}
-
-
-def test_reading_takes_linear_time() -> None:
-    """Unread text never grows longer than a marker, however long the text."""
-    for name, (begin, again) in ENDLESS.items():
-        text = begin + again * (50_000 // len(again))
-        parser: PieceParser = TOOL_PARSERS[ToolParserName(name)](TOOLS)
-        longest = max(map(len, [*parser.markers, "<parameter=", "</parameter>", "</arg_value>"]))
-        pieces = []
-        for start in range(0, len(text), 7):
-            pieces += parser.push(text[start : start + 7])
-            assert parser.reader.unread_len < longest, name
-        pieces += parser.finish()
-        assert "".join(piece.text for piece in pieces) == text  # type: ignore[union-attr]
-    for make_parser in TOOL_PARSERS.values():
-        marker = make_parser.markers[0]
-        for text in marker * 3_000, (marker + '{"') * 3_000:
-            assert MessageReader(None, make_parser(TOOLS)).finish(text).content == text
-
-
 def test_reasoning_is_told_from_content() -> None:
     for text, begins_inside, reasoning, content in (
         ("<think>\nhm\n</think>\n\nyes", False, "hm", "yes"),
@@ -264,9 +230,3 @@ def test_formats_are_guessed_from_the_chat_template() -> None:
     assert not reads_reasoning(auto, "thinking")
     assert reads_reasoning(ReasoningParserName.think, "")
     assert not reads_reasoning(ReasoningParserName.none, "<think>")
-
-
-def test_ids_that_mistrals_templates_take() -> None:
-    ids = {TOOL_PARSERS[ToolParserName.mistral].new_call_id() for _ in range(100)}
-    assert len(ids) == 100
-    assert all(len(each) == 9 and each.isalnum() for each in ids)

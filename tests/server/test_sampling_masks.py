@@ -96,25 +96,6 @@ def test_vllms_form(client, expected) -> None:
     assert "sampling_mask" not in post(client, "/v1/completions", COMPLETION)["choices"][0]
 
 
-def test_a_chat_has_all_forms(client) -> None:
-    asked = {"return_sampling_mask": True, "logprobs": True, "return_token_ids": True}
-    body = CHAT | asked | {"return_meta_info": True, "return_prompt_token_ids": True}
-    answer = post(client, "/v1/chat/completions", body, prompt_logprobs=0)
-    (choice,) = answer["choices"]
-    ids, masks, meta = choice["token_ids"], choice["sampling_mask"], choice["meta_info"]
-    assert all(token in mask for token, mask in zip(ids, masks, strict=True))
-    assert [token for _, token, _ in meta["output_token_logprobs"]] == ids
-    assert meta["completion_tokens"] == len(ids)
-    assert choice["prompt_token_ids"] == answer["prompt_token_ids"]
-    scored = answer["prompt_logprobs"]
-    assert scored[0] is None
-    assert [int(next(iter(each))) for each in scored[1:]] == answer["prompt_token_ids"][1:]
-    streamed: list[list[int]] = []
-    for event in events(client, "/v1/chat/completions", CHAT | asked):
-        streamed += event["choices"][0].get("sampling_mask", [])
-    assert streamed == masks
-
-
 def test_logprobs_of_given_tokens(client, expected) -> None:
     wanted = expected.extras.token_ids_logprobs
     asked = {"return_logprob": True, "logprob_start_len": 1, "token_ids_logprob": [9, 4]}
@@ -124,11 +105,6 @@ def test_logprobs_of_given_tokens(client, expected) -> None:
     assert [[token for _, token, _ in each] for each in meta["input_token_ids_logprobs"]] == [
         [9, 4]
     ] * 2
-    batch = {"input_ids": [PROMPT, PROMPT], "token_ids_logprob": [None, [4]]}
-    first, second = post(client, "/generate", GENERATE, asked, batch)
-    assert "output_token_ids_logprobs" not in first["meta_info"]
-    told = second["meta_info"]["output_token_ids_logprobs"]
-    assert all([token for _, token, _ in each] == [4] for each in told)
     asked = {"logprobs": 0, "logprob_token_ids": [9, 4], "return_tokens_as_token_ids": True}
     (choice,) = post(client, "/v1/completions", COMPLETION, asked)["choices"]
     for each, pairs in zip(choice["logprobs"]["top_logprobs"], wanted, strict=True):

@@ -64,19 +64,9 @@ def word_piece_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def word_tokenizer() -> PreTrainedTokenizerFast:
-    """No decoder: words joined by spaces."""
-    names = ["<unk>", "</s>", "ST", "OP", "STOP", "zero", "one", "é"]
-    tokenizer = Tokenizer(
-        models.WordLevel({name: id for id, name in enumerate(names)}, unk_token="<unk>")
-    )
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names[:2]])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
-
-
 @pytest.fixture(
     scope="module",
-    params=["demo model", byte_fallback_tokenizer, word_piece_tokenizer, word_tokenizer],
+    params=["demo model", byte_fallback_tokenizer, word_piece_tokenizer],
     ids=lambda made: made if isinstance(made, str) else made.__name__,
 )
 def tokenizer(request: pytest.FixtureRequest) -> Any:
@@ -162,16 +152,6 @@ def test_only_an_unfinished_character_waits() -> None:
         assert shown == tokenizer.decode(tokens[:end]).removesuffix("\ufffd")
 
 
-def test_clean_up_of_many_quotes_is_that_of_the_whole_run() -> None:
-    tokenizer = word_piece_tokenizer()
-    for count in (40, 41):
-        ids = tokenizer.convert_tokens_to_ids(["do", *["'"] * count, "m", "x", "n't", "x"])
-        text = TokenText(Detokenizer(tokenizer))
-        shown = "".join(text.push([id]) for id in ids)
-        assert tokenizer.decode(ids).startswith(shown)
-        assert len(tokenizer.decode(ids)) - len(shown) < 5
-
-
 @pytest.mark.parametrize(
     ("make_tokenizer", "stop", "tokens", "pieces"),
     [
@@ -193,42 +173,3 @@ def test_uncertain_text_waits(
     stream = TextStream(Detokenizer(tokenizer), stop)
     assert [stream.push([id]) for id in tokenizer.convert_tokens_to_ids(tokens)] == pieces
     assert stream.finish("".join(pieces) + "more") == "more"
-
-
-class CountingDetokenizer(Detokenizer):
-    """Notes how many tokens each text was made from."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.decoded: list[int] = []
-        super().__init__(tokenizer)
-        self.decoded.clear()
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        self.decoded.append(len(token_ids))
-        return super().decode(token_ids)
-
-
-@pytest.mark.parametrize("repeated", ["a", "\ufffd", "é", "<eos>"])
-def test_a_token_costs_the_same_however_long_the_text(tokenizer: Any, repeated: str) -> None:
-    ids = {
-        "<eos>": tokenizer.all_special_ids,
-        "\ufffd": tokenizer.convert_tokens_to_ids(["Ġ", "è"]),  # a lone lead byte
-    }.get(repeated) or tokenizer(repeated, add_special_tokens=False)["input_ids"]
-    ids = [id for id in ids if id is not None]
-    detokenizer = CountingDetokenizer(tokenizer)
-    text = TokenText(detokenizer)
-    for index in range(600):
-        text.push([ids[index % len(ids)]])
-    assert max(detokenizer.decoded, default=0) <= 32
-
-
-def test_runs_of_bytes_cost_what_they_are_long() -> None:
-    tokenizer = byte_fallback_tokenizer()
-    period = tokenizer.convert_tokens_to_ids(
-        ["P", *(f"<0x{byte:02X}>" for byte in "🙂🙂".encode())]
-    )
-    detokenizer = CountingDetokenizer(tokenizer)
-    text = TokenText(detokenizer)
-    shown = "".join(text.push([id]) for id in period * 40)
-    assert shown == "P🙂🙂" * 39 + "P"
-    assert max(detokenizer.decoded) <= 48

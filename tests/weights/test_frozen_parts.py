@@ -144,41 +144,26 @@ def test_a_frozen_parts_values_outlast_a_release(chain, keep):
     assert chain.digest("all") == digest
 
 
-def test_a_frozen_part_that_cannot_be_brought_back_is_torn(chain):
-    memory_saver = MemorySaver(chain, [])
-    memory_saver.release([MemoryTag.WEIGHTS], keep_weights=False)
-    kept = memory_saver._backup
-    kept._files[0].write_bytes(b"")
-    with pytest.raises(Exception, match=r"(?i)incomplete|invalid|header"):
-        memory_saver.resume([MemoryTag.WEIGHTS])
-    assert not memory_saver.released
-    send(chain, TARGET)
-    assert "could not be brought back" in chain.reason
-    assert not chain.serves
-
-
 def test_an_update_of_a_draft_leaves_what_the_target_computed_and_its_version(policies):
     prompt, params = list(range(3, 40)), SamplingParams(max_new_tokens=60, seed=3, ignore_eos=True)
     engine = RolloutEngine.from_pretrained(policies[0].folder, max_running=4, chunk_len=16)
     engine.worker.weights.parts.add("draft", PlainPart({"draft.fc": torch.zeros(4)}))
     new = [("draft.fc", torch.ones(4))]
     request = engine.submit(prompt, params)
-    for options in ({}, {"flush_cache": False}, {"abort_all_requests": True}):
+    for options in ({}, {"flush_cache": False}):
         assert not engine.step()
         assert not engine.step()
         computed, usage = request.computed_len, engine.worker.memory.usage
         engine.update_weights_from_tensor(new, selector="draft", **options)
-        if "abort_all_requests" not in options:
-            assert engine.scheduler.running == (request,)
-            assert (request.computed_len, engine.worker.memory.usage) == (computed, usage)
+        assert engine.scheduler.running == (request,)
+        assert (request.computed_len, engine.worker.memory.usage) == (computed, usage)
+    engine.update_weights_from_tensor(new, selector="draft", abort_all_requests=True)
     (aborted,) = engine.step()
     assert aborted.finish_reason == "abort"
     (whole,) = engine.generate([prompt], params)
     assert whole.token_ids[: len(aborted.token_ids)] == aborted.token_ids
     assert whole.weight_version_spans == [(0, 0, len(whole.token_ids))]
-    corpus = engine.worker.counters()
     engine.update_weights_from_tensor(new, selector="draft")
-    assert engine.worker.counters() == corpus | {"weights/draft": 4}
     assert engine.generate([prompt], params)[0].stats.cached_tokens == len(prompt) - 1
     engine.update_weights_from_tensor(policies[1].tensors, selector="target", weight_version=5)
     assert engine.weight_versions == {"target": 5, "draft": 4}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import shutil
 from pathlib import Path
 from unittest.mock import Mock
@@ -132,8 +131,6 @@ def test_an_interrupted_write_begins_anew(run: Run, monkeypatch: pytest.MonkeyPa
         Checkpoint(run.local)
 
 
-
-
 def test_a_part_of_a_version_is_refused_and_the_last_one_stays(run: Run) -> None:
     run.publish()
     run.pull(1)
@@ -200,8 +197,6 @@ def test_another_runs_version_of_the_same_number(run: Run) -> None:
     run.pull(2)
 
 
-
-
 def test_a_folder_that_a_pull_would_destroy_is_refused(run: Run) -> None:
     run.pull(0)
     link = run.local.parent / "link"
@@ -220,7 +215,24 @@ def test_a_folder_that_a_pull_would_destroy_is_refused(run: Run) -> None:
     assert (run.local / "thesis.txt").exists()
 
 
+def test_a_version_whose_folder_is_refused(run: Run) -> None:
+    run.publish()
+
+    def refuse(folder: Path) -> None:
+        raise InvalidInputError("source_dir", str(folder), "leads elsewhere")
+
+    with pytest.raises(InvalidInputError, match="weight_v000001"):
+        LocalCheckpoint(run.local, run.base, run.source, refuse).pull(1)
 
 
-
-
+def test_loads_and_pulls_keep_out_of_each_other(run: Run) -> None:
+    run.pull(0)
+    lock = run.local / ".weight_sync" / "lock"
+    with pulls_held_off(run.local), lock.open() as pull:
+        run.pull(0)  # a pull that writes nothing does not wait
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(pull, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with lock.open() as pull:
+        fcntl.flock(pull, fcntl.LOCK_EX)
+        with pytest.raises(CheckpointError, match="under way"), pulls_held_off(run.local):
+            pass

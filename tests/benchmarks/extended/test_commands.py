@@ -57,9 +57,3 @@ def test_calls_take_turns_and_ratios_are_of_pairs() -> None:
     assert "".join(called) == "abcbcacababc"
     # In the second pair the machine ran at a third of its speed.
     assert paired([2.0, 6.0, 3.0], [1.0, 3.0, 2.0]) == 2.0
-
-
-def test_a_bar_is_the_least_or_the_largest_good_value() -> None:
-    judged = [rows.row("", value, "", 2.0, at_most=at_most).ok
-              for value in (1.0, 2.0, 3.0) for at_most in (False, True)]  # fmt: skip
-    assert judged == [False, True, True, True, True, False]

@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 
 import gpu_merge
-import gpu_setup
 import gpu_smoke
 import pytest
 import torch
@@ -90,17 +89,6 @@ def test_bitwise_checks_pass_where_rows_are_invariant_and_see_where_not(monkeypa
     monkeypatch.setattr(gpu_smoke, "matmul", by_count)
     products = list(gpu_smoke.checked("matmul", gpu_smoke.products, "cpu"))
     assert [each.ok for each in products] == [False, True]
-
-
-def test_missing_packages_of_a_bare_machine_are_named(capsys) -> None:
-    lacking = gpu_setup.missing([
-        gpu_setup.Needed("torch", "2.0", "everything"),
-        gpu_setup.Needed("torch", "99.0", "everything"),
-        gpu_setup.Needed("no-such-distribution", "1", "tests"),
-    ])  # fmt: skip
-    assert [each.distribution for each in lacking] == ["torch", "no-such-distribution"]
-    gpu_setup.main(["--collect"])
-    assert "nanobind-backend>=1.0" in capsys.readouterr().out.split()
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled")

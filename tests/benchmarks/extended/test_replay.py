@@ -11,7 +11,7 @@ from bench_replay import replay as replay_by_engine
 from budget_replay import PricedDrafter, pick_all, pick_by_worth, roofline
 from harness.roofline import Ceilings
 from harness.shapes import Shape, write_config, write_draft
-from harness.traces import Trace, load_trace, synthetic_trace, trace_of
+from harness.traces import Trace, synthetic_trace, trace_of
 from replaying import CorpusDrafter, match_tree, replay
 
 SHAPE = Shape(
@@ -78,13 +78,6 @@ def test_a_replay_drafts_as_the_corpus_does() -> None:
     expected = replay(trace, CorpusDrafter(), budget=5, active=16)
     assert (priced.forwards_R == expected.forwards_R).all()
     assert (priced.drafted_R == expected.drafted_R).all()
-
-
-def test_a_file_that_is_not_a_trace_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "no.npz"
-    path.write_bytes(b"PK\x03\x04 torn")
-    with pytest.raises(FileNotFoundError, match=r"no\.npz"):
-        load_trace(path)
 
 
 @pytest.mark.parametrize("spec", ["none", "hybrid"])

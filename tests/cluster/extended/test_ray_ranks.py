@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
@@ -25,9 +23,8 @@ from rollout.errors import CheckpointError, ClusterError, InvalidInputError
 from rollout.open_engine import open_with
 from tests.cluster import broken_workers
 from tests.cluster.ray_processes import placement_groups, replica_processes, wait_until_gone
-from tests.cluster.workload import PARAMS, PROMPTS, drain, generated, ngram, rejoined, submit_all
-from tests.helpers.forked import forked
-from tests.helpers.hang import HANG_SECONDS, wait_until
+from tests.cluster.workload import drain, generated, ngram, rejoined, submit_all
+from tests.helpers.hang import wait_until
 from tests.helpers.tiny_model import save_tiny_llama
 from tests.helpers.weight_transports import opened
 
@@ -43,14 +40,6 @@ def on_ranks(config: EngineConfig) -> EngineConfig:
     return replace(config, parallel=ParallelConfig(mode=ParallelMode.tensor, size=2, check=True))
 
 
-def test_ranks_that_find_no_room_are_an_error_that_says_what_there_is(on_ranks):
-    wanted = "It needs 2 ranks on one machine, of 3 CPUs and 0 GPUs each"
-    with pytest.raises(ClusterError, match=f"start_seconds.*{wanted}") as caught:
-        open_with(on_ranks, ngram(), settings(1, num_cpus=3, start_seconds=0.5))
-    assert "'CPU': 4.0" in str(caught.value)
-    wait_until(lambda: not placement_groups())
-
-
 def test_an_engine_that_cannot_be_made_raises_its_own_error(config, on_ranks):
     with pytest.raises(CheckpointError, match=r"^rank 1 of 2: .* is no more$"):
         open_with(on_ranks, broken_workers.refuses_on_rank_1, settings(1))
@@ -63,26 +52,6 @@ def test_an_engine_that_cannot_be_made_raises_its_own_error(config, on_ranks):
         open_with(config, partial(broken_workers.lacks, progress=(i for i in [])), settings(1))
     wait_until(lambda: not placement_groups())
     wait_until(lambda: not replica_processes())
-
-
-def opening(pipe: Connection, config: EngineConfig) -> None:
-    try:
-        open_with(config, ngram(), settings(1))
-    except ClusterError as error:
-        pipe.send(str(error))
-
-
-def test_a_ray_that_cannot_start_is_a_clusters_error(config, tmp_path):
-    """Its sockets' names would be too long for the system."""
-    mine, theirs = Pipe()
-    folder = tmp_path / ("long" * 30)
-    process = forked(opening, theirs, config, environment={"RAY_TMPDIR": str(folder)})
-    theirs.close()
-    try:
-        assert mine.recv().startswith("Ray cannot start on this machine: ")
-    finally:
-        process.kill()
-        process.join()
 
 
 @pytest.fixture(scope="module")
@@ -168,33 +137,6 @@ def test_ranks_that_hang_are_not_seen_and_their_replicas_replaced(
             wait_until(lambda sign=sign: sign in caplog.text, cluster.step)
         rejoined(cluster)
     wait_until_gone(ranks)
-
-
-def test_one_that_does_not_come_again_is_done_without(cluster, expected, monkeypatch, caplog):
-    pool = cluster.replicas._pool
-    monkeypatch.setattr(pool, "_cluster", replace(pool._cluster, start_seconds=0.01))
-    ranks_of(cluster, "replica-0")[0].kill()
-    assert generated(cluster) == expected
-    rejoined(cluster)
-    assert "go on without: replica-" in caplog.text
-
-
-def test_it_pauses_sleeps_and_is_sound(cluster, expected):
-    submit_all(cluster)
-    cluster.step()
-    cluster.pause_generation("retract")
-    cluster.continue_generation()
-    assert drain(cluster) == expected
-    assert cluster.release_memory()["weights"] > 0
-    cluster.resume_memory()
-    cluster.flush_cache()
-    some = expected[0, 0]
-    assert cluster.score_with_extras(PROMPTS[0], some[0], PARAMS)[0] == some[1]
-    cluster.check_integrity()
-    replica = next(iter(cluster.replicas.joined.values()))
-    with pytest.raises(TypeError, match="pickle"):  # else it would wait for what cannot be sent
-        replica.call("learn_corpus_deltas", (each for each in []))
-    assert replica.call("weights_digest").result(HANG_SECONDS)
 
 
 def test_an_update_reaches_every_rank_of_every_replica_or_none(cluster, config, tmp_path):

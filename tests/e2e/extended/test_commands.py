@@ -1,4 +1,4 @@
-"""The command's standard output, odd or none; ranks that fail; the examples on a tiny model."""
+"""A reader of the output that leaves; ranks that fail; the examples on a tiny model."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.hang import HANG_SECONDS
-from tests.helpers.run_logs import run_lines, write_lines
 from tests.helpers.text_model import save_text_model
-
-REPORT = [sys.executable, "-m", "rollout.cli", "report"]
 
 
 def test_a_reader_of_hydras_output_that_leaves():
@@ -31,40 +28,6 @@ def test_a_reader_of_hydras_output_that_leaves():
     )
     os.close(write)
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
-
-
-@pytest.mark.parametrize(
-    ("redirection", "code", "says"),
-    [
-        (">/dev/full", os.EX_IOERR, "error: standard output cannot be written: No space left"),
-        ("<&- >&- 2>&-", 0, ""),  # what is opened next must not get their numbers
-    ],
-)
-def test_an_output_that_takes_nothing(tmp_path, redirection, code, says):
-    log = write_lines(tmp_path / "run.jsonl", run_lines(num_steps=4))
-    ended = subprocess.run(
-        ["bash", "-c", f'exec "$@" {redirection}', "-", *REPORT, str(log)],
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=HANG_SECONDS,
-    )
-    assert ended.returncode == code
-    assert ended.stderr.startswith(says)
-    assert ended.stderr.count("\n") == bool(says)
-    assert (tmp_path / "run.html").read_text().endswith("</html>")
-
-
-def test_names_that_the_output_s_encoding_lacks_are_escaped(tmp_path):
-    log = write_lines(tmp_path / "\N{GREEK SMALL LETTER ALPHA}.jsonl", run_lines(num_steps=4))
-    ended = subprocess.run(
-        [*REPORT, str(log)],
-        env=os.environ | {"PYTHONIOENCODING": "ascii"},
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-    )
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout.endswith("\\u03b1.html\n")
 
 
 def test_ranks_that_fail_end_with_their_own_code_and_leave_no_folder(tmp_path):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -86,39 +84,3 @@ def test_rollouts_open_and_are_only_text(tab):
     assert "report of one run" in tab.evaluate("document.title")
     click(tab, "#rollouts td button")
     assert tab.evaluate("document.querySelector('#rollouts .opened').hidden")
-
-
-def test_a_click_sorts(tab):
-    for is_descending in (True, False):
-        click(tab, "#rollouts th:nth-child(5) button")
-        shown = [int(text) for text in cells(tab, "rollouts", "tokens")]
-        assert shown == sorted(shown, reverse=is_descending)
-        assert len(set(shown)) > 1
-
-
-def hover(tab: Tab, selector: str) -> Any:
-    return tab.evaluate(f"""(() => {{
-        const target = document.querySelector({json.dumps(selector)});
-        const {{ left, top, width, height }} = target.getBoundingClientRect();
-        const at = {{ clientX: left + width / 2, clientY: top + height / 2, bubbles: true }};
-        target.dispatchEvent(new PointerEvent("pointermove", at));
-        return tip.hidden ? "" : tip.textContent;
-    }})()""")
-
-
-def test_charts_tell_what_is_under_the_pointer(tab):
-    assert re.match(r"[\d.]+ seconds\n[\d.]+", hover(tab, "#over_time svg"))
-    assert ATTACK[:20] in hover(tab, "#lengths .mark")
-    assert "accept length" in hover(tab, "#last .span")
-    assert hover(tab, ".share").startswith("forward ")
-    assert hover(tab, "h1") == ""
-
-
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (400, "dark")])
-def test_the_page_fits_any_reader(tab, width, scheme):
-    tab.emulate(width, 900, scheme)
-    fits = "svg.viewBox.baseVal.width === svg.clientWidth"
-    tab.wait_for(f"[...document.querySelectorAll('svg.chart')].every((svg) => {fits})")
-    assert tab.evaluate("document.documentElement.scrollWidth") == width
-    background = tab.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert background == {"light": "rgb(246, 248, 250)", "dark": "rgb(13, 17, 23)"}[scheme]

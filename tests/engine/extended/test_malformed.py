@@ -50,7 +50,7 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     ("resume_memory", {"tags": ["kv_cache"]}),
     ("begin_weight_update", {"manifest": None, **UPDATE}),
     ("abandon_weight_update", {"reason": "why"}),
-    ("update_weights_from_tensor", {"named_tensors": [], "partial": True}),
+    ("update_weights_from_tensor", {"named_tensors": [], "partial": True, "load_format": None}),
     ("update_weights_from_bucket", {"bucket": None, "direct": False}),
     ("update_weights_from_disk", {"model_path": "none"}),
     ("update_weights_from_ipc", {"handles": []}),

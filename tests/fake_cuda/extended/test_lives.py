@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -40,31 +38,6 @@ def test_an_engine_scores_sleeps_wakes_and_is_updated(gpu: FakeGpu, tmp_path) ->
         assert graphs.graph_runner.num_graphs > 0
     assert not graphs.graph_runner.failure
     assert not {problem for launch in gpu.launches.all for problem in launch.problems}
-
-
-@pytest.fixture
-def reduced() -> Iterator[Callable[[], list[bool]]]:
-    """Whether cuBLAS may add rounded parts, which it may at first: of bfloat16 and float16."""
-    products = torch.backends.cuda.matmul
-    names = [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")]
-    before = [getattr(products, name) for name in names]
-    for name in names:
-        setattr(products, name, True)
-    yield lambda: [getattr(products, name) for name in names]
-    for name, value in zip(names, before, strict=True):
-        setattr(products, name, value)
-
-
-def test_fast_products_are_summed_in_float32(gpu: FakeGpu, tmp_path, reduced, caplog) -> None:
-    """cuBLAS's setting holds for the process: it is logged once, and an exact engine, which does
-    without cuBLAS, leaves it alone."""
-    make_engine(tmp_path, "demo", exact=True, max_kv_tokens=4096)
-    assert reduced() == [True, True]
-    with caplog.at_level(logging.INFO, "rollout.models.layers.linear"):
-        for _ in range(2):
-            make_engine(tmp_path, "demo", exact=False, max_kv_tokens=4096)
-            assert reduced() == [False, False]
-    assert len([record for record in caplog.records if "float32" in record.getMessage()]) == 1
 
 
 def test_after_a_capture_that_fails_steps_go_on_where_they_were(gpu: FakeGpu, tmp_path) -> None:

@@ -34,6 +34,7 @@ def test_a_step_waits_once(gpu: FakeGpu, tmp_path, model, exact) -> None:
     if model == "recurrent":  # a warm-up of 8192 rows is many chunks, and a prompt here none of it
         options["max_step_tokens"] = 1024
     engine = make_engine(tmp_path, model, **options)
+    warm = {launch.key for launch in gpu.launches.all}
     steps = run(gpu, engine, SHAPED)
     if model in ("8b", "odd"):  # logits of the model's own dtype, which no layer decides
         steps += run(gpu, engine, PLAIN)
@@ -49,6 +50,8 @@ def test_a_step_waits_once(gpu: FakeGpu, tmp_path, model, exact) -> None:
     if graphs is not None:
         assert not graphs.graph_runner.failure
         assert gpu.seen.of(Kind.REPLAY)
+    later = [launch.name for launch in gpu.launches.distinct() if launch.key not in warm]
+    assert not later, "compiled after the warm-up"
     assert not differing_sums(gpu.launches.distinct())
     if (model, exact) == COMPILED:
         kernels = {launch.name: launch for launch in gpu.launches.distinct()}  # a graph's, if any

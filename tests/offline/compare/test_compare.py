@@ -79,27 +79,8 @@ def test_two_engines_step_in_turns_and_change_sides(tiny_model_path):
     assert compared.accept_length > 1
     assert set(steps) == {(0, True), (0, False), (1, True), (1, False)}
     turns = [index for index, _ in steps]
-    assert sum(one != other for one, other in pairwise(turns)) > len(turns) / 4
+    assert sum(one != other for one, other in pairwise(turns)) > 16  # 8 if one ran after the other
     assert all(engine.steps.worker is engine.worker for engine in engines)
-
-
-def test_a_request_that_ends_makes_room_for_the_next_of_its_stretch(tiny_model_path):
-    engine = RolloutEngine.from_pretrained(tiny_model_path, "ngram")
-    params = SamplingParams(max_new_tokens=4, ignore_eos=True)
-    work = Work(prompts=[[5, 6, 7]] * 12, params=params, width=2, rounds=3)
-    widths = []
-    step = engine.step
-
-    def watched():
-        widths.append(engine.scheduler.num_running + engine.scheduler.num_waiting)
-        return step()
-
-    engine.step = watched
-    compared = Comparison(engine).run(work, seconds=600)
-    assert len(compared.times) == 2
-    assert compared.rollouts == 12
-    assert not compared.differing
-    assert max(widths) == 2
 
 
 SMALL = (

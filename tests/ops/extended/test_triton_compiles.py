@@ -16,7 +16,6 @@ triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("nothing is compiled in the interpreter", allow_module_level=True)
 
-from rollout.ops.gated_delta_rule.triton import _gated_delta_rule_kernel  # noqa: E402
 from rollout.ops.grouped_matmul.triton import _grouped_matmul_kernel  # noqa: E402
 from rollout.ops.latent_attention.triton import ROWS, _latent_attention_kernel  # noqa: E402
 from rollout.ops.matmul.tiles import TWO_BLOCK_TILES, Tile, tiles  # noqa: E402
@@ -137,11 +136,3 @@ def test_latents_of_512_dims_fit_a_multiprocessor() -> None:
     assert 8 * 32 * compiled.registers <= MAX_REGISTERS
     assert compiled.shared + 1024 <= MAX_SHARED
     assert len(products(compiled)) == 1
-
-
-def test_the_delta_rule_keeps_its_states_in_registers() -> None:
-    constants = {"EPSILON": 1e-6, "KEYS": 256, "COLUMNS": 8}
-    ptx = compiled_for(_gated_delta_rule_kernel, constants, num_warps=1).ptx
-    assert "shfl.sync" in ptx
-    assert "fma.rn.f32" not in ptx  # every product rounds, whatever is added to it
-    assert ".local" not in ptx

@@ -112,26 +112,6 @@ def test_the_smallest_and_the_largest_trees(models, name, own) -> None:
     engine.check_integrity()
 
 
-def test_a_proposal_that_no_graph_can_take_teaches_no_cost(models) -> None:
-    engine = make_engine(models, "eagle", FIXED, max_running=5)
-    proposer = as_on_a_device(engine.worker.drafter, ReplayingCapture(), input_bytes=16)
-    warm, propose = [], proposer.propose
-
-    def noted(wanted):
-        proposal = propose(wanted)
-        warm.append(proposer.is_warm)
-        return proposal
-
-    proposer.propose = noted
-    engine.generate(prompts(), PARAMS["greedy"])
-    assert len(warm) > 3
-    assert not any(warm)
-    proposer._graphs.is_paused = True  # and for as long as it is, all are launched one by one
-    engine.flush_cache()
-    engine.generate(prompts(), PARAMS["greedy"])
-    assert any(warm)
-
-
 def as_on_a_device(drafter, capture, **options) -> TreeProposer:
     cpu = torch.device("cpu")
     graphs = GraphRunner(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -46,41 +45,6 @@ def params(client: int, tokens: int) -> SamplingParams:
 
 def logprobs(answer: dict[str, Any]) -> list[float]:
     return [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
-
-
-def test_sixty_clients_some_slow_and_some_gone(live, text_model_path):
-    """Every fifth client reads slowly, every sixth leaves at random."""
-    port = urlsplit(live.url).port
-    randomness = random.Random(3)
-    leaving = {client: randomness.randint(1, 3) for client in range(1, 60, 6)}
-    # Who leaves asks for so much that it is hardly ever told all before
-    tokens = [400 if each in leaving else randomness.randint(4, 60) for each in range(60)]
-
-    def client(number: int):
-        is_slow = number % 5 == 0
-        return stream_generate(
-            port, body(number, tokens[number]),
-            read_bytes=256 if is_slow else 2**16, pause=0.002 if is_slow else 0.0,
-            leave_after_events=leaving.get(number),
-        )  # fmt: skip
-
-    async def all_clients() -> list[Stream]:
-        async with asyncio.timeout(HANG_SECONDS):
-            return await asyncio.gather(*(client(number) for number in range(60)))
-
-    streams = asyncio.run(all_clients())
-    live.wait_until_idle()
-    offline = RolloutEngine.from_pretrained(text_model_path, spec="none")
-    for number, stream in enumerate(streams):
-        assert stream.error is None
-        if stream.rollout is None:
-            assert len(stream.sizes) == leaving.get(number)
-            continue
-        (expected,) = offline.generate([prompt(number)], params(number, tokens[number]))
-        assert stream.rollout["output_ids"] == expected.token_ids, number
-        assert logprobs(stream.rollout) == expected.logprobs
-        assert stream.sizes == sorted(stream.sizes)
-    assert any(stream.rollout is None for stream in streams)
 
 
 def test_weights_and_corpora_change_under_load(live, policies, text_model_path):

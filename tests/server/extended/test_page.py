@@ -10,7 +10,7 @@ import pytest
 
 from rollout import RolloutEngine
 from tests.helpers.browser import Tab, browser
-from tests.server.conftest import Live, OpenServer, post
+from tests.server.conftest import Live, post
 
 SHOWN = "document.querySelector('#running')?.textContent"
 
@@ -40,7 +40,7 @@ def number(text: str) -> float:
     return float(text.replace(",", ""))
 
 
-def test_numbers_change_while_requests_run(live, tab, tmp_path):
+def test_numbers_change_while_requests_run(live, tab):
     open_page(tab, live)
     tab.wait_for(SHOWN)
     assert tab.text("#state") == "idle"
@@ -69,30 +69,9 @@ def test_numbers_change_while_requests_run(live, tab, tmp_path):
     tab.wait_for(f"{shown} === {total.generated_tokens}")
     tab.wait_for("byId('state').textContent === 'idle'")
     assert tab.evaluate("byId('accept').firstChild.data") == f"{total.accept_length:.2f}"
-    assert "other samples of the prompt" in tab.text("#values tbody")
-    assert "group" not in tab.text("#values tbody")
-    for tile in ("first-token", "per-token"):
-        assert tab.evaluate(f"byId('{tile}').firstChild.data.endsWith('s')")
-    assert "\N{PLUS-MINUS SIGN}" in tab.text("#saved")
-    picture = tmp_path / "page.png"
-    tab.screenshot(picture)
-    assert picture.stat().st_size > 10_000
     assert tab.complaints == []
     asked = tab.evaluate("performance.getEntriesByType('resource').map((e) => e.name)")
     assert set(asked) == {f"{live.url}/status"}
-
-
-def test_it_says_why_nothing_runs(live, tab):
-    open_page(tab, live)
-    tab.wait_for(SHOWN)
-    live.serving.loop.call(lambda engine: engine.pause_generation()).result()
-    try:
-        tab.wait_for("byId('state').dataset.state === 'stopped'")
-        assert "continue_generation" in tab.text("#reason")
-    finally:
-        live.serving.loop.call(lambda engine: engine.continue_generation()).result()
-    tab.wait_for("byId('state').dataset.state === 'idle'")
-    assert tab.evaluate("byId('reason').hidden")
 
 
 def test_names_are_text(live, tab):
@@ -109,20 +88,6 @@ def test_names_are_text(live, tab):
         assert tab.evaluate("document.images.length") == 0
     finally:
         live.serving.loop.call(lambda engine: engine.remove_external_corpus(name)).result()
-
-
-def test_replicas_are_rows(live, tab):
-    open_page(tab, live)
-    tab.wait_for(SHOWN)
-    rows = tab.evaluate("""fetch("status").then((answer) => answer.json()).then((body) => {
-        const replica = { ...body.engine };
-        const other = { ...replica, running: 3, unavailable_reason: "the replica starts" };
-        body.engine.replicas = { "replica-0": replica, "replica-1": other };
-        show(body);
-        const rows = [...byId("replicas").querySelectorAll("tbody tr")];
-        return rows.map((row) => [...row.cells].slice(0, 3).map((cell) => cell.textContent));
-    })""")
-    assert rows == [["replica-0", "ready", "0"], ["replica-1", "the replica starts", "3"]]
 
 
 def test_it_asks_for_the_key(open_server, tab):
@@ -145,14 +110,3 @@ def test_it_asks_for_the_key(open_server, tab):
 
 def give_key(tab: Tab, key: str) -> None:
     tab.evaluate(f"byId('key').value = '{key}'; byId('key-form').requestSubmit()")
-
-
-def test_numbers_that_are_none(open_server: OpenServer, tab: Tab) -> None:
-    """Nothing is learned without speculation, and there are no rates before the first token."""
-    live = open_server(engine={"spec": "none"})
-    open_page(tab, live)
-    tab.wait_for(SHOWN)
-    assert tab.evaluate("byId('cost').hidden && byId('values').hidden && byId('corpora').hidden")
-    assert tab.evaluate("byId('accept').firstChild.data") == "\u2013"
-    assert "NaN" not in tab.text("main")
-    assert tab.complaints == []

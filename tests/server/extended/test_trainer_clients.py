@@ -1,24 +1,14 @@
-"""Trainers' clients make the calls of training steps, in their order.
-
-The calls of slime are spelled out; TRL's asynchronous client is its own.
-"""
+"""The calls of a training step of slime, in their order."""
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
-import torch
 
-from rollout.config import DType
-from rollout.errors import CheckpointError
-from rollout.models.loader import load_model
-from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.torch_trainer import TorchTrainer, joined_trainer
 from tests.server.conftest import Live
 from tests.server.policies import PROMPT, SAMPLING, Policy, announced
@@ -106,7 +96,7 @@ def test_a_step_of_slime(client, post, policies):
         assert answer["meta_info"]["weight_version"] == str(number)
 
 
-def test_slime_with_differences(client, post, policies, weights_root, tmp_path):
+def test_slime_with_differences(client, post, policies, weights_root):
     pytest.importorskip("zstandard")
     pytest.importorskip("blake3")
     from tests.helpers.slime_publisher import publish
@@ -124,69 +114,3 @@ def test_slime_with_differences(client, post, policies, weights_root, tmp_path):
         post("/update_weights_from_disk", body)
         post("/continue_generation")
         assert post("/generate", SEEDED)["output_ids"] == new.output_ids
-    for wrong, named in (
-        ({"local_checkpoint_dir": "/tmp/elsewhere"}, "local_checkpoint_dir"),
-        ({"source_dir": str(weights_root / "absent")}, "source_dir"),
-        ({"target_version": 7}, "version 7 was not published"),
-        ({"local_checkpoint_dir": str(second.folder)}, "something else"),
-    ):
-        answer = client.post("/pull_weights", json=pull | {"target_version": 2} | wrong)
-        assert answer.status_code == 400, answer.text
-        assert named in answer.json()["message"]
-    file = publish(source, 3, first.tensors, second.tensors)
-    file.rename(tmp_path / "outside")
-    for link, version in ((file, 3), (local / "more", 2)):
-        link.symlink_to(tmp_path / "outside")
-        answer = client.post("/pull_weights", json=pull | {"target_version": version})
-        assert answer.status_code == 400
-        assert f"{link.name} is a link that leads elsewhere" in answer.json()["message"]
-        link.unlink()
-
-
-def test_pulls_that_wait_leave_chats_alone(client, post, weights_live, weights_root):
-    source = weights_root / "nothing-published"
-    source.mkdir()
-    folder = weights_root / "pulled-late"
-    pull = {"local_checkpoint_dir": str(folder), "source_dir": str(source), "target_version": 0}
-    post("/pull_weights", pull)
-    pulls = 40  # asyncio's own threads are at most 32
-    with (folder / ".weight_sync" / "lock").open() as lock, ThreadPoolExecutor(pulls) as threads:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        waiting = [threads.submit(client.post, "/pull_weights", json=pull) for _ in range(pulls)]
-        try:
-            in_flight = weights_live.serving.http_metrics.in_flight
-            wait_until(lambda: in_flight.collect()[0].samples[0].value >= pulls)
-            post("/v1/completions", {"prompt": [5], "max_tokens": 1})
-            answer = client.post("/update_weights_from_disk", json={"model_path": str(folder)})
-            assert answer.status_code == 400
-            assert "under way" in answer.json()["message"]
-            with pytest.raises(CheckpointError, match="under way"):
-                load_model(folder, DType.float32, torch.device("cpu"))
-        finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)
-        assert all(pull.result(HANG_SECONDS).status_code == 200 for pull in waiting)
-
-
-def test_trl_asynchronous(weights_live, client, post, policies):
-    found = pytest.importorskip("trl.experimental.async_grpo.vllm_client")
-    theirs = found.VLLMClient(weights_live.url)
-    assert theirs.get_max_model_len() == 512
-    assert theirs.get_dtype() == "torch.float32"
-    assert theirs.get_server_info()["lora_config"] is None
-    assert theirs.get_world_size() == 1
-
-    def join(address: dict[str, Any]) -> None:
-        post("/init_weight_transfer_engine", {"init_info": address})
-
-    with joined_trainer(join, "weight_update_group") as trainer:
-        for weights in reversed(policies):
-            theirs.pause()
-            theirs.start_weight_update()
-            fields = announced(weights.tensors) | {"packed": True}
-            info = fields | {"dtype_names": fields.pop("dtypes")}
-            flat = [each.view(torch.uint8).flatten() for each in weights.tensors.values()]
-            buffer = {"packed": torch.cat(flat)}
-            trainer.send_during(lambda info=info: theirs.update_weights(info), buffer)
-            theirs.finish_weight_update()
-            theirs.resume()
-            assert post("/generate", SEEDED)["output_ids"] == weights.output_ids

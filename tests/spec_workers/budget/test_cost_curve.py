@@ -21,10 +21,6 @@ def stairs(rows):
     return 10.0 + 3.0 * np.ceil(np.log2(np.maximum(rows, 4) / 4))
 
 
-def steep(rows):
-    return 8.0 + 2.0 * np.asarray(rows)
-
-
 def show(curve, machine, rng, *, steps, max_rows, context=300, outliers=0.0):
     for _ in range(steps):
         rows = int(rng.integers(1, max_rows + 1))
@@ -43,8 +39,8 @@ def times_at(curve, *rows, context=300):
     return curve.milliseconds(np.array(rows), context)
 
 
-def check_monotone(curve, max_rows=3000):
-    rows = np.arange(1, max_rows, 3)
+def check_monotone(curve):
+    rows = np.arange(1, 3000, 3)
     times = np.array([curve.milliseconds(rows, context) for context in (1, 257, 600, 5000)])
     assert np.isfinite(times).all()
     assert (times > 0).all()
@@ -56,8 +52,8 @@ def made():
     return CostCurve(4, 1024, 2048)
 
 
-def restored(curve, other=None):
-    other = made() if other is None else other
+def restored(curve):
+    other = made()
     other.restore(json.loads(json.dumps(curve.learned())))
     return other
 
@@ -100,26 +96,6 @@ def test_a_machine_that_slows_down_is_followed_everywhere():
     assert times_at(curve, 8, context=2000)[0] > 1.35 * ramp(8)
 
 
-def test_after_steps_that_were_not_observed_a_change_is_believed_sooner():
-    skipping, every = made(), made()
-    for curve, steps in ((skipping, 32), (every, 1)):
-        show(curve, ramp, np.random.default_rng(4), steps=200, max_rows=32)
-        curve.observe(8, 300, 2 * 14.4, steps)
-    times = [float(times_at(curve, 8)[0]) for curve in (every, skipping)]
-    assert times[0] < times[1] < 2 * 14.4 * 1.05
-
-
-def test_wild_times_are_survived():
-    curve, rng = made(), np.random.default_rng(5)
-    for _ in range(3000):
-        milliseconds = float(rng.choice([1e-3, 1e6]))
-        curve.observe(int(rng.integers(0, 3000)), int(rng.integers(1, 5000)), milliseconds)
-    check_monotone(curve)
-    check_monotone(restored(curve))
-    show(curve, ramp, rng, steps=600, max_rows=64)
-    assert errors(curve, ramp, range(16, 65)).mean() < 0.1
-
-
 def test_times_that_are_not_positive_are_ignored():
     curve = made()
     before = curve.learned()
@@ -127,31 +103,6 @@ def test_times_that_are_not_positive_are_ignored():
         curve.observe(8, 100, milliseconds)
     assert curve.learned() == before
     assert not curve.is_known
-
-
-def test_few_rows_cost_as_much_as_the_fewest_unless_they_do_not():
-    few = range(5)
-    assert np.ptp(times_at(made(), *few)) == 0
-    for machine in (ramp, steep):
-        curve = made()
-        show(curve, machine, np.random.default_rng(6), steps=400, max_rows=8)
-        assert errors(curve, machine, few[1:]).max() < 0.1
-    last = int(curve.rows_H[-1])
-    times = times_at(curve, last, 2 * last)
-    assert times[1] == pytest.approx(2 * times[0]), "past the last knot: in proportion"
-
-
-@pytest.mark.parametrize(
-    ("max_context_len", "ends"), [(2, [256]), (257, [256, 512]), (1000, [256, 512, 1024])]
-)
-def test_contexts_are_doubling_buckets(max_context_len, ends):
-    curve = CostCurve(1, 64, max_context_len)
-    assert list(curve.contexts) == ends
-    first = {end: times_at(curve, 8, context=end)[0] for end in ends}
-    assert len(set(first.values())) == len(ends)
-    for context in (1, 255, 256, 257, 511, 512, 513, 1024, 9000):
-        end = next((end for end in ends if context <= end), ends[-1])
-        assert times_at(curve, 8, context=context)[0] == first[end], context
 
 
 def test_restored_it_is_the_same():
@@ -171,23 +122,6 @@ def test_restored_it_is_the_same():
     assert not guess.is_known
     guess.observe(8, 100, 400.0)
     assert times_at(guess, 8, context=100)[0] == pytest.approx(400, rel=0.05)
-
-
-@pytest.mark.parametrize(("max_rows", "max_context_len"), [(3, 200), (96, 1000), (4096, 9000)])
-def test_restored_onto_other_knots_it_gives_the_same_times(max_rows, max_context_len):
-    curve, rng = CostCurve(4, 150, 2048), np.random.default_rng(10)
-    for context in (100, 300, 1000, 2000):
-        show(curve, ramp, rng, steps=150, max_rows=100, context=context)
-    other = restored(curve, CostCurve(1, max_rows, max_context_len))
-    for context in other.contexts:
-        like = min(context, curve.contexts[-1])
-        times = curve.milliseconds(other.rows_H, like)
-        np.testing.assert_allclose(other.milliseconds(other.rows_H, context), times, rtol=1e-4)
-    assert np.sum(other.learned()["observations"]) == pytest.approx(600, rel=0.01)
-    check_monotone(other)
-    show(other, lambda rows: 1.2 * ramp(rows), rng, steps=40, max_rows=max_rows)
-    rows = np.arange(1, min(max_rows, 64))
-    assert errors(other, lambda rows: 1.2 * ramp(rows), rows).max() < 0.15
 
 
 def test_malformed_curves_are_refused_whole():

@@ -101,24 +101,6 @@ def test_each_kind_of_batch_finds_what_it_left():
     assert sum(opened[16][400:]) < 0.08 * len(opened[16][400:])
 
 
-def test_kinds_whose_steps_overlap_are_told_apart():
-    """A step of one kind begins when one of the other has begun, and ends after it."""
-    gate = closed_gate(8)
-    gate.skip(2)
-    run(gate, 2.0, steps=50, width=2)
-    gate.skip(8)
-    drafted = {8: [], 2: [False]}
-    for _ in range(2000):
-        for begun, ended, gain in ((8, 2, 2.0), (2, 8, -1.0)):
-            drafted[begun].append(gate.is_open)
-            if drafted[ended][-1]:
-                gate.observe(ended, gain, 10.0)
-            else:
-                gate.skip(ended)
-    assert 0 < sum(drafted[8]) < 100, "it is probed now and then"
-    assert sum(drafted[2]) > 1990
-
-
 def test_new_weights_are_probed_soon_and_less_where_the_last_ones_did_not_pay():
     """A trainer changes the weights every 30 steps; drafts pay with none of them at first."""
     gate = Gate()

@@ -92,16 +92,6 @@ def test_narrow_batches_have_deeper_trees():
     assert depths[-1] < 1
 
 
-def test_sampling_more_rows_costs_too():
-    budget, batch = make_budget(lambda rows: 0 * rows + 9.0), batch_of(2)
-    for number in range(120):
-        selected = budget.choose(batch, chains(batch, 0.9, number % 8))
-        times = StepTimes(sample=0.5 * (2 + selected.trees.num_nodes))
-        budget.observe(batch, selected, results_of(selected.trees, 16), times)
-    batch = batch_of(2)  # priced anew
-    assert budget.step_ms(batch, 8) - budget.step_ms(batch, 0) == pytest.approx(4.0, rel=0.15)
-
-
 def test_no_node_below_the_floor_would_have_been_chosen():
     rng = np.random.default_rng(1)
     for _ in range(50):
@@ -113,22 +103,6 @@ def test_no_node_below_the_floor_would_have_been_chosen():
         step(budget, batch, 0.95)
         selected = budget.choose(batch, chains(batch, float(rng.uniform(0.3, 0.95))))
         assert selected.values_N.min(initial=1.0) >= min(floor, 1.0) - 1e-9 or floor == 0.02
-
-
-def test_a_step_begins_to_draft_for_more_than_it_goes_on_for():
-    budget, batch = make_budget(lambda rows: 10 + 0.05 * (rows - 1)), batch_of(1, slots=1)
-    little = chains(batch, 0.015)  # saves 0.15 ms, costs 0.05: 1 % of the step
-
-    def drafts() -> bool:
-        return budget.choose(batch, little).trees.num_nodes > 0
-
-    assert not drafts()
-    step(budget, batch, 0.9)
-    assert drafts()
-    for proposed, goes_on in ((None, True), (only_roots(1), False)):  # a plain turn changes nothing
-        selected = budget.choose(batch, proposed)
-        budget.observe(batch, selected, results_of(selected.trees), FREE)
-        assert drafts() == goes_on
 
 
 def test_requests_are_trusted_each_for_itself():
@@ -250,15 +224,6 @@ def test_drafting_of_unknown_time_neither_closes_the_gate_nor_is_free():
     assert not all(opened), "it is taken to be the usual one"
 
 
-@pytest.mark.parametrize(("usual_ms", "stays_open"), [(3.0, True), (30.0, False)])
-def test_slow_drafting_now_and_then_does_not_close_the_gate(usual_ms, stays_open):
-    opened = run(
-        make_budget(), batch_of(1), steps=300, accepted=1,
-        draft=lambda number: 300.0 if number % 20 == 5 else usual_ms,
-    )  # fmt: skip
-    assert all(opened) == stays_open
-
-
 @pytest.mark.parametrize(("reads_while_open", "stays_open"), [(False, True), (True, False)])
 def test_what_a_draft_reads_is_a_cost_of_drafting(reads_while_open, stays_open):
     """An accepted token saves 14 ms in two steps. Each step spends 6 ms in drafting, 5 of them also
@@ -278,35 +243,6 @@ def test_what_a_draft_reads_is_a_cost_of_drafting(reads_while_open, stays_open):
     assert sum(opened) < 100 or stays_open
 
 
-def test_a_plain_step_that_a_draft_reads_is_forecast_as_one_while_drafting_is_open():
-    budget, batch = make_budget(reads_while_open=True), batch_of(1)
-    for _ in range(30):
-        for proposed, ms in ((None, 3.0), (chains(batch, 0.9), 8.0)):
-            selected = budget.choose(batch, proposed)
-            budget.observe(batch, selected, results_of(selected.trees, 16), StepTimes(draft=ms))
-    forecast = budget.choose(batch, None).forecast
-    assert forecast.predicted_ms - forecast.plain_ms == pytest.approx(3.0, rel=0.1)
-    while budget.is_open:
-        step(budget, batch, 0.9, times=StepTimes(draft=90.0))
-    forecast = budget.choose(batch, None).forecast
-    assert forecast.predicted_ms == forecast.plain_ms
-
-
-def test_reading_prompts_is_no_cost_of_drafting_once_decoding_is_known():
-    mixed = batch_of(3)
-    mixed.entries.append(entry_of(9, run_len=50))
-    budget, batch = make_budget(reads_while_open=True), batch_of(4)
-    for number in range(300):
-        mixes = number % 3 == 2
-        times = StepTimes(draft=30.0 if mixes else 1.0)
-        step(budget, mixed if mixes else batch, 0.9, accepted=number % 2, times=times)
-        assert budget.is_open, number
-    unknown = make_budget()
-    for _ in range(30):
-        step(unknown, mixed, 0.9, accepted=1, times=StepTimes(draft=60.0))
-    assert not unknown.is_open
-
-
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_nodes_are_judged_on_every_branch_unless_the_request_ended(is_stopped):
     budget, batch = make_budget(), batch_of(1)
@@ -320,43 +256,6 @@ def test_nodes_are_judged_on_every_branch_unless_the_request_ended(is_stopped):
     assert values["expected"][1] == pytest.approx([0, 0, 0, 0] if is_stopped else [0.7, 0.2, 0, 0])
     assert values["accepted"][1] == ([0, 0, 0, 0] if is_stopped else [1.0, 1.0, 0.0, 0.0])
     assert values["expected"][0] == values["accepted"][0] == [0.0] * 4
-
-
-def test_roots_children_are_judged_though_none_is_verified():
-    """So drafts that were taken for hopeless can rise again."""
-    budget, batch = make_budget(proportional), batch_of(4)
-    proposed = chains(batch, 0.9, length=1)  # of token 0
-
-    def accepted_after(token):
-        before = budget.learned()["values"]["accepted"][0][0]
-        for _ in range(20):
-            selected = budget.choose(batch, proposed)
-            assert not selected.trees.num_nodes
-            results = [EntryResult(token_ids=[token]) for _ in batch.entries]
-            budget.observe(batch, selected, results, FREE)
-        return budget.learned()["values"]["accepted"][0][0] - before
-
-    assert accepted_after(token=3) <= 0
-    assert accepted_after(token=0) == pytest.approx(80, rel=0.1)
-
-
-def test_costs_are_learned_from_the_first_steps_then_from_some_and_from_every_plain_turn():
-    budget, batch = make_budget(), batch_of(2)
-    curve, seen = budget.cost.curve, []
-    for number in range(128 + 512):
-        turns = budget.wants_plain_step()
-        selected = budget.choose(batch, None if turns else chains(batch, 0.9))
-        before = curve.seen
-        budget.observe(batch, selected, results_of(selected.trees, 16), FREE)
-        seen.append(curve.seen > before)
-        assert seen[-1] or not turns, number
-    assert all(seen[:128])
-    assert 512 // 4 <= sum(seen[128:]) < 512 // 3
-    assert curve.steps > 128 + 512 - 8, "observations stand for the steps between"
-    run(budget, batch, steps=400, draft=50.0)
-    before = curve.seen
-    assert sum(run(budget, batch, steps=1000, draft=50.0)) < 100
-    assert curve.seen - before < 60, "while drafting is closed"
 
 
 def untaught():

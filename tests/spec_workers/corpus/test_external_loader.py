@@ -167,21 +167,6 @@ def test_names_are_taken_until_removed(corpus, loads):
     loading.gate.set()
 
 
-def test_a_load_whose_name_is_taken_meanwhile_fails_alone(corpus, loads):
-    for name in ("a", "b"):
-        loaded(loads, name, [i32(1, 2, 3)])
-    corpus.add_external("a", [i32(7, 8, 9)])
-    assert loads.publish() == ["b"]
-    status, _ = loads.statuses()
-    assert (status.name, status.state, status.num_tokens) == ("a", "published", 3)
-    assert "name='a'" in status.error
-    assert drafted(corpus, 7, 8) == [9]
-    assert loads.wait("a", HANG_SECONDS) == status
-    assert loads.publish() == []
-    loads.remove("a")  # both
-    assert [each.name for each in loads.statuses()] == corpus.external_names() == ["b"]
-
-
 def test_a_load_on_request_is_published_by_name_alone(corpus, loads):
     late = Gated([i32(1, 2, 3)], [i32(4)])
     loads.start("late", late, on_request=True)

@@ -194,24 +194,6 @@ def test_positions_that_waited_are_written_where_siblings_cannot_see_them():
     assert again.positions == [0, 1, 2, 3, 4]  # private slots are not kept
 
 
-def test_a_step_that_failed_when_it_had_been_read_and_is_run_again_unread(world):
-    one = Running(world, PROMPT)
-    one.step(20)
-    held = one.positions
-    one.compute(7)
-    one.read([21])
-    world.memory.extend(one.request.row, 6)  # it failed after all
-    taker = Running(world, [1, 2])  # who gets the slots
-    taker.step(3)
-    one.computed = 6
-    one.compute(7)
-    one.request.tokens.append(21)
-    assert one.positions == held
-    one.step(22)
-    assert one.positions == [*held, 7]
-    world.kv.check_integrity([one.request, taker.request])
-
-
 def test_integrity_is_checked_and_new_weights_forget_everything(world):
     one = Running(world, PROMPT)
     one.step(20)

@@ -1,4 +1,4 @@
-"""Guesses behind each node, on the host's arrays and on a device's, and learning from a step."""
+"""Guesses behind each node, on the host's arrays and on a device's."""
 
 from __future__ import annotations
 
@@ -48,10 +48,6 @@ def inputs_of(guesser: Guesser, requests: list, padding: int = 0) -> dict[str, t
     return {name: torch.from_numpy(array) for name, array in given.items()}
 
 
-def results(*emitted: list[int]) -> list[EntryResult]:
-    return [EntryResult(token_ids=tokens) for tokens in emitted]
-
-
 def children(guesser, arrays, logits, requests, trees, depth, padding=0):
     """Tokens and probabilities as numpy's, and the candidates."""
     inputs = inputs_of(guesser, requests, padding)
@@ -59,31 +55,18 @@ def children(guesser, arrays, logits, requests, trees, depth, padding=0):
     return np.asarray(found.tokens_RW), np.asarray(found.probs_RW), found.found
 
 
-def proposal_of(batch, entries, topk, levels, candidates) -> Proposal:
-    """``levels``: what was guessed at each, of as many rows of each tree."""
-    count = len(entries)
-    noise = noise_of([batch.entries[b].request for b in entries])
-
-    def by_tree(rows: list) -> np.ndarray:
-        return np.concatenate([np.asarray(each).reshape(count, -1, 33) for each in rows], axis=1)
-
-    tokens = np.concatenate([each[0].reshape(count, -1) for each in levels], axis=1)
+def proposal_of(batch, topk, tokens, found) -> Proposal:
+    """The guesses behind the root of each request's tree."""
+    noise = noise_of([entry.request for entry in batch.entries])
     return Proposal(
-        batch=batch, entries_G=entries, topk=topk, tokens_GC=tokens.astype(np.int32),
-        probs_GC=np.ones(tokens.shape, dtype=np.float32),
-        candidates_GN=np.array(candidates, dtype=np.int32),
-        index_GRK=by_tree([each[2].index_RC for each in levels]),
-        probs_GRK=by_tree([each[2].probs_RC for each in levels]),
-        ends_GRK=by_tree([each[2].ends_RC for each in levels]), uniforms_GL=noise["uniforms"],
-        is_greedy_G=noise["is_greedy"] > 0 if "is_greedy" in noise else None,
+        batch=batch, entries_G=list(range(len(tokens))), topk=topk,
+        tokens_GC=tokens.astype(np.int32), probs_GC=np.ones(tokens.shape, dtype=np.float32),
+        candidates_GN=np.zeros((len(tokens), 0), dtype=np.int32),
+        index_GRK=np.asarray(found.index_RC)[:, None],
+        probs_GRK=np.asarray(found.probs_RC)[:, None],
+        ends_GRK=np.asarray(found.ends_RC)[:, None],
+        uniforms_GL=noise["uniforms"], is_greedy_G=noise["is_greedy"] > 0,
     )  # fmt: skip
-
-
-def nothing_of(batch) -> Proposal:
-    """A proposal of no trees."""
-    arrays = ("tokens_GC", "probs_GC", "candidates_GN", "index_GRK", "probs_GRK", "ends_GRK")
-    none = dict.fromkeys([*arrays, "uniforms_GL"], np.zeros((0, 0)))
-    return Proposal(batch=batch, entries_G=[], topk=2, is_greedy_G=None, **none)
 
 
 def taught(token_ids_D: torch.Tensor | None = None, topk: int = 4) -> Guesser:
@@ -92,12 +75,11 @@ def taught(token_ids_D: torch.Tensor | None = None, topk: int = 4) -> Guesser:
     before = guesser.tables()
     for _ in range(20):
         requests = requests_of(MIXED)
-        batch, entries = decode_batch(requests), list(range(len(requests)))
+        batch, entries = decode_batch(requests), range(len(requests))
         logits = torch.from_numpy(random.normal(0, 3, (len(MIXED), VOCAB)).astype(np.float32))
-        level = children(guesser, Arrays(), logits, requests, entries, 0)
-        nothing_run = np.zeros((len(MIXED), 0))
-        guesser.remember(proposal_of(batch, entries, topk, [level], nothing_run))
-        emitted = [int(random.choice(own)) for own in level[0]]
+        tokens, _, found = children(guesser, Arrays(), logits, requests, entries, 0)
+        guesser.remember(proposal_of(batch, topk, tokens, found))
+        emitted = [int(random.choice(own)) for own in tokens]
         guesser.learn(batch, [EntryResult(token_ids=[token]) for token in emitted])
     assert not np.array_equal(guesser.tables()["weights"], before["weights"])
     assert not np.array_equal(guesser.tables()["ratios"], before["ratios"])
@@ -155,59 +137,3 @@ def test_noise_is_that_of_the_position_guessed_at(arrays) -> None:
         tokens, _, _ = children(guesser, arrays, flat, requests, [0, 1], depth)
         noise = reference.noise(np.array([4, 9], dtype=np.uint64), np.array([4 + depth, 9 + depth]))
         assert tokens[:, 0].tolist() == (noise * VOCAB).astype(int).tolist()
-
-
-def likeliest(pairs: list[list[int]]) -> torch.Tensor:
-    """Logits with two likely tokens in each row, the first the likelier."""
-    logits = torch.zeros(len(pairs), VOCAB)
-    for row, (first, second) in enumerate(pairs):
-        logits[row, first], logits[row, second] = 4.0, 3.5
-    return logits
-
-
-@pytest.fixture
-def learned(monkeypatch, arrays):
-    """A guesser with two trees of two levels, and the cases its mixture learns from. Both children
-    of the first root were run, and of the second root the second child alone."""
-    guesser = Guesser(2, None)
-    cases: list[tuple] = []
-    monkeypatch.setattr(guesser._mixture, "learn", lambda *rows: cases.append(rows))
-    requests = [make_request([3] * 4, request_id=b, temperature=0.0) for b in range(3)]
-    batch, entries = decode_batch(requests), [0, 2]
-    own = [requests[b] for b in entries]
-    below = likeliest([[1, 2], [3, 4], [9, 10], [10, 11]])
-    levels = [
-        children(guesser, arrays, likeliest([[5, 6], [7, 8]]), own, [0, 1], 0),
-        children(guesser, arrays, below, own, [0, 0, 1, 1], 1),
-    ]
-    assert levels[0][0].tolist() == [[5, 6], [7, 8]]
-    guesser.remember(proposal_of(batch, entries, 2, levels, [[0, 1], [1, -1]]))
-    return guesser, batch, cases
-
-
-def test_tokens_are_followed_down_the_nodes_that_were_run(learned) -> None:
-    guesser, batch, cases = learned
-    guesser.learn(batch, results([6, 3, 1], [5, 1], [8, 9, 9]))
-    ((contexts, components, came_true),) = cases
-    assert len(contexts) == 4  # 6 and 3 of the first tree, 8 and 9 of the second
-    assert (came_true.sum(axis=1) == 1).all()
-    first_of = components[:, :, 0][came_true]
-    highest = components[:, :, 0].max(axis=1)
-    assert (first_of == highest).tolist() == [False, True, False, True]
-    assert contexts[0] == contexts[2]
-    assert contexts[1] == contexts[3] != contexts[0]  # one level further down
-
-
-def test_each_step_in_flight_teaches_by_its_own_tokens_once(learned) -> None:
-    guesser, batch, cases = learned
-    guesser.learn(decode_batch([make_request()]), results([6]))
-    assert not cases
-    guesser.remember(nothing_of(decode_batch([make_request()])))
-    for _ in range(2):
-        guesser.learn(batch, results([6], [5], [7]))
-        assert len(cases) == 1
-    guesser.remember(nothing_of(batch))
-    for _ in range(2):  # as many as may be in flight
-        guesser.remember(nothing_of(decode_batch([make_request()])))
-    guesser.learn(batch, results([6], [5], [7]))
-    assert len(cases) == 1

@@ -168,30 +168,3 @@ def test_the_token_at_the_noise_is_among_the_candidates():
     assert np.array_equal(found.probs_RC[:, 0] == 0, again)
     assert again.any()
     assert not again.all()
-
-
-def test_a_draft_that_was_right_for_long_is_doubted_soon_when_it_is_wrong():
-    mixture, count = LearnedMixture(), 1000
-    contexts_R = np.zeros(count, dtype=np.int64)
-    components = np.zeros((count, 1, len(WIDTHS)), dtype=np.float32)
-    components[:, 0] = 0.3, 0.5, 0.8, 1.0, 1.0
-    for _ in range(200):
-        mixture.learn(contexts_R, components, np.ones((count, 1), dtype=bool))
-    assert mixed(components, contexts_R, mixture.weights()).min() > 0.99
-    for _ in range(8):
-        mixture.learn(contexts_R, components, np.zeros((count, 1), dtype=bool))
-    assert mixed(components, contexts_R, mixture.weights()).max() < 0.05
-
-
-def test_corrected_estimates_are_as_often_right_as_they_say_and_follow_changes():
-    random, reliability = np.random.default_rng(1), Reliability()
-    seen, unseen = np.ones(50, dtype=np.int64), np.zeros(50, dtype=np.int64)
-    estimates = random.random((50, 6)).astype(np.float32)
-    for true_RC in (np.ones((50, 6)), estimates * (1 - 0.5 * estimates), 0.4 * estimates):
-        for _ in range(150):
-            reliability.learn(seen, estimates, random.random((50, 6)) < true_RC)
-        found = corrected(Arrays(), estimates, seen, reliability.tables())
-        assert found.dtype == np.float32
-        assert np.abs(found - true_RC)[estimates > 0.1].max() < 0.15
-        assert found.max() <= 1
-    assert np.array_equal(corrected(Arrays(), estimates, unseen, reliability.tables()), estimates)

@@ -11,13 +11,12 @@ import torch
 from rollout.types import Batch, EntryResult, StepForecast, StepTimes
 from spec_workers.budget import FixedBudget, SelectedDrafts
 from spec_workers.draft_tree import first_nodes
-from spec_workers.step.learning import StepLearning, count_step
-from spec_workers.step.timer import SteadyPhases, StepTimers
+from spec_workers.step.learning import count_step
+from spec_workers.step.timer import StepTimers
 from tests.helpers.budgets import batch_of, chains, entry_of, make_budget, results_of
 from tests.helpers.requests import make_trees
 
 TIMES = StepTimes(draft=1.5, forward=20.0, sample=3.0)
-STEADY = SteadyPhases(forward=True, drafting=True)
 FORECAST = StepForecast(predicted_ms=22.0, plain_ms=18.0, decode_ms=15.0, predicted_gain_ms=9.0)
 
 
@@ -97,29 +96,6 @@ def test_gains_are_those_of_the_forecast_and_none_without_drafts():
     assert selected.trees.num_nodes
     count_step(batch, selected, results_of(selected.trees, 2), TIMES)
     assert booked(batch, "predicted_gain_ms") == pytest.approx(selected.forecast.predicted_gain_ms)
-
-
-def test_learning_counts_as_drafting_of_steps_of_its_kind(monkeypatch):
-    """Steps with drafts take longer to learn from, and those without are not charged for them."""
-    clock = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    batch = batch_of(2)
-
-    class Slow(FixedBudget):
-        def observe(self, batch, selected, results, times):
-            clock[0] += 1e-3 if selected.proposed is None else 5e-3
-
-    learning = StepLearning(Slow(), is_deferred=False)
-    plain, drafted = (FixedBudget().choose(batch, each) for each in (None, chains(batch, 0.9)))
-    assert learning.expected_ms(plain) == learning.expected_ms(drafted) == 0
-    for selected in (plain, drafted) * 60:
-        learning.observe(batch, selected, results_of(selected.trees), StepTimes(), STEADY)
-    assert learning.expected_ms(plain) == pytest.approx(1.0, rel=0.01)
-    assert learning.expected_ms(drafted) == pytest.approx(5.0, rel=0.01)
-    deferred = StepLearning(Slow(), is_deferred=True)
-    for _ in range(2):
-        deferred.observe(batch, drafted, results_of(drafted.trees), StepTimes(), STEADY)
-    assert deferred.expected_ms(drafted) == 0, "a device computes meanwhile"
 
 
 def test_every_phase_is_counted_once() -> None:

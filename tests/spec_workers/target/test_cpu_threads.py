@@ -1,31 +1,16 @@
-"""An engine on a CPU uses as many threads as run its forwards fastest; names of devices."""
+"""An engine on a CPU uses as many threads as run its forwards fastest."""
 
 from __future__ import annotations
 
 import os
-import platform
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from rollout.config import engine_config
-from spec_workers.target import TargetWorker, cpu_threads, target_worker
+from spec_workers.target import TargetWorker, cpu_threads
 from spec_workers.target.cpu_threads import choose_threads, may_choose_threads
-from spec_workers.target.target_worker import device_name
-
-WHERE_TORCH_IS_IMPORTED = """
-import os, sys
-class Finder:
-    def find_spec(self, name, path, target=None):
-        if name == "torch":
-            print(os.environ.get("GOMP_SPINCOUNT"), flush=True)
-            os._exit(0)
-sys.meta_path.insert(0, Finder())
-import rollout.cli
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -115,30 +100,3 @@ def test_an_engine_chooses_as_it_starts_unless_it_is_told_a_number(tiny_model_pa
     TargetWorker(engine_config(str(tiny_model_path), {"max_kv_tokens": 1024, "num_threads": 2}))
     assert not caplog.text
     assert torch.get_num_threads() == 2
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"), [({}, "10000"), ({"OMP_WAIT_POLICY": "active"}, "None")]
-)
-def test_idle_threads_soon_yield_their_core(given, expected):
-    own = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
-    environment = {name: value for name, value in os.environ.items() if name not in own} | given
-    command = [sys.executable, "-c", WHERE_TORCH_IS_IMPORTED]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert ended.stdout.strip() == expected
-
-
-def test_a_cpu_is_named_by_linux_or_the_platform_with_its_threads(tmp_path, monkeypatch):
-    cpuinfo, threads = tmp_path / "cpuinfo", f"{torch.get_num_threads()} threads"
-    cpuinfo.write_text("processor\t: 0\nmodel\t\t: 85\nmodel name\t: Some CPU: fast\n\n")
-    monkeypatch.setattr(platform, "system", lambda: "Linux")
-    monkeypatch.setattr(platform, "processor", lambda: "")
-    monkeypatch.setattr(platform, "machine", lambda: "a machine")
-    for path, name in ((cpuinfo, "Some CPU: fast"), (tmp_path / "nothing", "a machine")):
-        monkeypatch.setattr(target_worker, "Path", lambda _, path=path: path)
-        assert device_name(torch.device("cpu")) == f"{name}, {threads}"
-
-
-def test_a_gpu_is_named_by_its_driver(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
-    assert device_name(torch.device("cuda", 1)) == "GPU 1"

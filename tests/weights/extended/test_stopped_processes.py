@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -24,43 +22,22 @@ def stopped(process, monkeypatch):
     monkeypatch.setattr(time_limit, "ANSWER_SECONDS", 0.5)
 
 
-@pytest.mark.parametrize("after", [-1, 9], ids=["before it sends", "in the middle"])
-def test_a_group_whose_sender_is_stopped(engine, policies, after, monkeypatch):
+def test_a_group_whose_sender_is_stopped(engine, policies, monkeypatch):
     """Its connections stay open, and its store answers nobody."""
     port = free_port()
     with (
-        peer(send, policies[1].folder, port, after=after, by=signal.SIGSTOP) as sender,
+        peer(send, policies[1].folder, port, after=9, by=signal.SIGSTOP) as sender,
         ThreadPoolExecutor(1) as threads,
     ):
         engine.init_weights_update_group("127.0.0.1", port, 1, 2, "weights", timeout=HANG_SECONDS)
         call = sender.hear("arguments")
         seen = threads.submit(stopped, sender.process, monkeypatch)
-        if after < 0:
-            os.kill(sender.process.pid, signal.SIGSTOP)
-            seen.result(HANG_SECONDS)
-        seconds = 2.0 if after < 0 else 10.0  # what comes before it stops has time to come
         with pytest.raises(WeightUpdateError, match=r"a broadcast failed|no answer in"):
-            engine.update_weights_from_distributed(**call, timeout=seconds)
+            engine.update_weights_from_distributed(**call, timeout=10.0)
         seen.result(HANG_SECONDS)
         with pytest.raises(WeightUpdateError, match=r"closed|no answer in"):
             engine.update_weights_from_distributed(**call, timeout=2.0)
         engine.destroy_weights_update_group("weights")
-        assert engine.can_run == (after < 0)
+        assert not engine.can_run
     engine.update_weights_from_disk(policies[2].folder)
     assert_serves(engine, policies[2])
-
-
-def test_a_group_whose_sender_was_stopped_before_it_was_joined(engine, policies, monkeypatch):
-    port = free_port()
-    with peer(send, policies[1].folder, port) as sender:
-        wait_until(lambda: listens(port))
-        os.kill(sender.process.pid, signal.SIGSTOP)
-        stopped(sender.process, monkeypatch)
-        with pytest.raises(WeightUpdateError, match="rank 0 is missing"):
-            engine.init_weights_update_group("127.0.0.1", port, 1, 2, "weights", timeout=0.5)
-    assert_serves(engine, policies[0])
-
-
-def listens(port):
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollout.ops import gpu
-from rollout.ops.transfers import DeviceBuffer, download, upload
+from rollout.ops.transfers import DeviceBuffer
 from rollout.ops.tree_accept.reference import walk
 from rollout.sampling.rows import rows_of_continuation, sample_rows
 from rollout.sampling.sampler import sample_trees, score
@@ -130,17 +130,6 @@ def test_a_step_is_sampled_and_walked_at_once(device) -> None:
     assert sum(len(path) for path in samples.paths) > 1
 
 
-def test_entries_that_do_not_sample_have_no_rows(device) -> None:
-    batch, trees, _, _, logits = random_step(PLAIN, torch.float32, device)
-    batch.entries[1].samples = False
-    samples = sample_trees(batch, trees, logits[:8]).read()
-    assert samples.paths[1] == []
-    assert samples.offsets_B1.tolist() == [0, 6, 6, 8]
-    batch.entries = batch.entries[1:2]
-    samples = sample_trees(batch, make_trees([([], [])]), logits[:0]).read()
-    assert (samples.sampled.tokens, samples.paths) == ([], [[]])
-
-
 @pytest.mark.parametrize(
     ("bad", "own"),
     [(math.nan, PARAMS[0]), (math.inf, PARAMS[1]), (math.nan, PARAMS[2]), (math.inf, PARAMS[8])],
@@ -155,26 +144,6 @@ def test_rows_without_a_distribution_end_the_path(device, bad, own) -> None:
     assert samples.sampled.tokens[0] == samples.sampled.tokens[7] == -1
     assert all(token >= 0 for row, token in enumerate(samples.sampled.tokens) if row not in (0, 7))
     assert samples.paths[0] == samples.paths[2] == []
-
-
-def test_what_is_sent_comes_back(device) -> None:
-    arrays = {
-        "none": np.empty((0, 3), dtype=np.int64),
-        "whole": np.array([2**62, -1], dtype=np.int64),
-        "one": np.array([7], dtype=np.int32),
-        "three": np.array([1.5, np.inf, -2.0], dtype=np.float32),
-        "double": np.array([[0.1, 0.2]], dtype=np.float64),
-    }
-    sent = upload(arrays, device)
-    assert {name: tensor.tolist() for name, tensor in sent.items()} == {
-        name: array.tolist() for name, array in arrays.items()
-    }
-    assert all(tensor.data_ptr() % 16 == 0 for tensor in sent.values())
-    read = download(sent)
-    for name, array in read.items():
-        assert array.dtype == arrays[name].dtype
-        assert array.flags.aligned
-        assert array.tolist() == arrays[name].tolist()
 
 
 def test_a_buffer_keeps_places_and_refuses_what_does_not_fit(device) -> None:

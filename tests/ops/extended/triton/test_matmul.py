@@ -138,25 +138,6 @@ def test_the_largest_set_of_tiles_that_agree_is_used(device, monkeypatch, caplog
         assert len(ran) == 4
 
 
-def test_tiles_agree_where_they_do_for_every_product(device, monkeypatch) -> None:
-    """And those of one block, of which experts use some, where two of them do."""
-    every = tiles(torch.float16)
-    seen: list[Tile] = []
-
-    def broken(y: torch.Tensor, tile: Tile) -> torch.Tensor:
-        seen.append(tile)
-        of_first_product = seen.count(tile) <= 2
-        return y + (tile == every[0 if of_first_product else 1])
-
-    sabotage(monkeypatch, broken)
-    assert disagreeing_tiles([whole_numbers(device)] * 2) == set(every[:2])
-
-    single = [tile for tile in every if not tile.more_rows]
-    places = {tile: max(1, place) for place, tile in enumerate(single)}
-    sabotage(monkeypatch, lambda y, tile: y + places.get(tile, 0))
-    assert set(every) - disagreeing_tiles([whole_numbers(device)]) == set(single[:2])
-
-
 def test_tiles_whose_rows_depend_on_their_place_are_refused(device, monkeypatch) -> None:
     linear, x = whole_numbers(device)
     places = torch.arange(70, device=device)[:, None]

@@ -91,14 +91,3 @@ def test_steps_as_the_engine_pads_them(compared_dtype, device, nodes: int) -> No
     assert not out[len(q) :].any()
     for request, found in zip(case.requests, out[: len(q)].split(1 + nodes), strict=True):
         assert_bitwise(case.run([request])[0], found)
-
-
-def test_padding_rows_are_zero_in_any_list(device) -> None:
-    for limits in (WHOLE, CUT):
-        case = case_on(device, [Entry(3, 2)], 2, 1, 16, op=listed(tile_queries=4, **limits))
-        for requests in (case.requests, []):
-            q, plan = batch(requests, padding=5)
-            q = q if requests else torch.full((5, 2, 16), torch.nan)
-            out = case.op(q, case.k_pool, case.v_pool, plan, 1.0)
-            assert not out[-5:].any()
-            assert out[:-5].isfinite().all()
