@@ -92,7 +92,7 @@ test: $(STAMP) $(MODEL)/config.json  ## every promise and every part, in 8 minut
 	$(PYTEST)
 
 # tests/conftest.py keeps out of folders named `extended` unless they are named.
-EXTENDED = $$(find tests -name extended -not -path "tests/frameworks/*")
+EXTENDED = $$(find tests -name extended -not -path "tests/frameworks/*" | sort)
 
 .PHONY: test-extended
 test-extended: $(STAMP) $(MODEL)/config.json $(PROMPTS)  ## the tests in folders named `extended`

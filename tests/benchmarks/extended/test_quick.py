@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     folder = tmp_path_factory.mktemp("models")
     text = save_text_model(folder / "text", max_positions=2048)
     target, mtp = save_tiny_mtp(folder, "separate")
+    for file in text.glob("*token*"):  # its tokenizer
+        shutil.copy(file, target)
     eagle3 = save_tiny_eagle3(folder / "eagle3", target)
     drafts = ["--model", str(target), "--draft", str(eagle3), "--mtp", str(mtp)]
     return {name: ["--model", str(text)] for name in OF_THE_DEMO_MODEL} | {"bench_eagle": drafts}
