@@ -8,6 +8,7 @@ plain engine itself held the other token for as likely, within `NOISE` nats.
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from scipy.stats import chi2_contingency
@@ -59,8 +60,6 @@ def test_greedy_tokens_are_vllms_own(plain: Any, drafting: Any) -> None:
         assert_equal_up_to_noise(own, expected)
     after = counters(drafting)
     assert after["accepted"] - before["accepted"] > after["rows"] - before["rows"]
-    drafting.collective_rpc("set_corpus_policy", args=(1,))
-    assert counters(drafting)["corpus/weight_version"] == 1
 
 
 def test_cached_prefixes_and_chunks_of_prompts(plain: Any, drafting: Any) -> None:
@@ -126,3 +125,61 @@ def test_64_requests_preempted_and_aborted(drafting: Any) -> None:
     metrics = {each.name: each for each in drafting.get_metrics()}
     assert metrics["vllm:num_preemptions"].value > before
     assert counters(drafting)["corpus/open_sequences"] <= 3 * 16
+
+
+def test_the_second_epoch_is_drafted_better(drafting: Any) -> None:
+    def accept_length() -> float:
+        before = counters(drafting)
+        generate(drafting, PROMPTS[2:], temperature=0.3, max_tokens=40, n=4)
+        after = counters(drafting)
+        rows, accepted = (after[name] - before[name] for name in ("rows", "accepted"))
+        return (rows + accepted) / rows
+
+    first, second = accept_length(), accept_length()
+    assert second > first
+    drafting.collective_rpc("set_corpus_policy", args=(1,))
+    assert counters(drafting)["corpus/weight_version"] == 1
+    assert accept_length() > first
+
+
+def test_after_a_weight_update_the_new_policy_speaks(plain: Any, drafting: Any) -> None:
+    """The corpus holds what the old one said, and drafts it in vain."""
+    old = expect_greedy(plain, PROMPTS)
+    for llm in (plain, drafting):
+        llm.collective_rpc(turn_final_norm)
+        llm.reset_prefix_cache()
+    drafting.collective_rpc("set_corpus_policy", args=(2,))
+    try:
+        new = expect_greedy(plain, PROMPTS)
+        assert [each.token_ids for each in new] != [each.token_ids for each in old]
+        for _ in range(2):
+            own = generate(drafting, PROMPTS, temperature=0, max_tokens=48)
+            assert_equal_up_to_noise(own, new)
+    finally:
+        for llm in (plain, drafting):
+            llm.collective_rpc("reload_weights")
+            llm.reset_prefix_cache()
+    drafting.collective_rpc("set_corpus_policy", args=(3,))
+    assert_equal_up_to_noise(generate(drafting, PROMPTS, temperature=0, max_tokens=48), old)
+
+
+def turn_final_norm(worker: Any) -> None:
+    """Weights that say something else: every tenth channel of the last norm is turned."""
+    worker.model_runner.model.model.norm.weight.data[::10] *= -1
+
+
+def test_a_corpus_is_saved_and_loaded(drafting: Any, tmp_path: Path) -> None:
+    drafting.collective_rpc("save_corpus", args=(str(tmp_path / "corpus"),))
+    held = counters(drafting)["corpus/live_tokens"]
+    drafting.collective_rpc("load_corpus", args=(str(tmp_path / "corpus"),))
+    assert counters(drafting)["corpus/live_tokens"] == held
+    generate(drafting, PROMPTS[:1], temperature=0, max_tokens=8)
+
+
+def test_external_corpora(drafting: Any) -> None:
+    text = "The lighthouse keeper counted seven ships, four gulls and one very small whale."
+    drafting.collective_rpc("add_external_corpus", args=("story", [text]))
+    while counters(drafting).get("external/story") != 1.0:
+        generate(drafting, ["Hello"], temperature=0, max_tokens=2)
+    drafting.collective_rpc("remove_external_corpus", args=("story",))
+    assert "external/story" not in counters(drafting)
