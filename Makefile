@@ -88,7 +88,7 @@ test test-extended: export ONEDNN_PRIMITIVE_CACHE_CAPACITY ?= 128
 test test-extended test-gpu bench bench-vllm: export GOMP_SPINCOUNT ?= 10000
 
 .PHONY: test
-test: $(STAMP) $(MODEL)/config.json  ## every promise and every part, in 8 minutes
+test: $(STAMP) $(MODEL)/config.json  ## every promise and every part
 	$(PYTEST)
 
 # tests/conftest.py keeps out of folders named `extended` unless they are named.

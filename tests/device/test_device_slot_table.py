@@ -23,7 +23,7 @@ def send(table: DeviceSlotTable, entries: list[Scheduled], device: torch.device)
 
 
 class DeviceSimulation(Simulation):
-    """Of layers with a window, the table is right as far as a window sees."""
+    """In layers with a window the table is right as far as a window sees."""
 
     def __init__(self, seed: int, kind: str, device: torch.device) -> None:
         super().__init__(seed, kind)

@@ -108,7 +108,7 @@ def test_a_grammar_that_begins_after_a_text(engine, plain, after):
 
 
 def test_a_rollout_that_was_cut_goes_on_and_its_logprobs_are_those_of_no_grammar(engine):
-    """As for tokens that a minimum length forbids: trainers recompute them."""
+    """Logprobs count forbidden tokens too, because trainers recompute them so."""
     for fields in OBEDIENT:
         asked = params(n=1, temperature=0.7, **fields)
         (whole,) = engine.generate(["x"], asked)

@@ -1,4 +1,4 @@
-"""What the engine refuses, by the name of the field and before anything is started."""
+"""The engine refuses bad input by the name of the field, before anything is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each slot of a KVCacheManager holds: the prefix, and the version, of its last write."""
+"""Contents of a KVCacheManager's slots: the prefix and the version of each last write."""
 
 from __future__ import annotations
 

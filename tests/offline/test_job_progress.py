@@ -1,4 +1,4 @@
-"""What a job says while it runs and at its end: time left, progress, log, summary."""
+"""A job reports time left and progress while it runs, and writes a log and a summary."""
 
 from __future__ import annotations
 

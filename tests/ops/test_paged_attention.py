@@ -118,7 +118,7 @@ def test_variants_are_the_reference(dtype, device, is_gpu) -> None:
 
 
 def test_a_value_outside_a_rows_window_is_not_read() -> None:
-    """Of rows of one tile, some see a token that is not finite."""
+    """Some rows of one tile see a token that is not finite."""
     variant = AttentionVariant(window=9)
     op = partial(native.paged_attention, variant=variant)
     case = replace(make_case([Entry(80, 15)], 3, 1, 16), op=op)

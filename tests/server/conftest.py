@@ -158,7 +158,7 @@ def client_of(live: Live, key: str = "none") -> openai.OpenAI:
 
 
 def joined_parts(chunks: Iterable[Any]) -> dict[int, dict[str, Any]]:
-    """What the chunks of completions or chats say together, by choice."""
+    """The text of all chunks of completions or chats, by choice."""
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         for part in chunk.choices:

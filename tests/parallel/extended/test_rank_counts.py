@@ -51,7 +51,7 @@ Case = tuple[str, int, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
-    """Those of `ROWS`."""
+    """The requests of `ROWS`."""
     root = tmp_path_factory.mktemp("models")
     llama, _ = save_tiny_mtp(
         root, "mimo", 2, heads=(HEADS, KV_HEADS, HEAD_DIM), likely=True,
@@ -79,7 +79,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
 
 @functools.cache
 def alone(folder: str, dtype: str) -> dict[str, Any]:
-    """What one rank gives."""
+    """Rollouts of one rank."""
     return run(folder, "none", dtype=dtype, max_running=1, prefix_cache=False)
 
 

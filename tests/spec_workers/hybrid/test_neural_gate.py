@@ -118,7 +118,7 @@ def test_only_tokens_that_the_corpus_alone_would_not_have_had_count(clock):
 
 
 def test_verifying_the_drafts_nodes_costs_too(clock):
-    """Of 4 ms of drafting and 20 of verifying in a step of 20."""
+    """A step of 20 ms with 4 ms of drafting and 20 of verifying."""
     world = World(both=1, wrong=9)
     assert not stays_open(clock, world, spent_ms=0.2, per_row=2.0)
     assert stays_open(clock, world, spent_ms=0.2)
