@@ -144,10 +144,8 @@ def offered_tensors(named_tensors: object, load_format: str | None) -> NamedTens
 
     Raises InvalidInputError for another load format, and what `pairs_of` and `unflattened` do.
     """
-    if not (
-        load_format is None
-        or (isinstance(load_format, str) and load_format in ("direct", "flattened_bucket"))
-    ):
+    known = isinstance(load_format, str) and load_format in ("direct", "flattened_bucket")
+    if load_format is not None and not known:
         raise InvalidInputError(
             "load_format", load_format, "must be None, direct or flattened_bucket"
         )

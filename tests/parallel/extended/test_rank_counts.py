@@ -51,7 +51,7 @@ Case = tuple[str, int, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
-    """The requests of `ROWS`."""
+    """`ROWS` as cases, with models made for them."""
     root = tmp_path_factory.mktemp("models")
     llama, _ = save_tiny_mtp(
         root, "mimo", 2, heads=(HEADS, KV_HEADS, HEAD_DIM), likely=True,
