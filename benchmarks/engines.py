@@ -20,11 +20,6 @@ from harness.timing import rotated
 OURS_PLAIN, VLLM_PLAIN = "specrollout", "vLLM"
 OURS_NGRAM, VLLM_NGRAM = "specrollout, ngram", "vLLM, ngram"
 SUFFIX = "vLLM, suffix"
-CORPUS_IN_VLLM = "vLLM, our corpus"
-VLLM_IDLE = "vLLM, never drafting"
-IDLE_PROPOSER = "idle_proposer.IdleProposer"
-PROPOSER = "spec_workers.vllm.NgramProposer"
-EXTENSION = "spec_workers.vllm.CorpusWorkerExtension"
 NUM_TOKENS = 8
 MAX_RUNNING = 64
 
@@ -39,7 +34,6 @@ class Job:
     temperature: float = 0.7
     width: int  # prompts at a time
     seed: int = 0
-    returns_tokens: bool = False
 
 
 WARM_UP = Job(prompts=[[1, 2, 3, 4]] * 4, tokens=8, width=4)
@@ -51,17 +45,13 @@ class Done:
 
     seconds: list[float] = field(default_factory=list)
     lengths: list[list[int]] = field(default_factory=list)
-    outputs: list[list[list[int]]] = field(default_factory=list)  # where they were asked for
     decodes: int = 0  # forwards of requests after their first tokens
-    propose_seconds: float = 0.0  # of the corpus in vLLM
     peak_bytes: int = 0
 
     def add(self, answer: Mapping[str, Any]) -> None:
         self.seconds.append(answer["seconds"])
         self.lengths.append(answer["lengths"])
-        self.outputs.append(answer["outputs"])
         self.decodes += answer["decodes"]
-        self.propose_seconds += answer["propose_seconds"]
         self.peak_bytes = answer["peak_bytes"]
 
     @property
@@ -165,8 +155,6 @@ def engine_options(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         VLLM_PLAIN: None,
         VLLM_NGRAM: {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5},
         SUFFIX: {"method": "suffix"},
-        VLLM_IDLE: {"method": "custom_class", "model": IDLE_PROPOSER},
-        CORPUS_IN_VLLM: {"method": "custom_class", "model": PROPOSER},
     }
     if options.draft.is_dir():
         path = str(options.draft)
@@ -198,6 +186,4 @@ def vllm_options(options: argparse.Namespace, draft: dict[str, Any] | None) -> d
         given["gpu_memory_utilization"] = 0.15  # all engines share the memory
     if draft is not None:
         given["speculative_config"] = {"num_speculative_tokens": NUM_TOKENS} | draft
-        if draft.get("model") == PROPOSER:
-            given["worker_extension_cls"] = EXTENSION
     return {"kind": "vllm", "model": str(options.model), "options": given}

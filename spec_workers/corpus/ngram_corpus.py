@@ -75,7 +75,7 @@ class NgramCorpus:
         self._ranks: RankLoads | None = None  # where others must draft alike
         self.initial_path = options.corpus_path
         if options.corpus_path is not None:
-            self.load(options.corpus_path, f"{options.section}.corpus_path")
+            self.load(options.corpus_path, "spec.corpus_path")
 
     @property
     def configured(self) -> Mapping[str, str]:

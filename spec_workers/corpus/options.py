@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from rollout.engine.draft_corpus import check_name
 from rollout.errors import InvalidInputError
@@ -26,11 +25,8 @@ class CorpusOptions:
         max_external_bytes: bound on all external corpora together, loading ones included.
         max_external_tokens: bound on the tokens of all external corpora together.
 
-    Raises InvalidInputError, naming the option in its ``section``.
+    Raises InvalidInputError, naming the option.
     """
-
-    section: ClassVar[str] = "spec"
-    """The part of the configuration that holds the options."""
 
     corpus_bytes: int = 256 << 20
     corpus_path: str | None = None
@@ -40,10 +36,10 @@ class CorpusOptions:
 
     def __post_init__(self) -> None:
         for option in ("corpus_bytes", "max_external_bytes", "max_external_tokens"):
-            checked_int(getattr(self, option), f"{self.section}.{option}", minimum=1)
+            checked_int(getattr(self, option), f"spec.{option}", minimum=1)
         if self.corpus_path is not None:
-            checked_path(self.corpus_path, f"{self.section}.corpus_path")
-        field, files = f"{self.section}.external_corpora", self.external_corpora
+            checked_path(self.corpus_path, f"spec.corpus_path")
+        field, files = f"spec.external_corpora", self.external_corpora
         if not isinstance(files, Mapping | None):
             raise InvalidInputError(field, files, "must map names to JSONL files")
         for name, path in (files or {}).items():
@@ -65,5 +61,5 @@ class CorpusOptions:
             files["corpus_path"] = os.fspath(self.corpus_path)
         for option, path in files.items():
             if not Path(path).is_file():
-                field = f"{self.section}.{option}"
+                field = f"spec.{option}"
                 raise InvalidInputError(field, path, "there is no such file")

@@ -102,25 +102,6 @@ def test_chats(gateway: httpx.Client, server: Live) -> None:
     assert (text, reason) == (wanted[0]["message"]["content"], wanted[0]["finish_reason"])
 
 
-def test_completions(gateway: httpx.Client, server: Live) -> None:
-    body = {"model": "policy", "prompt": "one two", "max_tokens": 9, "seed": 3, "logprobs": 1}
-    with server.client() as direct:
-        wanted = sampled(post(direct, "/v1/completions", body))
-    assert sampled(post(gateway, "/v1/completions", body)) == wanted
-
-
-def test_generate(gateway: httpx.Client, server: Live) -> None:
-    """vllm-router leaves ``sampling_seed`` out of what it sends on: greedily here."""
-    sampling = {"max_new_tokens": 9, "temperature": 0, "no_stop_trim": True}
-    body = {"input_ids": [5, 6], "sampling_params": sampling, "return_logprob": True}
-    with server.client() as direct:
-        wanted = post(direct, "/generate", body)
-    found = post(gateway, "/generate", body)
-    assert found["output_ids"] == wanted["output_ids"]
-    logprobs = "output_token_logprobs"
-    assert found["meta_info"][logprobs] == wanted["meta_info"][logprobs]
-
-
 def test_token_ids(gateway: httpx.Client, server: Live) -> None:
     """The calls that begin a turn with the very ids of the last, where the gateway knows them."""
     chat = CHAT | {"model": "policy", "messages": [], "tokens": [5, 6]}

@@ -66,26 +66,17 @@ def test_zero_3_two_actors_two_engines_and_evaluation(task):
     assert "Evaluation completed" in run.log
 
 
-def test_an_engine_of_two_ranks_on_the_gpus_of_two_actors(task):
-    run = run_trainer(
-        task,
-        f"{FLOAT32} --ds.zero_stage 2 --actor.num_gpus_per_node 2 --vllm.tensor_parallel_size 2"
-        " --train.colocate_all --vllm.enable_sleep",
-        float32=True,
-    )
-    assert_follows_the_trainer(run, within=1e-6)
-
-
 def test_zero_2_in_bfloat16(task):
     """Two implementations in bfloat16 differ by its rounding, token by token."""
     assert_follows_the_trainer(run_trainer(task, "--ds.zero_stage 2"), within=0.03)
 
 
-def test_colocated_engines_sleep_and_agents_take_turns(task):
+def test_a_colocated_engine_of_two_ranks_sleeps_and_agents_take_turns(task):
+    """The ranks are on the GPUs of two actors."""
     run = run_trainer(
         task,
-        f"{FLOAT32} --ds.zero_stage 2 --train.colocate_all --vllm.enable_sleep"
-        f" --train.agent_func_path {task}/agent.py",
+        f"{FLOAT32} --ds.zero_stage 2 --actor.num_gpus_per_node 2 --vllm.tensor_parallel_size 2"
+        f" --train.colocate_all --vllm.enable_sleep --train.agent_func_path {task}/agent.py",
         float32=True,
     )
     assert_follows_the_trainer(run, within=1e-5)
