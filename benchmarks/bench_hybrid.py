@@ -138,7 +138,7 @@ def verify_rows(folder: Path, repeats: int) -> Iterator[Row]:
     trees = {1: only_roots(1), 8: draft_trees([PARENTS], tokens_N)}
     calls = {nodes: partial(worker.target.verify, batch, each) for nodes, each in trees.items()}
     seconds = in_turns(calls, repeats, warm=2)
-    worker.memory.drop_steps()
+    worker.memory.end_step()
     yield row("verify of 1 node", 1e3 * median(seconds[1]), "ms")
     yield row("verify of 8 nodes", 1e3 * median(seconds[8]), "ms")
     ratio = paired(seconds[8], seconds[1])

@@ -94,7 +94,7 @@ def replay(
     """
     engine = random_engine(
         folder, spec, spec_options=spec_options, max_running=active,
-        max_step_tokens=max(2048, active), chunk_len=2048, overlap="never", **overrides,
+        max_step_tokens=max(2048, active), chunk_len=2048, **overrides,
     )  # fmt: skip
     worker: Any = engine.worker
     recording = Recording(trace)

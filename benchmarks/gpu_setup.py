@@ -42,7 +42,7 @@ class Needed:
     purpose: str
 
 
-EVERYTHING, TESTS, CORPUS = "everything", "tests", "NGRAM: replay, overlap"
+EVERYTHING, TESTS, CORPUS = "everything", "tests", "NGRAM: replay"
 COMPILING = f"{CORPUS} (to compile it)"
 
 NEEDED = (

@@ -80,10 +80,6 @@ def stages(
             command=(*replay, "--spec", "ngram", *sized("--shape 8b", "--steps 1")),
         ),
         Stage(
-            name="overlap", seconds=180,
-            command=("benchmarks/bench_overlap.py", *sized("--shape 8b", "--batch 4")),
-        ),
-        Stage(
             name="sleep", seconds=120,
             command=("benchmarks/bench_sleep.py", *sized("--shape 8b", "")),
         ),

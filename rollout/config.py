@@ -101,16 +101,6 @@ class MemoryConfig:
         self.graph_rows = checked_int(self.graph_rows, "memory.graph_rows", minimum=1, maximum=4096)
 
 
-class Overlap(enum.StrEnum):
-    """Two-batch overlap: whether the host works for one half of the running requests while the
-    device computes the other. No member is named on or off, which YAML reads as booleans.
-    """
-
-    auto = "auto"  # on a GPU, while it is measured to be faster
-    always = "always"
-    never = "never"
-
-
 @dataclass(kw_only=True, slots=True)
 class SchedulerConfig:
     """Limits of a step and of the requests in it. Defaults suit the device: see `StepLimits`."""
@@ -120,10 +110,8 @@ class SchedulerConfig:
     # least max_running.
     max_step_tokens: int | None = None
     chunk_len: int | None = None  # longest prefill chunk of one request in one step
-    overlap: Overlap = Overlap.auto
 
     def __post_init__(self) -> None:
-        self.overlap = checked_member(self.overlap, "scheduler.overlap", Overlap)
         _check_counts(self, "scheduler", max_running=1, max_step_tokens=1, chunk_len=1)
         running, tokens = self.max_running, self.max_step_tokens
         if running is not None and tokens is not None and tokens < running:

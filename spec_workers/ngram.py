@@ -31,8 +31,6 @@ class NgramWorker(SpecWorker):
     drafting does not pay: each token once. The corpus outlives weight updates; it is told of them.
     """
 
-    supports_overlap = True
-
     def __init__(
         self,
         target: TargetWorker,

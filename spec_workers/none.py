@@ -11,8 +11,6 @@ from spec_workers.target import TargetWorker
 class PlainWorker(SpecWorker):
     """Proposes nothing: each step emits one token per request."""
 
-    supports_overlap = True
-
 
 def build(config: EngineConfig, progress: Progress | None = None) -> PlainWorker:
     """A worker without drafts. It has no options."""

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.engine.draft_corpus import DraftCorpus
-from rollout.engine.worker import FinishStep
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.ops import gpu
 from rollout.runner.model_runner import Forwarded
@@ -32,7 +31,7 @@ from spec_workers.features.feature_recorder import FeatureRecorder
 from spec_workers.rank_agreement import agreed_times, check_drafts, check_results
 from spec_workers.step.learning import StepLearning
 from spec_workers.step.observation import Observation
-from spec_workers.step.timer import SteadyPhases, StepTimers
+from spec_workers.step.timer import SteadyPhases, StepTimer
 from spec_workers.target import TargetWorker
 
 
@@ -41,10 +40,6 @@ class SpecWorker:
 
     No speculation is an empty draft: there is no other path through a step.
     """
-
-    supports_overlap = False
-    """Whether `propose` may be asked about other requests before it is told, by `observe`, what
-    came of its last drafts. The features of a forward are gone by then."""
 
     def __init__(
         self,
@@ -72,22 +67,9 @@ class SpecWorker:
         self.recorder: FeatureRecorder | None = None
         self._calibration_seconds = calibration_seconds
         self.drafting_is_steady = True  # the timing of the last step's drafts
-        self._timers = StepTimers(self.model_device)
         # Ranks learn at once: between their steps one may be asked what it learned, others not.
         is_deferred = gpu.runs_on(self.model_device) and target.ranks.all.size == 1
         self._learning = StepLearning(self.budget, is_deferred=is_deferred)
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether two-batch overlap is possible: not with features or routes, which are read when a
-        forward is finished, nor with ranks that wait for each other."""
-        return (
-            self.supports_overlap
-            and self.recorder is None
-            and self.memory.routes is None
-            and not self.lockstep
-            and self.ranks.all.size == 1
-        )
 
     @property
     def max_draft_tokens(self) -> int:
@@ -99,15 +81,14 @@ class SpecWorker:
         """The corpus it drafts from and learns into; None for a worker without one."""
         return None
 
-    def begin_step(self, batch: Batch) -> FinishStep:
-        """Propose, verify and sample. Nothing waits for a device.
+    def step(self, batch: Batch) -> StepResult:
+        """Propose, verify, sample, accept, commit and observe.
 
-        Finished, it accepts, commits and observes: for each sampling entry it emits between one
-        token and its longest path + 1. A request whose logits are no distribution ends alone, with
-        FinishReason.ERROR.
+        Each sampling entry emits between one token and its longest path + 1. A request whose logits
+        are no distribution ends alone, with FinishReason.ERROR.
         """
         with gpu.on(self.model_device):
-            timer = self._timers.begin()
+            timer = StepTimer(self.model_device)
             with timer.drafting():
                 selected = self._draft(batch)
             with timer.forward():
@@ -116,31 +97,22 @@ class SpecWorker:
                 samples = self.target.sample(batch, selected.trees, forwarded.logits_RV)
             with timer.booking():
                 self._learning.catch_up()  # while a GPU computes
-        # Nobody reads logits again: their memory is the next step's.
-        forwarded = replace(forwarded, logits_RV=forwarded.logits_RV.new_empty(0))
-        steady = self._steady_phases()
-
-        def finish() -> StepResult:
-            with gpu.on(self.model_device):
-                with timer.waiting():
-                    read = samples.read()
-                with timer.booking():
-                    results = self._accept(batch, read)
-                    self.target.commit(batch, results)
-                    step = self._observation(batch, selected, forwarded, results)
-                with timer.drafting():
-                    self.observe(step)
-            times = timer.end()
-            times.draft += self._learning.expected_ms(selected)
-            times = agreed_times(self.ranks.tensor, times)
-            self._learning.observe(batch, selected, results, times, steady)
-            return self._result(batch, selected, results, times)
-
-        return finish
-
-    def step(self, batch: Batch) -> StepResult:
-        """A whole step."""
-        return self.begin_step(batch)()
+            # Nobody reads logits again: their memory is free for what a draft network computes.
+            forwarded = replace(forwarded, logits_RV=forwarded.logits_RV.new_empty(0))
+            steady = self._steady_phases()
+            with timer.waiting():
+                read = samples.read()
+            with timer.booking():
+                results = self._accept(batch, read)
+                self.target.commit(batch, results)
+                step = self._observation(batch, selected, forwarded, results)
+            with timer.drafting():
+                self.observe(step)
+        times = timer.end()
+        times.draft += self._learning.expected_ms(selected)
+        times = agreed_times(self.ranks.tensor, times)
+        self._learning.observe(batch, selected, results, times, steady)
+        return self._result(batch, selected, results, times)
 
     def check_idle(self) -> None:
         """Run a step of no requests, as a rank does while others in lockstep with it have some.
@@ -163,7 +135,7 @@ class SpecWorker:
         return selected
 
     def _steady_phases(self) -> SteadyPhases:
-        """Whether the phases of the step launched last were steady-state, with nothing compiled or
+        """Whether the phases of the last step were steady-state, with nothing compiled or
         captured."""
         graphs = self.target.graphs
         return SteadyPhases(
@@ -280,6 +252,7 @@ class SpecWorker:
         versions = self.weights.versions.items()
         counters = self.target.counters()
         counters |= {f"weights/{part}": version for part, version in versions}
+        counters |= {f"weights/{name}": count for name, count in self.weights.num_tensors.items()}
         if self.recorder is not None:
             recorded = self.recorder.counters()
             counters |= {f"features/{name}": value for name, value in recorded.items()}

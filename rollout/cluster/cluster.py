@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rollout.cluster.config import ClusterConfig
-from rollout.cluster.corpora import ClusterCorpora
+from rollout.cluster.corpora import ClusterCorpora, merged
 from rollout.cluster.corpus_exchange import CorpusExchange
 from rollout.cluster.lifecycle import ClusterLifecycle
 from rollout.cluster.messages import InFlightRequest, ReplicaFacts, Report
@@ -143,7 +143,6 @@ class RolloutCluster:
         self._dispatch()
         self.replicas.poll(0.0 if self._ended else WAIT_SECONDS)
         self._dispatch()
-        self.corpora.poll()
         if self.corpus_exchange is not None:
             self.corpus_exchange.poll()
         return self.take_ended()
@@ -250,7 +249,7 @@ class RolloutCluster:
             waiting=self._router.num_waiting,
             unavailable_reason=self.unavailable_reason,
             weight_versions=self.weight_versions,
-            corpora=self.corpora.known({name: each.corpora for name, each in known.items()}),
+            corpora=merged({name: each.corpora for name, each in known.items()}),
         )
 
     # Weights

@@ -78,9 +78,7 @@ class Corpora:
                 tokens, since drafts continue running text.
             token_chunks: token ids, a sequence per document.
             file_path: JSONL, per line a JSON string or an object with ``text``.
-            publish: ``when_ready``, or ``on_request``: by `publish_external_corpus` alone. Engines
-                that are to draft alike (ranks in lockstep, replicas) load on request, and publish
-                once it is ready on all of them.
+            publish: ``when_ready``, or ``on_request``: by `publish_external_corpus` alone.
             wait: return when it is published, or ready where that is on request, and raise
                 InvalidInputError if it could not be loaded, its name being free again. Else
                 `external_corpora` says how far it is.
@@ -211,20 +209,10 @@ class Corpora:
         Trouble with the file beside it is logged and left at that.
         """
         corpus, path = self._corpus(), checked_path(path, "path")
-        self._steps.drain()
         file = learned_file(path)
         learned = _whole_learned(file)
         corpus.load(path)
         self._restore_learned(learned, file)
-
-    def take_configured_corpora(self) -> dict[str, str]:
-        """JSONL files by name of configured corpora that do not load yet: the caller adds them."""
-        corpus = self._worker.draft_corpus
-        taken = (
-            {} if corpus is None else {name: corpus.configured[name] for name in self._unstarted}
-        )
-        self._unstarted.clear()
-        return taken
 
     def load_configured_corpora(self) -> None:
         """Begin to load the corpora of ``spec.external_corpora``; does nothing the second time.

@@ -31,7 +31,7 @@ from rollout.errors import EngineStateError, InvalidInputError
 from rollout.models.checkpoint import Progress
 from rollout.parallel import RankGroup
 from rollout.parallel.rank_group import check_alike
-from rollout.scheduler import LengthForecast, Scheduler, TwoBatchOverlap
+from rollout.scheduler import LengthForecast, Scheduler
 from rollout.scheduler.step_limits import StepLimits
 from rollout.types import MemoryTag, Prompt, Request, Rollout, SamplingParams
 from rollout.validation import checked_int, checked_path
@@ -74,11 +74,8 @@ class RolloutEngine:
             self.scheduler.check_fits,
             records_routes=self.records_routes,
         )
-        overlap = TwoBatchOverlap(
-            config.scheduler.overlap, hides=worker.model_device.type == "cuda"
-        )
         self.steps = StepRunner(
-            worker, self.scheduler, self.requests, overlap, self.calls, EmptyOutputs(self.encoder)
+            worker, self.scheduler, self.requests, self.calls, EmptyOutputs(self.encoder)
         )
         self.weights = WeightUpdates(worker, self.steps)
         self.lifecycle = Lifecycle(worker, self.steps, self.weights.handles)
@@ -236,8 +233,7 @@ class RolloutEngine:
 
         Which of them end first depends on drafts and on what else runs. Those of a `stream` go to
         that stream, which has an order of its own. A step that raises can be run again. While
-        generation is paused nothing runs. With two-batch overlap (``scheduler.overlap``), a step of
-        one half of the requests is in flight when this returns.
+        generation is paused nothing runs.
 
         With nothing unfinished only a worker in lockstep runs: other ranks wait in its forwards.
         Whoever drives the ranks steps each of them as often, while `any_rank_has_unfinished`, and
@@ -426,7 +422,6 @@ class RolloutEngine:
     publish_external_corpus = _call("corpora", Corpora.publish_external_corpus)
     external_corpora = _call("corpora", Corpora.external_corpora)
     wait_for_external_corpora = _call("corpora", Corpora.wait_for_external_corpora)
-    take_configured_corpora = _call("corpora", Corpora.take_configured_corpora)
     share_corpus = _call("corpora", Corpora.share_corpus)
     take_corpus_delta = _call("corpora", Corpora.take_corpus_delta)
     learn_corpus_deltas = _call("corpora", Corpora.learn_corpus_deltas)

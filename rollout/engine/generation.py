@@ -188,7 +188,6 @@ class Generation:
         Where this rank's call is refused, others in lockstep with it are served all the same.
         """
         self._lifecycle.require_running()
-        self._steps.drain()
         try:
             request, output = self._scored(
                 prompt_ids, output_ids, SamplingParams() if params is None else params

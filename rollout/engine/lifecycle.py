@@ -35,7 +35,6 @@ class Lifecycle:
         Requests can be submitted meanwhile; they wait.
         """
         mode = checked_member(mode, "mode", PauseMode)
-        self._steps.drain()
         if mode is PauseMode.ABORT:
             self._steps.abort_all()
         elif mode is PauseMode.RETRACT:
@@ -72,7 +71,6 @@ class Lifecycle:
         keep_weights = checked_flag(keep_weights, "keep_weights")
         memory_saver = self._worker.memory_saver
         memory_saver.require_held(wanted)
-        self._steps.drain()
         if MemoryTag.KV_CACHE in wanted:
             self._steps.drop_kv(retract=True, abort=False)
         self._handles.release()

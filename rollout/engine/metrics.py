@@ -117,14 +117,10 @@ class MetricsRecorder:
         result: StepResult,
         step: StepMetrics,
         ended: list[Rollout],
-        *,
-        overlapped: bool = False,
     ) -> None:
         """Add one step; ``step`` comes with what only the engine knows filled in.
 
-        Args:
-            ended: the rollouts handed out with it.
-            overlapped: with another step, whose device time hid some of this one's.
+        ``ended``: the rollouts handed out with it.
         """
         times = result.times
         step.step = batch.step
@@ -139,7 +135,7 @@ class MetricsRecorder:
         step.schedule_ms, step.draft_ms = times.schedule, times.draft
         step.forward_ms, step.sample_ms, step.total_ms = times.forward, times.sample, times.total
         step.weight_version = result.weight_version
-        decodes_alone = batch.num_run_tokens == step.sampling and not overlapped
+        decodes_alone = batch.num_run_tokens == step.sampling
         if result.forecast is not None:
             self._book_gain(step, result.forecast, decodes_alone=decodes_alone)
         self._accumulate(step)

@@ -1,4 +1,4 @@
-"""Runs the engine's steps: schedule, run, commit. At most two are under way at once."""
+"""Runs the engine's steps: schedule, run, commit."""
 
 from __future__ import annotations
 
@@ -6,27 +6,16 @@ import time
 from collections import deque
 from collections.abc import Collection
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
+from rollout.engine.accept_lengths import AcceptLengths
 from rollout.engine.call_guard import CallGuard
 from rollout.engine.empty_outputs import EmptyOutputs
 from rollout.engine.metrics import MetricsRecorder, StepMetrics
 from rollout.engine.requests import RequestFactory
-from rollout.engine.worker import FinishStep, Worker
+from rollout.engine.worker import Worker
 from rollout.errors import OutOfMemoryError
-from rollout.scheduler import Scheduler, TwoBatchOverlap
+from rollout.scheduler import Scheduler
 from rollout.types import Batch, Request, Rollout, StepResult
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _UnderWay:
-    """A step that was begun and is not finished."""
-
-    batch: Batch
-    finish: FinishStep
-    running: int  # requests when it was scheduled
-    halved: bool  # two-batch overlap: it has half of them
-    schedule_ms: float
 
 
 class StepRunner:
@@ -41,46 +30,25 @@ class StepRunner:
         worker: Worker,
         scheduler: Scheduler,
         requests: RequestFactory,
-        overlap: TwoBatchOverlap,
         guard: CallGuard,
         empty_outputs: EmptyOutputs,
     ) -> None:
         self.scheduler = scheduler
         self.metrics = MetricsRecorder(worker.memory.slots.num_slots)
+        self.accept_lengths = AcceptLengths(worker.weights.parts)
         self.guard = guard
         self.worker = worker
         self._requests = requests
-        self._overlap = overlap
         self._empty_outputs = empty_outputs
-        self._under_way: deque[_UnderWay] = deque()  # two at most, the oldest first
         self._cache_hits = 0  # of the memory's life, before this step
         self._ended: list[Rollout] = []  # that no stream has claimed
         self._claimed: dict[int, deque[Rollout]] = {}  # request id -> inbox of the stream it is of
 
     def run(self) -> None:
-        """Begin what can begin, and finish the step that was begun first."""
-        started = time.perf_counter()
-        halved = self.worker.overlaps and self._overlap.wants(self.scheduler.num_running)
+        """Run one step. One that raises can be run again."""
         self.guard.begin_step()
         try:
-            while len(self._under_way) < 1 + halved and self._begin(halved):
-                pass
-            self._finish(started)
-        except BaseException:
-            self._under_way.clear()  # they can be run again, as the one that failed
-            raise
-        finally:
-            self.guard.end_step()
-
-    def drain(self) -> None:
-        """Finish the steps in flight, before the engine's state is changed."""
-        self.guard.begin_step()
-        try:
-            while self._under_way:
-                self._finish(time.perf_counter(), drains=True)
-        except BaseException:
-            self._under_way.clear()
-            raise
+            self._run()
         finally:
             self.guard.end_step()
 
@@ -118,7 +86,6 @@ class StepRunner:
         """End a request with what it has. Unknown or ended ids do nothing."""
         if not self.scheduler.has(request_id):
             return
-        self.drain()
         with self.guard.uninterrupted():
             request = self.scheduler.abort(request_id)
             if request is not None:
@@ -126,7 +93,6 @@ class StepRunner:
 
     def abort_all(self) -> None:
         """End every request with what it has."""
-        self.drain()
         with self.guard.uninterrupted():
             self._hand_out([self._end(request) for request in self.scheduler.abort_all()])
 
@@ -138,7 +104,6 @@ class StepRunner:
             while request_ids:
                 request_id = request_ids.pop()
                 self._claimed.pop(request_id, None)
-                self._under_way.clear()  # not finished: a step that raises must keep nothing here
                 request = self.scheduler.abort(request_id)
                 if request is not None:
                     self.worker.release(request)
@@ -153,7 +118,6 @@ class StepRunner:
 
         Running ones may, unless they are retracted or aborted.
         """
-        self.drain()
         if abort:
             self.abort_all()
         with self.guard.uninterrupted():
@@ -163,47 +127,25 @@ class StepRunner:
 
     # One step
 
-    def _begin(self, halved: bool) -> bool:
-        """Launch a step. False if nothing can run before a step in flight has ended."""
+    def _run(self) -> None:
         started = time.perf_counter()
-        batch = self.scheduler.schedule([step.batch for step in self._under_way], halved=halved)
-        if self._under_way and not batch.entries:
-            return False
+        batch = self.scheduler.schedule()
         scheduled = time.perf_counter()
         with self.all_or_none():
-            finish = self.worker.begin_step(batch)
-        self._under_way.append(
-            _UnderWay(
-                batch=batch,
-                finish=finish,
-                running=self.scheduler.num_running,
-                halved=halved,
-                schedule_ms=(scheduled - started) * 1e3,
-            )
-        )
-        return True
-
-    def _finish(self, started: float, *, drains: bool = False) -> None:
-        """Finish the oldest step in flight. ``started``: the ``perf_counter`` when the host turned
-        to it. ``drains``: no other step follows, so its time is that of the wait alone."""
-        step = self._under_way.popleft()
-        with self.all_or_none():
-            result = step.finish()
+            result = self.worker.step(batch)
         stepped = time.perf_counter()
-        finished = self.scheduler.commit(step.batch, result)
-        _note_first_tokens(step.batch)
+        finished = self.scheduler.commit(batch, result)
+        _note_first_tokens(batch)
         ended = [self._end(request) for request in finished]
         self._hand_out(ended)
         if ended:
             unfinished = self.scheduler.num_running + self.scheduler.num_waiting
             self._empty_outputs.check(min(unfinished, self.scheduler.limits.max_running))
         now = time.perf_counter()
-        result.times.schedule = step.schedule_ms + (now - stepped) * 1e3
+        result.times.schedule = (scheduled - started + now - stepped) * 1e3
         result.times.total = (now - started) * 1e3
-        self._record(step, result, ended)
-        last = self.metrics.last
-        if not drains and step.batch.num_run_tokens == last.sampling > 0:
-            self._overlap.observe(step.running, step.halved, last.generated_tokens, result.times)
+        self._record(batch, result, ended)
+        self.accept_lengths.observe(batch, result)
 
     def _end(self, request: Request) -> Rollout:
         self.worker.release(request)
@@ -216,7 +158,7 @@ class StepRunner:
             inbox = self._claimed.pop(rollout.request_id, None)
             (self._ended if inbox is None else inbox).append(rollout)
 
-    def _record(self, step: _UnderWay, result: StepResult, ended: list[Rollout]) -> None:
+    def _record(self, batch: Batch, result: StepResult, ended: list[Rollout]) -> None:
         usage, hits = self.worker.memory.usage, self.worker.memory.counters.hit
         metrics = StepMetrics(
             running=self.scheduler.num_running,
@@ -226,7 +168,7 @@ class StepRunner:
             cached_tokens=hits - self._cache_hits,
         )
         self._cache_hits = hits
-        self.metrics.record(step.batch, result, metrics, ended, overlapped=step.halved)
+        self.metrics.record(batch, result, metrics, ended)
 
 
 def _note_first_tokens(batch: Batch) -> None:

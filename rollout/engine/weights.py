@@ -65,7 +65,6 @@ class WeightUpdates:
         for name, spec in (manifest or {}).items():
             if not isinstance(spec, TensorSpec):
                 raise InvalidInputError(f"manifest[{name!r}]", spec, "must be a TensorSpec")
-        self._steps.drain()
         with self._worker.weights.broadcast_failures():
             self._worker.weights.begin(UpdateOptions.of(options), manifest)
 
@@ -79,7 +78,6 @@ class WeightUpdates:
         their KV recomputed; with ``flush_cache=False`` they keep it. Where only drafts have new
         weights, everything of the target's is kept.
         """
-        self._steps.drain()
         weights = self._worker.weights
         if weight_version is not None:
             weights.renumber(checked_int(weight_version, "weight_version", minimum=0))
@@ -317,7 +315,6 @@ class WeightUpdates:
         self, named_tensors: NamedTensors, options: dict[str, Any], *, direct: bool = False
     ) -> None:
         """One whole update, or a part of the one that is under way."""
-        self._steps.drain()
         weights = self._worker.weights
         if weights.is_under_way:
             if options:

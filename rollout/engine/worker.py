@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -16,7 +16,6 @@ from rollout.scheduler.step_limits import StepLimits
 from rollout.types import Batch, Request, StepResult, TokenExtras
 from rollout.weights.transaction import WeightTransaction
 
-FinishStep = Callable[[], StepResult]
 """Waits for the tokens of a step, commits accepted ones' KV into ``memory.req_to_token`` and
 observes. Called once; a step that nobody finishes leaves nothing behind but reserved slots."""
 
@@ -100,13 +99,8 @@ class Worker(Protocol):
         """
         ...
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether a step may begin before the one before it, of other requests, is finished."""
-        ...
-
-    def begin_step(self, batch: Batch) -> FinishStep:
-        """Launch all of a step, which runs from here on by itself where there is a device."""
+    def step(self, batch: Batch) -> StepResult:
+        """Run a whole step."""
         ...
 
     def release(self, request: Request) -> None:

@@ -1,7 +1,7 @@
 """Ownership of KV slots: free slots, rows and the prefix cache, under one set of rules.
 
 Every slot has exactly one owner: the free stack; nobody, for the null slot; a node of the prefix
-cache; a running request; or the draft nodes of a step in flight. A running request's row, by
+cache; a running request; or the draft nodes of a step. A running request's row, by
 position:
 
     [0, shared_len)              owned by the prefix cache, locked at the row's node
@@ -16,7 +16,7 @@ Where the target has recurrent layers, or layers with a window that have a pool 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain
@@ -100,7 +100,7 @@ class KVCacheManager:
         self.row_versions = np.zeros(max_rows, dtype=np.int64)
         self._rows: dict[int, _Row] = {}
         self._allocated = [0] * max_rows  # allocated_len of each row held
-        self._draft_slots: dict[int, NDArray[np.int32]] = {}  # reserved, by step
+        self._draft_slots = np.empty(0, dtype=np.int32)  # reserved by a step
         self._accepted = np.zeros(num_slots + 1, dtype=bool)  # reserved ones now in req_to_token
 
     @property
@@ -200,19 +200,14 @@ class KVCacheManager:
             self._allocated[row] += 1
         return True
 
-    @property
-    def num_reserved(self) -> int:
-        """Slots reserved for draft nodes of steps in flight."""
-        return sum(len(slots) for slots in self._draft_slots.values())
-
-    def reserve_drafts(self, counts: Sequence[int], step: int = 0) -> list[np.ndarray]:
+    def reserve_drafts(self, counts: Sequence[int]) -> list[np.ndarray]:
         """Reserve slots for the draft nodes of a step: int32[counts[i]] for each i.
 
         Evicts if needed; callers must not ask for more than ``obtainable``. Slots stay reserved
-        until end_step() of the same ``step``, a number that no other step in flight has.
+        until end_step().
         """
-        assert step not in self._draft_slots, f"drafts of step {step} are still reserved"
-        slots = self._draft_slots[step] = self._allocate(sum(counts))
+        assert not self._draft_slots.size, "drafts of an earlier step are still reserved"
+        slots = self._draft_slots = self._allocate(sum(counts))
         if not slots.size:
             return [slots] * len(counts)
         ends = accumulate(counts)
@@ -249,13 +244,13 @@ class KVCacheManager:
         self.layer_slots.advance(row, computed_len, self._rows[row].shared_len)
 
     def reserve_states(
-        self, runs: Sequence[StateRun], counts: Sequence[int], step: int = 0
+        self, runs: Sequence[StateRun], counts: Sequence[int]
     ) -> Sequence[ScheduledStates | None]:
         """Reserve state slots for each run of a step and for counts[i] draft nodes of run i.
 
         They stay reserved until end_step(). A list of None if the target has no recurrent layers.
         """
-        return self.layer_slots.reserve(runs, counts, step)
+        return self.layer_slots.reserve(runs, counts)
 
     def commit(self, entries: Sequence[Scheduled], paths: Sequence[Sequence[int]]) -> None:
         """Advance KV and state of each entry along its accepted path (tree nodes, in order).
@@ -302,24 +297,19 @@ class KVCacheManager:
         self.req_to_token.table.reshape(-1)[indices_A] = accepted_slots
         self._accepted[accepted_slots] = True
 
-    def end_step(self, step: int = 0, *, booked: bool = False) -> None:
+    def end_step(self, *, booked: bool = False) -> None:
         """Free the step's reserved slots that commit() did not accept. May be called again.
 
         ``booked``: requests continue from the committed states. Otherwise the step will run again,
         and they keep the states it began with.
         """
-        slots = self._draft_slots.pop(step, None)
-        if slots is not None and slots.size:
-            accepted = self._accepted.take(slots)
+        slots = self._draft_slots
+        if slots.size:
+            unaccepted = self._unaccepted()
+            self._draft_slots = slots[:0]
             self._accepted[slots] = False
-            self._free(slots[~accepted])
-        self.layer_slots.end_step(step, booked)
-
-    def drop_steps(self, but: Collection[int] = ()) -> None:
-        """End every step that did not end, as one to run again, except the steps in ``but``."""
-        reserved = self._draft_slots.keys() | self.layer_slots.reserved_steps
-        for step in reserved.difference(but):
-            self.end_step(step)
+            self._free(unaccepted)
+        self.layer_slots.end_step(booked)
 
     def share(self, row: int, tokens: Sequence[int]) -> None:
         """Let other requests use the KV of the row's first ``tokens``, all of them computed.
@@ -376,19 +366,18 @@ class KVCacheManager:
         )
         ends = {row: self._allocated[row] for row in self._rows}
         self.layer_slots.check_integrity(
-            KVOwners(ends=ends, drafts=list(self._unaccepted()), cached=cached, in_use=in_use)
+            KVOwners(ends=ends, drafts=self._unaccepted(), cached=cached, in_use=in_use)
         )
 
     def _held_slots(self) -> Iterator[np.ndarray]:
         yield from self.prefix_cache.held_slots()
         for row, state in self._rows.items():
             yield self.req_to_token.table[row, state.shared_len : self._allocated[row]]
-        yield from self._unaccepted()
+        yield self._unaccepted()
 
-    def _unaccepted(self) -> Iterator[np.ndarray]:
+    def _unaccepted(self) -> NDArray[np.int32]:
         """Slots of draft nodes that are no row's."""
-        for slots in self._draft_slots.values():
-            yield slots[~self._accepted[slots]]
+        return self._draft_slots[~self._accepted[self._draft_slots]]
 
     def _allocate(self, count: int) -> np.ndarray:
         missing = count - self.slots.available

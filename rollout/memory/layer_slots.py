@@ -33,7 +33,7 @@ class KVOwners:
     """The KV slots in use, by owner."""
 
     ends: Mapping[int, int]  # positions up to which running requests have some, by row
-    drafts: Sequence[NDArray[np.int32]]  # of draft nodes, without accepted ones
+    drafts: NDArray[np.int32]  # of draft nodes, without accepted ones
     cached: NDArray[np.int32]  # of the prefix cache
     in_use: NDArray[np.int32]  # of all owners
 
@@ -119,21 +119,16 @@ class LayerSlots:
         return []
 
     def reserve(
-        self, runs: Sequence[StateRun], counts: Sequence[int], step: int
+        self, runs: Sequence[StateRun], counts: Sequence[int]
     ) -> Sequence[ScheduledStates | None]:
         """Slots for each run of a step and counts[i] draft nodes of run i, until `end_step`."""
         return [None] * len(runs)
-
-    @property
-    def reserved_steps(self) -> set[int]:
-        """Numbers of the steps that hold reserved slots."""
-        return set()
 
     def commit(self, entries: Sequence[Scheduled], paths: Sequence[Sequence[int]]) -> None:
         """Each entry's tree nodes ``paths`` were accepted. It takes effect when `end_step` books
         the step."""
 
-    def end_step(self, step: int, booked: bool) -> None:
+    def end_step(self, booked: bool) -> None:
         """Free what the step reserved and, if it is ``booked``, did not commit."""
 
     def counters(self) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Ownership of the slots of recurrent states.
 
 A state slot holds one state of all recurrent layers and has exactly one owner: the free stack;
-nobody, for the null slot; a running request, for its committed state; a step in flight that
+nobody, for the null slot; a running request, for its committed state; a step that
 reserved it; a running request, for a checkpoint of the step just booked; or the prefix cache's
 checkpoints. A request that begins with a checkpoint pins it and owns nothing until its first
 commit.
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,7 +71,7 @@ class StateSlots(LayerSlots):
         self.checkpoints = StateCheckpoints(self.slots, num_kv_slots)
         self.evicted = 0  # checkpoints evicted without their tokens, over the memory's life
         self._rows: dict[int, _Row] = {}
-        self._reserved: dict[int, dict[int, ScheduledStates]] = {}  # by step, then by row
+        self._reserved: dict[int, ScheduledStates] = {}  # by a step, by row
         self._committed: dict[int, tuple[int, int]] = {}  # row -> (length, slot), for end_step
 
     @property
@@ -80,19 +79,13 @@ class StateSlots(LayerSlots):
         """Slots that are free or evictable, so that no running request has to give any."""
         return self.slots.available + self.checkpoints.evictable
 
-    @property
-    def reserved_steps(self) -> set[int]:
-        return set(self._reserved)
-
     def usable_len(self, kv_slots: NDArray[np.int32]) -> int:
         """A cached prefix is usable up to the last token whose state was stored."""
         return self.checkpoints.deepest(kv_slots)
 
     @property
     def fits_another(self) -> bool:
-        if len(self._rows) >= self.slots.num_slots // SLOTS_PER_ROW:
-            return False
-        return not self._reserved or self._spare >= 0
+        return len(self._rows) < self.slots.num_slots // SLOTS_PER_ROW
 
     def node_room(self, num_runs: int) -> int:
         """Slots that draft nodes may take in a step of ``num_runs`` runs."""
@@ -107,9 +100,8 @@ class StateSlots(LayerSlots):
         A step of some of the requests may use them for nodes and checkpoints.
         """
         max_requests = min(len(self._rows) + 1, self.slots.num_slots // SLOTS_PER_ROW)
-        reserved = sum(len(of_step) for of_step in self._reserved.values())
         owned = sum(row.owns_state for row in self._rows.values())
-        return self.obtainable - (SLOTS_PER_ROW * max_requests - owned - reserved)
+        return self.obtainable - (SLOTS_PER_ROW * max_requests - owned - len(self._reserved))
 
     def open(self, row: int, prefix: NDArray[np.int32], length: int) -> None:
         """Register a request that begins with the checkpoint after its prefix, if it has one."""
@@ -132,14 +124,12 @@ class StateSlots(LayerSlots):
             lengths.add(prompt_len - 1)
         return sorted(lengths)
 
-    def reserve(
-        self, runs: Sequence[StateRun], counts: Sequence[int], step: int
-    ) -> list[ScheduledStates]:
+    def reserve(self, runs: Sequence[StateRun], counts: Sequence[int]) -> list[ScheduledStates]:
         """Callers must not ask for more nodes than `node_room` in all. Checkpoints get what is
         left, the deepest of each run first."""
-        assert step not in self._reserved, f"states of step {step} are still reserved"
+        assert not self._reserved, "states of an earlier step are still reserved"
         is_alone = len(runs) == len(self._rows)
-        reserved = self._reserved[step] = {}
+        reserved = self._reserved
         run_ends = self._allocate(len(runs)).tolist()
         nodes = self._allocate(sum(counts))
         begin = 0
@@ -175,10 +165,11 @@ class StateSlots(LayerSlots):
             slot = int(states.nodes[path[-1] - 1]) if path else states.run_end
             self._committed[entry.request.row] = (entry.end + len(path), slot)
 
-    def end_step(self, step: int, booked: bool) -> None:
+    def end_step(self, booked: bool) -> None:
         """Free the step's reserved slots, except committed states and checkpoints if ``booked``."""
         free: list[np.ndarray] = []
-        for index, states in self._reserved.pop(step, {}).items():
+        reserved, self._reserved = self._reserved, {}
+        for index, states in reserved.items():
             in_use: set[int] = set()
             committed = self._committed.pop(index, None)
             if booked:
@@ -235,7 +226,7 @@ class StateSlots(LayerSlots):
         yield self.checkpoints.held_slots()
         for row in self._rows.values():
             yield np.array(row.owned, dtype=np.int32)
-        for states in chain.from_iterable(each.values() for each in self._reserved.values()):
+        for states in self._reserved.values():
             inside = {states.run_end, *states.checkpoints.values()}
             yield np.array([*inside, *states.nodes.tolist()], dtype=np.int32)
 

@@ -199,7 +199,7 @@ class WindowSlots(LayerSlots):
 
         require(self._rows.keys() == kv.ends.keys(), "the rows are others")
         held = [self._table[row, self._rows[row].first : end] for row, end in kv.ends.items()]
-        every = np.concatenate([np.empty(0, dtype=np.int32), *held, *kv.drafts])
+        every = np.concatenate([np.empty(0, dtype=np.int32), *held, kv.drafts])
         holds = np.bincount(every, minlength=len(self._holds))
         require(np.array_equal(holds, self._holds), "holds are counted wrongly")
         has = self.slot_of != NULL_SLOT

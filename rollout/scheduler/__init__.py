@@ -2,6 +2,5 @@
 
 from rollout.scheduler.length_forecast import LengthForecast
 from rollout.scheduler.scheduler import Scheduler
-from rollout.scheduler.two_batch_overlap import TwoBatchOverlap
 
-__all__ = ["LengthForecast", "Scheduler", "TwoBatchOverlap"]
+__all__ = ["LengthForecast", "Scheduler"]

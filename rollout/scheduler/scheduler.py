@@ -113,52 +113,39 @@ class Scheduler:
         self._prompts[request.request_id] = _int32(request.tokens[: request.prompt_len]).tobytes()
         self._waiting.push(self._queued_request(request, first=True))
 
-    def schedule(self, in_flight: Sequence[Batch] = (), *, halved: bool = False) -> Batch:
+    def schedule(self) -> Batch:
         """The next step: decodes, then prefill chunks, then admissions, then draft slots.
 
-        The batch is empty if nothing is unfinished, or if nothing can run before a batch in flight
-        has ended.
-
-        Args:
-            in_flight: batches that will still be committed. Their requests are skipped. Any other
-                uncommitted batch counts as failed, and its runs are scheduled again.
-            halved: leave half of the running requests for the next batch: the youngest of those
-                not in flight. Halves therefore keep their members, and samples of one prompt,
-                which are admitted together, run together.
+        The batch is empty if nothing is unfinished. A batch before it that was not committed counts
+        as failed, and its runs are scheduled again.
         """
-        self.memory.drop_steps(but={batch.step for batch in in_flight})
-        busy = {entry.request: entry.run_len for batch in in_flight for entry in batch.entries}
-        idle = self._running
-        if busy:
-            idle = [request for request in idle if request not in busy]
-        if halved:
-            idle = idle[: (len(self._running) + 1) // 2]
-        runs: dict[Request, int] = {}  # in batch order
-        decodes = [each for each in idle if len(each.tokens) == each.computed_len + 1]
+        self.memory.end_step()
+        runs: Runs = {}  # in batch order
+        decodes = [each for each in self._running if len(each.tokens) == each.computed_len + 1]
         prefills = []
-        if len(decodes) < len(idle):
-            prefills = [request for request in idle if request.extend_len > 1]
+        if len(decodes) < len(self._running):
+            prefills = [request for request in self._running if request.extend_len > 1]
         rows = [request.row for request in decodes]
         if self.memory.extend_by_one(rows, [request.computed_len for request in decodes]):
             runs = dict.fromkeys(decodes, 1)
         else:
             prefills = decodes + prefills
         for request in prefills:
-            self._run(request, runs, busy)
-        self._admit(runs, busy)
-        assert runs or busy or not self.has_unfinished, "unfinished requests, and none can run"
+            self._run(request, runs)
+        self._admit(runs)
+        assert runs or not self.has_unfinished, "unfinished requests, and none can run"
         self._step += 1
         tail = None
         if not self._waiting:
             tail = Tail(replaced=self._replacements.value, remaining=self._remaining)
-        return Batch(step=self._step, entries=self._with_drafts(runs, self._step), tail=tail)
+        return Batch(step=self._step, entries=self._with_drafts(runs), tail=tail)
 
     def commit(self, batch: Batch, result: StepResult) -> list[Request]:
         """Book a step's results: append tokens, advance KV lengths. Returns the finished requests.
 
         The worker has already committed the accepted drafts' slots (KVCacheManager.commit).
         """
-        self.memory.end_step(batch.step, booked=True)
+        self.memory.end_step(booked=True)
         finished = []
         for entry, output in zip(batch.entries, result.entries, strict=True):
             request = entry.request
@@ -185,8 +172,8 @@ class Scheduler:
         return request_id in self._prompts
 
     def abort(self, request_id: int) -> Request | None:
-        """End a request now, with no batch in flight. None if it is unknown or has finished."""
-        self.memory.drop_steps()
+        """End a request now. None if it is unknown or has finished."""
+        self.memory.end_step()
         request = self._waiting.remove(request_id)
         if request is None:
             request = next((r for r in self._running if r.request_id == request_id), None)
@@ -198,8 +185,8 @@ class Scheduler:
         return request
 
     def abort_all(self) -> list[Request]:
-        """End every request now, with no batch in flight. Returns them, running ones first."""
-        self.memory.drop_steps()
+        """End every request now. Returns them, running ones first."""
+        self.memory.end_step()
         requests = self._running + self._waiting.clear()
         self._running = []
         for request in requests:
@@ -212,18 +199,15 @@ class Scheduler:
         change.
 
         Tokens and logprobs stay; the KV is computed again under the new weights. The prefix cache
-        is not touched: KVCacheManager.reset() drops it. There must be no batch in flight.
+        is not touched: KVCacheManager.reset() drops it.
         """
-        self.memory.drop_steps()
+        self.memory.end_step()
         for request in reversed(self._running):
             self._retract(request, cache_kv=False)
         self._running = []
 
-    def _run(self, request: Request, runs: Runs, busy: Runs) -> None:
-        """Schedule the request's next tokens, preempting younger requests if slots are short.
-
-        The request waits if the request to preempt is in flight.
-        """
+    def _run(self, request: Request, runs: Runs) -> None:
+        """Schedule the request's next tokens, preempting younger requests if slots are short."""
         if request.row < 0:
             return  # preempted in this step by an older one
         budget = self.limits.max_step_tokens - sum(runs.values())
@@ -234,17 +218,14 @@ class Scheduler:
                 runs[request] = reached - request.computed_len
                 return
             # Never the only running request: max_sequence_len tokens fit once others are gone.
-            victim = next(each for each in reversed(self._running) if each not in busy)
-            if victim is request is not self._running[-1]:
-                return
-            self._running.remove(victim)
+            victim = self._running.pop()
             runs.pop(victim, None)
             self._retract(victim, cache_kv=True)
             victim.stats.preemptions += 1
             if victim is request:
                 return
 
-    def _admit(self, runs: Runs, busy: Runs) -> None:
+    def _admit(self, runs: Runs) -> None:
         """Admit while max_running, the step's tokens and memory for the whole prompt allow it.
 
         Admission stops at the first request that does not fit: smaller ones would starve it.
@@ -263,7 +244,7 @@ class Scheduler:
         expected = _nothing_expected if self.lengths.is_empty else self._expected_remaining
         for queued in self._waiting.candidates(memory, prefilling, expected)[:num_free]:
             request = queued.request
-            unrun = sum(r.extend_len - runs.get(r, busy.get(r, 0)) for r in self._running)
+            unrun = sum(r.extend_len - runs.get(r, 0) for r in self._running)
             headroom = unrun + DECODE_HEADROOM * len(self._running)
             admitted = memory.admit(queued.tokens, headroom) if budget else None
             if admitted is None:
@@ -273,27 +254,27 @@ class Scheduler:
                 request.stats.cached_tokens = request.computed_len
             self._waiting.take(queued)
             self._running.append(request)
-            self._run(request, runs, busy)
+            self._run(request, runs)
             budget -= runs[request]
 
-    def _with_drafts(self, runs: Runs, step: int) -> list[Scheduled]:
+    def _with_drafts(self, runs: Runs) -> list[Scheduled]:
         """Add draft slots to the runs that are sampled from, evenly if they are scarce.
 
         One slot is left for each other running request, for its next token.
         """
         wanted = self._draft_rooms(runs)
         if any(wanted):
-            share = self.memory.node_slots // DRAFT_SHARE - self.memory.num_reserved
+            share = self.memory.node_slots // DRAFT_SHARE
             others = len(self._running) - len(runs)
             room = max(0, min(self.memory.node_room(len(runs)) - others, share))
             if sum(wanted) > room:
                 share = room // sum(count > 0 for count in wanted)
                 wanted = [min(count, share) for count in wanted]
-        drafts = self.memory.reserve_drafts(wanted, step)
+        drafts = self.memory.reserve_drafts(wanted)
         states: Sequence[ScheduledStates | None] = [None] * len(runs)
         if self.memory.states is not None:
             state_runs = [self._state_run(request, run_len) for request, run_len in runs.items()]
-            states = self.memory.reserve_states(state_runs, wanted, step)
+            states = self.memory.reserve_states(state_runs, wanted)
         return [
             Scheduled(
                 request=request,

@@ -35,7 +35,7 @@ class SelectedDrafts:
 
 
 class DraftBudget(Protocol):
-    """Chooses how many draft nodes are verified. `SpecWorker.begin_step` asks before it drafts and
+    """Chooses how many draft nodes are verified. `SpecWorker.step` asks before it drafts and
     before it verifies; when the step has ended, the budget observes what was accepted."""
 
     @property

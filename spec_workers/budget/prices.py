@@ -23,7 +23,7 @@ a fourth of the batch's width, at least the third number, since a wide batch tak
 and each of its requests matters less."""
 
 _BATCHES = 4
-"""Batches whose prices are remembered at once: with overlap, parts of a batch alternate."""
+"""Batches whose prices are remembered at once: steps with and without a prompt may alternate."""
 
 
 @dataclass(slots=True)

@@ -64,7 +64,7 @@ class NgramCorpus:
                 raise
             value = getattr(options, _OPTION_OF[parameter])
             reason = str(error).removeprefix(f"{parameter}={value!r}: ")
-            raise InvalidInputError(self._option_of(parameter), value, reason) from None
+            raise InvalidInputError(_option_of(parameter), value, reason) from None
         self.feed = CorpusFeed(self.corpus)
         self.outbox: CorpusOutbox | None = None  # while it is shared
         self.inbox: CorpusInbox | None = None  # while it is shared
@@ -225,8 +225,9 @@ class NgramCorpus:
         """
         if not _OF_A_LIMIT.match(reason):
             return reason
-        return re.sub(r"\b(\w+)=", lambda found: f"{self._option_of(found[1])}=", reason)
+        return re.sub(r"\b(\w+)=", lambda found: f"{_option_of(found[1])}=", reason)
 
-    def _option_of(self, parameter: str) -> str:
-        option = _OPTION_OF.get(parameter)
-        return parameter if option is None else f"{self._options.section}.{option}"
+
+def _option_of(parameter: str) -> str:
+    option = _OPTION_OF.get(parameter)
+    return parameter if option is None else f"spec.{option}"

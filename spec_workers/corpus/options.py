@@ -38,8 +38,8 @@ class CorpusOptions:
         for option in ("corpus_bytes", "max_external_bytes", "max_external_tokens"):
             checked_int(getattr(self, option), f"spec.{option}", minimum=1)
         if self.corpus_path is not None:
-            checked_path(self.corpus_path, f"spec.corpus_path")
-        field, files = f"spec.external_corpora", self.external_corpora
+            checked_path(self.corpus_path, "spec.corpus_path")
+        field, files = "spec.external_corpora", self.external_corpora
         if not isinstance(files, Mapping | None):
             raise InvalidInputError(field, files, "must map names to JSONL files")
         for name, path in (files or {}).items():

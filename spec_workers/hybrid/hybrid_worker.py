@@ -46,8 +46,6 @@ class HybridWorker(NgramWorker):
     about none while it does not pay beside the corpus.
     """
 
-    supports_overlap = False
-
     def __init__(
         self,
         target: TargetWorker,

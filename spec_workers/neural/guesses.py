@@ -5,7 +5,6 @@ Legend: R rows of logits, D draft vocabulary, C candidates, W children, K compon
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -35,8 +34,6 @@ from spec_workers.neural.shared_noise import (
 )
 
 _TABLES = ("weights", "ratios", "knots", "widths", "sharpness")
-_STEPS_AT_ONCE = 2
-"""The most steps in flight: guesses of older ones are dropped."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,7 +59,7 @@ class Guesser:
         self._host_ids_D = None if token_ids_D is None else download({"ids": token_ids_D})["ids"]
         self._mixture = LearnedMixture()
         self._reliability = Reliability()
-        self._open: deque[Proposal] = deque(maxlen=_STEPS_AT_ONCE)
+        self._open: Proposal | None = None
 
     def tables(self) -> dict[str, NDArray]:
         """The learned tables that `children` reads."""
@@ -111,14 +108,13 @@ class Guesser:
 
     def remember(self, proposal: Proposal) -> None:
         """Keep a proposal until its step's tokens are known."""
-        self._open.append(proposal)
+        self._open = proposal
 
     def learn(self, batch: Batch, results: list[EntryResult]) -> None:
         """Learn from a step's emitted tokens, along their path as far as there were guesses."""
-        proposal = next((each for each in self._open if each.batch is batch), None)
-        if proposal is None:
+        proposal, self._open = self._open, None
+        if proposal is None or proposal.batch is not batch:
             return
-        self._open.remove(proposal)
         cases = proposal.followed(results)
         if cases is None:
             return

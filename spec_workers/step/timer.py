@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-from rollout.ops import gpu
 from rollout.types import StepTimes
 
 
@@ -20,20 +19,6 @@ class SteadyPhases(NamedTuple):
     drafting: bool
 
 
-class StepTimers:
-    """Begins a timer for each step, and knows which steps shared their time with others."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.turn = 0  # counts steps that began or ended
-        self.ended_at = 0.0  # when the last one did
-
-    def begin(self) -> StepTimer:
-        """The timer of a step that begins now."""
-        self.turn += 1
-        return StepTimer(self)
-
-
 class StepTimer:
     """Times each phase of one step that is entered as a context, then sums them up in `end`.
 
@@ -42,12 +27,9 @@ class StepTimer:
     waits for them. On the CPU they are timed by the clock on the wall.
     """
 
-    def __init__(self, timers: StepTimers) -> None:
-        self._timers = timers
-        self._turn = timers.turn
+    def __init__(self, device: torch.device) -> None:
         self._draft_ms = self._launch_ms = self._waited_ms = 0.0  # of the host
         self._wall = [0.0, 0.0, 0.0]
-        device = timers.device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._events = (
             [torch.cuda.Event(enable_timing=True) for _ in self._wall] if self._stream else []
@@ -94,21 +76,12 @@ class StepTimer:
     def end(self) -> StepTimes:
         """Milliseconds by phase. Called once, when the step is done."""
         forward_ms = self._between(0, 1)
-        times = StepTimes(
+        return StepTimes(
             draft=self._draft_ms,
             forward=forward_ms,
             sample=max(0.0, self._launch_ms + self._waited_ms - forward_ms),
             waited=self._waited_ms,
         )
-        if self._timers.turn != self._turn and gpu.runs_on(self._timers.device):
-            # With overlap, charge only host time that the device did not hide. Drafting is the part
-            # that could be spared.
-            times.sample = self._between(1, 2)
-            turn_ms = _ms_since(self._timers.ended_at)
-            times.draft = min(times.draft, max(0.0, turn_ms - times.forward - times.sample))
-        self._timers.turn += 1
-        self._timers.ended_at = time.perf_counter()
-        return times
 
     def _between(self, begin: int, end: int) -> float:
         if self._events:

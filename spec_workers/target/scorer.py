@@ -60,7 +60,7 @@ class Scorer:
     def _logits(self, request: Request, continuation: list[int]) -> Iterator[torch.Tensor]:
         """Logits [R, V] from the request's last token on, chunk by chunk."""
         memory = self._memory
-        memory.drop_steps()
+        memory.end_step()
         tokens = request.tokens + continuation
         prompt = np.array(request.tokens, dtype=np.int32)
         admitted = memory.admit(prompt, headroom=len(continuation), final_len=len(tokens))

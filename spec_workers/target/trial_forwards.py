@@ -35,7 +35,7 @@ def trial_forwards(
     room = min(memory.max_sequence_len, memory.run_room) - CONTEXT
     sizes = [rows for rows in sizes if rows <= room]
     tokens = [0] * (CONTEXT + max(sizes, default=0))
-    memory.drop_steps()
+    memory.end_step()
     # A prompt of one token has no cached prefix, so all slots are the row's own.
     prompt = np.array(tokens[:1], dtype=np.int32)
     headroom = len(tokens) - 1

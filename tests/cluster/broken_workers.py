@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from rollout.config import EngineConfig
-from rollout.engine.worker import FinishStep, Worker
+from rollout.engine.worker import Worker
 from rollout.errors import CheckpointError
 from rollout.models.checkpoint import Progress
-from rollout.types import Batch
+from rollout.types import Batch, StepResult
 from tests.cluster.workload import ngram
 
 
@@ -36,15 +36,15 @@ def lacks(config: EngineConfig, progress: Progress | None = None) -> NoReturn:
 def sticks(flag: Path, config: EngineConfig, progress: Progress | None = None) -> Worker:
     """Whoever finds the file ``flag`` first as it steps takes it, and steps for ever."""
     worker = ngram()(config, progress)
-    begin_step = worker.begin_step
+    step = worker.step
 
-    def begin_or_stick(batch: Batch) -> FinishStep:
+    def step_or_stick(batch: Batch) -> StepResult:
         try:
             flag.unlink()
         except FileNotFoundError:
-            return begin_step(batch)
+            return step(batch)
         while True:
             time.sleep(1.0)
 
-    worker.begin_step = begin_or_stick
+    worker.step = step_or_stick
     return worker

@@ -168,13 +168,13 @@ def test_a_stream_may_be_left_while_another_thread_is_in_a_call(engine, leave):
 
 def during_a_step(engine: RolloutEngine, patch: pytest.MonkeyPatch, act: Callable[[], object]):
     """From now on ``act`` is called in the middle of each step."""
-    begin_step = engine.worker.begin_step
+    step = engine.worker.step
 
     def acting(batch):
         act()
-        return begin_step(batch)
+        return step(batch)
 
-    patch.setattr(engine.worker, "begin_step", acting)
+    patch.setattr(engine.worker, "step", acting)
 
 
 def test_a_signal_handler_is_kept_out_of_a_step(engine, expected, monkeypatch):

@@ -88,7 +88,7 @@ def test_bad_input_is_the_tickets_own_error(loop):
     good = loop.submit(PROMPT, SHORT)
     bad = [
         loop.submit([10**6], SHORT),
-        loop.submit(PROMPT, SHORT, request_seed=-1),
+        loop.submit(PROMPT, SHORT, request_seed=2**64),
         loop.submit(None, SHORT),  # not even iterable
     ]
     for ticket in bad:
@@ -303,16 +303,16 @@ def test_a_step_that_raises_breaks_the_loop_and_says_why(engine, monkeypatch):
     loop = EngineLoop(engine)
     gate = Gate(loop)
     tickets = [loop.submit([10 + i], LONG) for i in range(6)]
-    begin_step, calls = engine.worker.begin_step, []
+    step, calls = engine.worker.step, []
 
     def faulty(batch):
         if len(calls) == 3:
             loop.call(lambda _: None).add_done_callback(calls.append)
             raise RuntimeError("the device is lost")
         calls.append(None)
-        return begin_step(batch)
+        return step(batch)
 
-    monkeypatch.setattr(engine.worker, "begin_step", faulty)
+    monkeypatch.setattr(engine.worker, "step", faulty)
     gate.open()
     for ticket in tickets:
         with pytest.raises(EngineStateError, match="the device is lost") as caught:

@@ -113,7 +113,7 @@ def test_prompts_and_their_parameters(engine):
 
 def test_submit_and_score(engine):
     for options in (
-        {"request_seed": -1},
+        {"request_seed": -(2**63) - 1},
         {"request_seed": 2**64},
         {"prompt_index": -2},
         {"sample_index": "x"},
@@ -184,7 +184,6 @@ ENGINES: list[tuple[dict[str, Any], str]] = [
     ({"load_format": "x"}, "model.load_format"),
     ({"record_routes": 1}, "model.record_routes"),
     ({"prefix_cache": 1}, "memory.prefix_cache"),
-    ({"overlap": "x"}, "scheduler.overlap"),
     ({"parallel": {"size": 2}}, "parallel.size"),
 ]
 

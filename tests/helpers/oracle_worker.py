@@ -18,8 +18,6 @@ class OracleWorker(SpecWorker):
     ``recorded``: (prompt_index, sample_index) -> all tokens of that rollout, prompt included.
     """
 
-    supports_overlap = True
-
     def __init__(
         self, target: TargetWorker, recorded: dict, *, size: int, right: float, chain: bool, seed=0
     ) -> None:

@@ -3,7 +3,7 @@ those of plain decoding, one request at a time.
 
 A batch of m is a batch of n; chunked prefill is prefill; decode is prefill; verify is decode;
 speculation on is off; `score` gives what generation gave; and neither preemption, prefix cache,
-recurrent state, windows' slots, threads, overlap nor what happens between two steps can be seen.
+recurrent state, windows' slots, threads nor what happens between two steps can be seen.
 Each row is an engine of one value of each factor; any two values that can meet do so in some row.
 """
 
@@ -62,20 +62,17 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "dtype": ("float32", "bfloat16"),
     "budget": tuple(BUDGETS),
     "prefix cache": ("on", "off"),
-    "overlap": ("never", "always"),
 }
 
 
 class StepWatch:
-    """Counts chunks, branching draft trees and overlapping steps, from before the first step."""
+    """Counts chunks and branching draft trees, from before the first step."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self.chunks = 0  # runs that ended within a prompt
         self.branched = 0  # trees in which a node had siblings
         self.later_children = 0  # accepted nodes before which a sibling was verified
         self.drafted = self.accepted = 0
-        self.overlapped = 0  # steps that ended with another one under way
-        self._engine = engine
         self._observe = engine.worker.observe
         engine.worker.observe = self.observe
 
@@ -89,7 +86,6 @@ class StepWatch:
             self.accepted += len(result.path)
             later = [node for node in result.path if parents[node - 1] in parents[: node - 1]]
             self.later_children += len(later)
-        self.overlapped += bool(self._engine.steps._under_way)
         self._observe(step)
 
 
@@ -98,8 +94,6 @@ def is_possible(row: Row) -> bool:
     if worker is None:
         return True
     is_plain = worker == "none" or worker in ORACLES
-    if row.get("overlap") == "always" and not (is_plain or worker == "ngram"):
-        return False  # these read features of a forward when it has ended
     return row.get("budget") != "learned" or not (is_plain or "lockstep" in worker)
 
 
@@ -131,7 +125,7 @@ def reference(models: ParityModels, row: Row) -> tuple[dict[tuple[int, int], Rol
     wanted, params = {}, []
     for prompt in range(len(prompts())):
         name = names[prompt % len(names)]
-        routes = row["model"] in SPARSE and row["overlap"] == "never"
+        routes = row["model"] in SPARSE
         params.append(replace(PARAMS[name], routed_experts=routes))
         for rollout in models.reference(row["model"], row["dtype"], name):
             if rollout.prompt_index == prompt:
@@ -145,7 +139,6 @@ def make_case(models: ParityModels, row: Row) -> Case:
     options = COMPANY[row["company"]] | {
         "dtype": row["dtype"],
         "prefix_cache": row["prefix cache"] == "on",
-        "overlap": row["overlap"],
         "record_routes": params[0].routed_experts,
     }
     if row["worker"] in ORACLES:
@@ -189,8 +182,6 @@ def check_company(row: Row, engine: RolloutEngine, watch: StepWatch) -> None:
     is_recurrent = row["model"] in RECURRENT
     if (row["company"], row["model"]) != ("scarce", "windows"):  # window slots cut runs as well
         assert (watch.chunks > 0) == (row["company"] in ("chunks", "crumbs"))
-    if row["event"] != "cut":  # of which little is left to run
-        assert (watch.overlapped > 0) == (row["overlap"] == "always")
     if row["prefix cache"] == "off":
         assert worker.memory.counters.hit == 0
     elif row["event"] in ("again", "disturbed", "updated"):

@@ -74,23 +74,6 @@ def test_an_earlier_epoch_cannot_be_seen(tiny_model_path, plain, spec):
     engine.check_integrity()
 
 
-@pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
-def test_overlapping_steps_cannot_be_seen_and_end_at_a_pause(tiny_model_path, plain, mode):
-    options = {"max_running": MAX_RUNNING, "overlap": "always"}
-    engine = RolloutEngine.from_pretrained(tiny_model_path, "none", **options)
-    early = engine.stream(PROMPTS, PARAMS)
-    assert numbers(islice(early, 3)) == plain[:3]
-    early.close()
-    assert not engine.has_unfinished
-    for index, prompt in enumerate(PROMPTS):
-        engine.submit(prompt, PARAMS, prompt_index=index)
-    while not engine.steps._under_way:
-        engine.step()
-    engine.pause_generation(mode)
-    assert not engine.steps._under_way
-    engine.check_integrity()
-
-
 def test_streams_side_by_side_have_the_order_of_each_alone(tiny_model_path, plain):
     engine = RolloutEngine.from_pretrained(tiny_model_path, spec="ngram", max_running=MAX_RUNNING)
     first, second = engine.stream(PROMPTS, PARAMS), engine.stream(PROMPTS, PARAMS)

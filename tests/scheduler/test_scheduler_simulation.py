@@ -63,7 +63,7 @@ class FakeWorker:
         self.oldest_allowed: dict[int, int] = {}  # version at admission, by request_id
         self.fails = False
 
-    def begin(self, batch: Batch) -> list[EntryResult]:
+    def step(self, batch: Batch) -> StepResult:
         self.memory.check_integrity()
         results = [self.result(entry) for entry in batch.entries]
         for entry, result in zip(batch.entries, results, strict=True):
@@ -72,9 +72,6 @@ class FakeWorker:
             self.read(entry, entry.end)
             oldest = self.oldest_allowed[entry.request.request_id]
             self.contents.advance_states(entry, result.path, self.keys(entry), oldest)
-        return results
-
-    def finish(self, batch: Batch, results: list[EntryResult]) -> StepResult:
         self.memory.commit(batch.entries, [result.path for result in results])
         for entry, result in zip(batch.entries, results, strict=True):
             self.read(entry, entry.end + len(result.path))
@@ -165,11 +162,6 @@ class Simulation:
         self.tracked: dict[int, Tracked] = {}
         self.finished: dict[int, Request] = {}
         self.preambles = [self.tokens(0, 25) for _ in range(2)]
-        self.turns = np.random.default_rng([seed, 1])  # whether halves take turns, now and then
-        self.overlaps = self.turns.random() < 0.6
-        self.halved = self.overlaps
-        self.under_way: list[tuple[Batch, list[EntryResult]]] = []
-        self.begun_beside = 0  # batches that began while another was under way
         self.log: list[tuple] = []  # every batch's entries
 
     def tokens(self, low: int, high: int) -> list[int]:
@@ -181,13 +173,11 @@ class Simulation:
             if self.to_arrive and self.rng.random() < 0.4:
                 self.arrive()
             if self.disturbed and self.rng.random() < 0.1:
-                self.settle()
                 self.disturb()
             self.step()
             steps += 1
             assert steps < 20_000, "no end in sight"
-        assert not self.under_way
-        self.memory.drop_steps()
+        self.memory.end_step()
         self.memory.check_integrity()
         assert self.memory.usage.used == 0, "slots lost"
         self.memory.reset()
@@ -244,17 +234,9 @@ class Simulation:
         self.memory.check_integrity()
 
     def step(self) -> None:
-        if self.overlaps and self.turns.random() < 0.1:
-            self.halved = not self.halved
-        while len(self.under_way) < 1 + self.halved and self.begin():
-            pass
-        self.finish()
-
-    def begin(self) -> bool:
         before = self.scheduler.running
         waiting = self.scheduler.waiting
-        under_way = [batch for batch, _ in self.under_way]
-        batch = self.scheduler.schedule(under_way, halved=self.halved)
+        batch = self.scheduler.schedule()
         self.check_batch(batch, before, waiting)
         for entry in batch.entries:
             drafts, states = entry.draft_slots.tolist(), str(entry.states)
@@ -263,42 +245,27 @@ class Simulation:
         for request in self.scheduler.running:
             if request not in before:
                 self.worker.oldest_allowed[request.request_id] = self.worker.contents.version
-        if under_way and not batch.entries:
-            return False
-        self.begun_beside += bool(under_way)
-        self.under_way.append((batch, self.worker.begin(batch)))
-        return True
-
-    def finish(self) -> None:
-        batch, results = self.under_way.pop(0)
         try:
-            result = self.worker.finish(batch, results)
+            result = self.worker.step(batch)
         except StepFailedError:
             self.worker.fails = False
-            self.under_way.clear()
             return
         self.end(self.scheduler.commit(batch, result))
         self.memory.check_integrity()
         for request in self.scheduler.running:
             assert 0 <= request.computed_len < len(request.tokens)
-            if self.memory.windows and not self.under_way:
+            if self.memory.windows:
                 held = self.memory.windows.held(request.row, request.computed_len)
                 assert held < self.memory.windows.sizes.span, "more than a window is held"
 
-    def settle(self) -> None:
-        while self.under_way:
-            self.finish()
-
     def check_batch(self, batch: Batch, before: tuple, waiting: tuple) -> None:
-        busy = {entry.request for under_way, _ in self.under_way for entry in under_way.entries}
         limits, running = self.limits, self.scheduler.running
         requests = [entry.request for entry in batch.entries]
         assert len(set(requests)) == len(requests) <= limits.max_running
         assert set(requests) <= set(running)
         assert len(running) <= limits.max_running
-        assert not busy & set(requests)
         assert batch.num_run_tokens <= limits.max_step_tokens
-        assert batch.num_run_tokens or busy or not running
+        assert batch.num_run_tokens or not running
         for entry in batch.entries:
             assert entry.start == entry.request.computed_len
             assert 1 <= entry.run_len <= limits.chunk_len
@@ -307,15 +274,11 @@ class Simulation:
             assert entry.draft_slots.dtype == np.int32
             assert drafts <= min(self.max_drafts, 63)
             assert drafts == 0 or entry.samples
-        if before and not busy:
+        if before:
             assert before[0] in requests, "the oldest request made no progress"
-        mine = [r for r in before if r not in busy]
-        if self.halved:
-            mine = mine[: (len(before) + 1) // 2]
-        assert {r for r in requests if r in before} <= set(mine), "not its turn"
-        waits = [r for r in mine if r in running and r not in requests]
-        assert not waits or busy or batch.num_run_tokens == limits.max_step_tokens
-        decodes = [r for r in mine if r in running and r.extend_len == 1 and r not in waits]
+        waits = [r for r in before if r in running and r not in requests]
+        assert not waits or batch.num_run_tokens == limits.max_step_tokens
+        decodes = [r for r in before if r in running and r.extend_len == 1 and r not in waits]
         assert requests[: len(decodes)] == decodes, "a decode did not go first"
         self.check_fairness(before, waiting)
 
@@ -399,7 +362,6 @@ def test_the_simulation_reaches_what_it_is_for():
         memory, requests = simulation.memory, simulation.finished.values()
         layers = memory.states or memory.windows
         kind = "states" if memory.states else "windows" if memory.windows else "plain"
-        reached["begun beside another"] += simulation.begun_beside
         reached["preemptions"] += sum(each.stats.preemptions for each in requests)
         reached["full"] += sum(len(each.tokens) == memory.slots.num_slots for each in requests)
         reached[f"{kind}: hits"] += memory.counters.hit
@@ -408,7 +370,7 @@ def test_the_simulation_reaches_what_it_is_for():
     assert {
         name for name, count in reached.items() if count < (20 if name in few else 300)
     } == set()
-    assert len(reached) == 9
+    assert len(reached) == 8
 
 
 def test_the_same_calls_give_the_same_batches():

@@ -122,7 +122,7 @@ def test_a_broken_engine_is_503_with_its_reason(open_server, caplog):
         raise OSError("the machine is on fire")
 
     def sabotage(engine):
-        engine.worker.begin_step = breaks
+        engine.worker.step = breaks
 
     live.serving.loop.call(sabotage).result(HANG_SECONDS)
     with live.client() as client:

@@ -131,7 +131,7 @@ def test_an_error_in_mid_stream_is_an_error_of_the_client(byte_model_path: Path)
         def step(batch: object) -> None:
             raise RuntimeError("a broken machine")
 
-        engine.worker.begin_step = step
+        engine.worker.step = step
 
     with (
         run_server(byte_model_path, {"spec": "none"}, {}, breaks=True) as live,

@@ -12,7 +12,7 @@ from rollout.types import Batch, EntryResult, StepForecast, StepTimes
 from spec_workers.budget import FixedBudget, SelectedDrafts
 from spec_workers.draft_tree import first_nodes
 from spec_workers.step.learning import count_step
-from spec_workers.step.timer import StepTimers
+from spec_workers.step.timer import StepTimer
 from tests.helpers.budgets import batch_of, chains, entry_of, make_budget, results_of
 from tests.helpers.requests import make_trees
 
@@ -99,9 +99,8 @@ def test_gains_are_those_of_the_forecast_and_none_without_drafts():
 
 
 def test_every_phase_is_counted_once() -> None:
-    timers = StepTimers(torch.device("cpu"))
     started = time.perf_counter()
-    timer = timers.begin()
+    timer = StepTimer(torch.device("cpu"))
     phases = (timer.drafting, timer.forward, timer.sampling, timer.waiting, timer.booking,
               timer.drafting)  # fmt: skip
     for milliseconds, phase in enumerate(phases, start=1):
