@@ -134,18 +134,17 @@ class OwnedSegment(_Mapped):
 
 
 class MappedSegment(_Mapped):
-    """Another process's segment, to be read alone unless ``writable``.
+    """Another process's segment, which is only read.
 
     Raises InvalidInputError, naming ``field``, unless ``name`` is that of a segment of this user
     that holds ``num_bytes``.
     """
 
-    def __init__(self, name: str, num_bytes: int, field: str, *, writable: bool = False) -> None:
+    def __init__(self, name: str, num_bytes: int, field: str) -> None:
         if not _NAME.fullmatch(name):
             raise InvalidInputError(field, name, f"must be a segment's name: {_NAME.pattern}")
-        mode = os.O_RDWR if writable else os.O_RDONLY
         try:
-            descriptor = os.open(_FOLDER / name, mode | os.O_NOFOLLOW | os.O_CLOEXEC)
+            descriptor = os.open(_FOLDER / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
             raise InvalidInputError(
                 field, name,
@@ -160,8 +159,7 @@ class MappedSegment(_Mapped):
             raise InvalidInputError(
                 field, name, f"holds {found.st_size} bytes, too few for a bucket of {num_bytes}"
             )
-        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-        super().__init__(name, descriptor, found.st_size - HEADER_BYTES, access)
+        super().__init__(name, descriptor, found.st_size - HEADER_BYTES, mmap.ACCESS_READ)
 
     @property
     def is_removed(self) -> bool:

@@ -29,7 +29,7 @@ class CoTrainingRound:
     unavailable_reason: str = ""  # why the engine did not take the draft
     steps: int = 0  # optimizer steps
     sequences: int = 0  # sequences read from the ring
-    missed: int = 0  # sequences that were overwritten before they were read
+    missed: int = 0  # sequences that made room in the ring before they were read
     newest_version: int = 0  # newest version of the target's weights among all sequences read
     seconds: float = 0.0
 
@@ -107,7 +107,7 @@ class CoTrainer:
         self.swap = DraftSwap(engine)
         self._trainer = DraftTrainer(draft, head_rows(engine, draft), training or FOLLOWING)
         self._target_version = engine.weight_version
-        rollouts = RecentRollouts(recorder_of(engine).ring.reader(), config)
+        rollouts = RecentRollouts(recorder_of(engine).ring, config)
         self.candidate = Candidate(self._trainer, rollouts, config, engine.worker.model_dtype)
         self.tally = Tally()
 

@@ -76,12 +76,6 @@ def target_model(engine: RolloutEngine) -> CausalLM:
     return engine.worker.target.model  # type: ignore[attr-defined]
 
 
-def target_embedding(engine: RolloutEngine) -> torch.Tensor:
-    """A copy of the target's current embedding, [V, E]."""
-    target = target_model(engine)
-    return target.embed(torch.arange(target.spec.vocab_size, device=target.device))
-
-
 def head_rows(engine: RolloutEngine, draft: TrainableDraft) -> torch.Tensor:
     """The target's current head at the draft's tokens, [D, E] in the target's dtype, for labels."""
     target = target_model(engine)

@@ -14,7 +14,7 @@ import torch
 
 from spec_workers.draft_training.config import CoTrainingConfig
 from spec_workers.draft_training.sequences import SHORTEST, TokenSequence, TrainingSequence
-from spec_workers.features.feature_ring import FeatureReader, FeatureSequence
+from spec_workers.features.feature_ring import FeatureRing, FeatureSequence
 
 _DONORS = 64
 """Newest sequences that are searched for the features of a cached prefix."""
@@ -32,21 +32,18 @@ class RecentRollouts:
     bit.
     """
 
-    def __init__(self, reader: FeatureReader, config: CoTrainingConfig) -> None:
-        self._reader = reader
+    def __init__(self, ring: FeatureRing, config: CoTrainingConfig) -> None:
+        self._ring = ring
+        self._next = 0  # number of the sequence to read next
+        self.num_missed = 0  # sequences that made room in the ring before they were read
         self._config = config
         self._donors: deque[FeatureSequence] = deque(maxlen=_DONORS)
-        self.features = reader.features
+        self.features = ring.features
         self.training: deque[TrainingSequence] = deque()
         self.held_out: deque[TrainingSequence] = deque(maxlen=config.max_held_out)
         self.num_taken = 0  # sequences read in total
         self.num_rows = 0  # rows read for training in total
         self.newest_version = 0  # newest version of the target's weights among all sequences read
-
-    @property
-    def num_missed(self) -> int:
-        """Sequences that were overwritten before they were read."""
-        return self._reader.num_missed
 
     @property
     def num_bytes(self) -> int:
@@ -55,7 +52,7 @@ class RecentRollouts:
 
     def refresh(self) -> int:
         """Read the sequences that came since the last call. Returns their number."""
-        came = self._reader.take()
+        came = self._read()
         # Samples end in any order; the one that computed the prompt may be the last.
         self._donors.extend(each for each in came if not each.first_position)
         for sequence in came:
@@ -71,7 +68,14 @@ class RecentRollouts:
 
     def skip(self) -> None:
         """Drop the sequences that came since the last call, for example after an evaluation."""
-        self._reader.take()
+        self._read()
+
+    def _read(self) -> list[FeatureSequence]:
+        came = self._ring.read(self._next)
+        if came:
+            self.num_missed += came[0].number - self._next
+            self._next = came[-1].number + 1
+        return came
 
     def _add(self, sequence: FeatureSequence) -> None:
         self.newest_version = max(self.newest_version, sequence.weight_version)

@@ -45,8 +45,8 @@ class FeatureRecorder:
     versions. A request too long for the ring is written in several sequences. So are the longest
     ones when all unwritten rows take as much memory as the ring.
 
-    Fewer requests are recorded where the ring could not hold all of them until a reader's next
-    visit, so recording into a ring without readers soon costs nothing.
+    Fewer requests are recorded where the ring could not hold all of them until it is next read,
+    so recording into a ring that nobody reads soon costs nothing.
     """
 
     def __init__(self, ring: FeatureRing, every: int = 1) -> None:
@@ -57,8 +57,8 @@ class FeatureRecorder:
         self._followed: dict[Request, _Unwritten | None] = {}  # None: no unwritten rows
         self._ignored: set[Request] = set()
         self._unwritten_rows = 0
-        self._times_taken = ring.times_taken
-        self._ended_bytes = 0  # of all requests that ended since the last visit of a reader
+        self._times_read = ring.times_read
+        self._ended_bytes = 0  # of all requests that ended since the ring was last read
 
     def observe(self, step: Observation, available: AuxHiddenStates, weight_version: int) -> None:
         """Record the rows of followed requests.
@@ -118,8 +118,8 @@ class FeatureRecorder:
 
     def _adapt(self) -> None:
         needed = -(-self._ended_bytes // self.ring.capacity)
-        if self.ring.times_taken != self._times_taken:
-            self._times_taken, self._ended_bytes = self.ring.times_taken, 0
+        if self.ring.times_read != self._times_read:
+            self._times_read, self._ended_bytes = self.ring.times_read, 0
             self._every = max(self._min_every, needed)
         self._every = max(self._every, needed)
 
@@ -193,7 +193,7 @@ _FIELD = "spec.feature_ring"
 class FeatureRingOptions:
     """Whether and how hidden states are recorded."""
 
-    num_bytes: int = 0  # shared memory; 0: nothing is recorded
+    num_bytes: int = 0  # bound on what is held; 0: nothing is recorded
     dtype: str | None = None  # float32, bfloat16 or float16; default: the target's
     every: int = 1  # record one request in so many, fewer if the ring turns over too fast
 
@@ -223,8 +223,7 @@ class FeatureRingOptions:
     def recorder(self, target: TargetWorker, drafted: AuxHiddenStates) -> FeatureRecorder | None:
         """A recorder of the states in ``drafted`` and of the final ones, from which labels come.
 
-        None if ``num_bytes`` is 0. Raises InvalidInputError for a ring too small for its sequences,
-        WeightUpdateError if shared memory has no room.
+        None if ``num_bytes`` is 0. Raises InvalidInputError for a ring too small for its sequences.
         """
         if not self.num_bytes:
             return None

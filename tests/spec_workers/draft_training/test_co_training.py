@@ -17,7 +17,6 @@ from rollout.errors import EngineStateError, InvalidInputError
 from spec_workers.draft_training.building import load_draft
 from spec_workers.draft_training.candidate import Candidate, CandidateVerdict
 from spec_workers.draft_training.co_training import CoTrainer
-from spec_workers.draft_training.co_training_process import CoTrainingProcess
 from spec_workers.draft_training.config import CoTrainingConfig, TrainingConfig
 from spec_workers.draft_training.engine_draft import SwapResult, trainable_draft
 from spec_workers.draft_training.training_run import save_draft
@@ -163,9 +162,8 @@ def test_engines_and_settings_that_cannot_be_are_refused(setting, tmp_path):
         CoTrainer(drafting_engine(setting.target, normed), CONFIG)
     of_ranks = copy.copy(setting.engine)
     of_ranks.config = replace(of_ranks.config, parallel=ParallelConfig(mode="tensor", size=2))
-    for co_training in (CoTrainer, CoTrainingProcess):
-        with pytest.raises(InvalidInputError, match=r"parallel\.mode='tensor': must be none"):
-            co_training(of_ranks, CONFIG)
+    with pytest.raises(InvalidInputError, match=r"parallel\.mode='tensor': must be none"):
+        CoTrainer(of_ranks, CONFIG)
     for kind, name, value in (
         (CoTrainingConfig, "steps", 2.5),
         (CoTrainingConfig, "max_replay", 0),

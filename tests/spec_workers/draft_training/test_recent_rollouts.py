@@ -17,9 +17,7 @@ CACHED = [*PROMPT, 5, 6, 7, 8]
 
 @pytest.fixture
 def ring():
-    ring = FeatureRing(256 << 10, AuxHiddenStates(layers=(1,), final=True), HIDDEN, torch.float32)
-    yield ring
-    ring.close()
+    return FeatureRing(256 << 10, AuxHiddenStates(layers=(1,), final=True), HIDDEN, torch.float32)
 
 
 def features(tokens: list[int], version: int = 0) -> torch.Tensor:
@@ -34,7 +32,7 @@ def write(ring, tokens: list[int], prompt_len: int, first: int = 0, version: int
 
 
 def rollouts_of(ring, **config) -> RecentRollouts:
-    rollouts = RecentRollouts(ring.reader(), CoTrainingConfig(**config))
+    rollouts = RecentRollouts(ring, CoTrainingConfig(**config))
     rollouts.refresh()
     return rollouts
 

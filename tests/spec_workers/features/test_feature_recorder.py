@@ -13,7 +13,7 @@ from rollout import RolloutEngine, SamplingParams
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.types import FinishReason
 from spec_workers.features.feature_recorder import FeatureRecorder
-from spec_workers.features.feature_ring import FeatureReader, FeatureRing
+from spec_workers.features.feature_ring import FeatureRing
 from tests.helpers.tiny_model import save_tiny_llama
 
 FEATURES = AuxHiddenStates(layers=(0, 2), final=True)
@@ -31,23 +31,22 @@ def recording_engine(path, num_bytes: int = 8 << 20, every: int = 1, **options) 
 
 
 def recorded(engine: RolloutEngine) -> list:
-    return engine.worker.recorder.ring.reader().take()
+    return engine.worker.recorder.ring.read(0)
 
 
 @functools.cache
-def plain_engine(path) -> tuple[RolloutEngine, FeatureReader]:
-    engine = recording_engine(
+def plain_engine(path) -> RolloutEngine:
+    return recording_engine(
         path, spec="none", spec_options={}, chunk_len=512, prefix_cache=False, max_running=1
     )
-    return engine, engine.worker.recorder.ring.reader()
 
 
 def assert_true(path, sequence) -> None:
     """Compare with the features of a run of all the tokens by a request of its own."""
-    engine, reader = plain_engine(path)
+    engine = plain_engine(path)
     tokens = sequence.token_ids_L.tolist()
     engine.generate([tokens], SamplingParams(max_new_tokens=1, ignore_eos=True))
-    (alone,) = reader.take()
+    alone = recorded(engine)[-1]
     assert alone.first_position == 0
     first, count = sequence.first_position, len(sequence.features_NF)
     assert torch.equal(sequence.features_NF, alone.features_NF[first : first + count])
@@ -129,9 +128,8 @@ def test_each_nth_request_is_followed(tiny_model_path):
 
 def test_a_cached_prefix_nan_and_aborted_requests_leave_no_rows(tiny_model_path):
     engine = recording_engine(tiny_model_path, max_running=1)
-    reader = engine.worker.recorder.ring.reader()
     engine.generate(PROMPTS[2:], replace(PARAMS, max_new_tokens=10, n=3))
-    sequences = reader.take()
+    sequences = recorded(engine)
     assert [each.first_position for each in sequences] == [0, 39, 39]
     for sequence in sequences:
         assert_true(tiny_model_path, sequence)
@@ -139,7 +137,7 @@ def test_a_cached_prefix_nan_and_aborted_requests_leave_no_rows(tiny_model_path)
         engine.submit(prompt, PARAMS)
     engine.step()
     engine.pause_generation("abort")
-    assert len(reader.take()) == 1  # what the first step computed
+    assert len(recorded(engine)) == 3 + 1  # what the first step computed
     assert engine.worker.counters()["features/unwritten_bytes"] == 0
     engine.continue_generation()
     tensors = load_file(tiny_model_path / "model.safetensors")
@@ -147,4 +145,4 @@ def test_a_cached_prefix_nan_and_aborted_requests_leave_no_rows(tiny_model_path)
     engine.update_weights_from_tensor(tensors)
     (rollout,) = engine.generate(PROMPTS[:1], PARAMS)
     assert rollout.finish_reason is FinishReason.ERROR
-    assert reader.take() == []
+    assert len(recorded(engine)) == 3 + 1
