@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"rollout": "rollout", "spec_workers": "spec_workers", "ngram_native": "ngram_native"}
 FOLDERS = PACKAGES | {"conf": "rollout/conf"}
-EXTENSIONS = ("ngram_native/_ext", "rollout/ops/_cpu", "rollout/parallel/_exchange")
+EXTENSIONS = ("ngram_native/_ext", "rollout/ops/_cpu")
 SOURCES = ("csrc", "CMakeLists.txt")
 
 

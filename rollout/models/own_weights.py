@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -18,7 +17,7 @@ class OwnWeights(ABC):
 
     @abstractmethod
     def linears(self) -> list[Linear]:
-        """The network's own matrix products, by and large in the order of a forward."""
+        """The network's own matrix products."""
         ...
 
     @abstractmethod
@@ -28,11 +27,8 @@ class OwnWeights(ABC):
 
     def finish_loading(self) -> None:
         """Call after the last write of a load or update."""
-        linears = self.linears()
-        for linear in linears:
+        for linear in self.linears():
             linear.pack()
-        for linear, following in pairwise(linears):
-            linear.next = following
 
     def release(self) -> int:
         """Free the memory of every weight. Returns the bytes. Only ``allocate`` may be called

@@ -1,4 +1,4 @@
-"""Ranks that are processes: on one host through shared memory, else by gloo; on GPUs by NCCL.
+"""Ranks that are processes: they meet over gloo, and exchange tensors on GPUs by NCCL.
 
 The process groups belong to this object. torch's default group, which a trainer in the same process
 may have, is neither needed nor touched.
@@ -20,12 +20,16 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from rollout.errors import ParallelError
-from rollout.parallel.exchange import Exchange, GroupExchange, open_host_exchange
+from rollout.parallel.exchange import GroupExchange
 from rollout.parallel.partition import consecutive
-from rollout.parallel.rank_group import CLOSED, NO_MEMORY, Memory
+from rollout.parallel.rank_address import RankAddress
+from rollout.parallel.rank_group import CLOSED
 from rollout.parallel.time_limit import answered
 
 T = TypeVar("T")
+
+_FAILED_SECONDS = 1.0
+"""The wait for other ranks to say that a call failed for them too."""
 
 _FIRST_BYTES = 1 << 10
 """Bytes that `broadcast_bytes` sends with their number: most calls of an engine fit into them."""
@@ -57,19 +61,22 @@ class ProcessRanks:
         self._store = store
         self._lost = ""  # why the group is unusable
         self._timeout = timeout
-        self._exchanges: list[Exchange] = []  # of numbers and texts, then of tensors
-        host = open_host_exchange(rank, size, timeout, self._collected)
-        self._exchanges.append(host or self._ask(self._gloo, timeout))
+        self._address = RankAddress.here()
+        self._addresses: list[RankAddress] = []  # of all ranks
+        self._exchanges: list[GroupExchange] = []  # of numbers and texts, then of tensors
+        self._exchanges.append(self._ask(self._gloo, timeout))
         if device.type == "cuda":
             self._exchanges.append(self._ask(self._nccl, timeout))
-        self.broadcast_floats([0.0])  # connects
+        self._addresses = [
+            RankAddress.of(text) for text in self.all_gather_text(self._address.text)
+        ]
 
-    def _gloo(self) -> Exchange:
+    def _gloo(self) -> GroupExchange:
         limit = timedelta(seconds=self._timeout)
         store = PrefixStore("gloo", self._store)
         return GroupExchange(dist.ProcessGroupGloo(store, self.rank, self.size, limit))
 
-    def _nccl(self) -> Exchange:
+    def _nccl(self) -> GroupExchange:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=self._timeout)
         store = PrefixStore("nccl", self._store)
@@ -80,10 +87,8 @@ class ProcessRanks:
         gathered = self.all_gather_columns(x.reshape(1, x.numel()), parts)
         return gathered.view(self.size, *x.shape)
 
-    def all_gather_columns(
-        self, x_TC: torch.Tensor, parts: Sequence[range], ahead: Memory = NO_MEMORY
-    ) -> torch.Tensor:
-        return self._run(lambda: self._exchanges[-1].all_gather_columns(x_TC, parts, ahead))
+    def all_gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
+        return self._run(lambda: self._exchanges[-1].all_gather_columns(x_TC, parts))
 
     def broadcast_floats(self, numbers: Sequence[float]) -> list[float]:
         return self._broadcast(torch.tensor(numbers, dtype=torch.float64)).tolist()
@@ -126,18 +131,12 @@ class ProcessRanks:
         keys = [f"{topic}/{rank}" for rank in range(self.size)]
         return self._ask(lambda: self._awaited(keys), self._timeout)
 
-    def _collected(self, topic: str, text: str) -> list[str]:
-        self.post(topic, text)
-        return self.collect(topic)
-
     def _awaited(self, keys: Sequence[str]) -> list[str]:
         started = time.monotonic()
         while not self._store.check(list(keys)):
-            gone = self._exchanges[0].gone() if self._exchanges else []
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            for rank in missing:
-                if rank in gone:
-                    raise ConnectionError(f"rank {rank} has ended or left")
+            for rank in self._gone(missing):
+                raise ConnectionError(f"rank {rank} has ended or left")
             waited = time.monotonic() - started
             if missing and waited > self._timeout:
                 names = " and ".join(f"rank {rank}" for rank in missing)
@@ -177,30 +176,46 @@ class ProcessRanks:
             raise ParallelError(f"rank {self.rank} of {self.size}: {self._lost}")
 
     def _fail(self, error: RuntimeError | OSError) -> NoReturn:
-        reason = str(error).splitlines()[0].partition(". This")[0]
-        is_late = "timed out" in reason.lower() or "timeout" in reason.lower()
-        notes = {} if is_late else self._notes()
-        if reason.startswith("rank "):
-            note = notes.get(int(reason.split()[1]), "")
-            reason = f"{reason}: {note}" if note else reason
-        elif notes:  # gloo does not say which one
+        text = str(error).splitlines()[0].partition(". This")[0]
+        is_late = "timed out" in text.lower() or "timeout" in text.lower()
+        self._leave(text)  # so that others that wait for this rank fail too, and say so
+        silent, notes = self._others()
+        names = " or ".join(f"rank {rank}" for rank in self._gone(silent) or silent)
+        if notes:
             rank, note = next(iter(notes.items()))
-            reason = f"rank {rank} has left: {note}"
+            reason = f"rank {rank} has ended or left: {note}"
+        elif text.startswith("rank "):
+            reason = text
+        elif is_late and silent:
+            reason = f"{names} did not come in {self._timeout:g} seconds"
         else:
-            late = f" or did not come in {self._timeout:g} seconds" if is_late else ""
-            reason = f"a rank is gone{late} ({reason})"
-        self._leave(f"{reason}; end all ranks and start them again")
+            reason = f"{names or 'a rank'} has ended or left ({text})"
+        self._lost = f"{reason}; end all ranks and start them again"
         raise ParallelError(f"rank {self.rank} of {self.size}: {self._lost}") from error
 
-    def _notes(self) -> dict[int, str]:
-        """The reasons that other ranks posted as they left, by rank."""
+    def _gone(self, ranks: Sequence[int]) -> list[int]:
+        """Those of these ranks whose processes have ended, as far as this host can see."""
+        if not self._addresses:
+            return []
+        return [rank for rank in ranks if self._addresses[rank].is_gone(self._address)]
 
-        def read() -> dict[int, str]:
-            keys = {rank: f"left/{rank}" for rank in range(self.size) if rank != self.rank}
-            found = {rank: key for rank, key in keys.items() if self._store.check([key])}
-            return {rank: self._store.get(key).decode() for rank, key in found.items()}
+    def _others(self) -> tuple[list[int], dict[int, str]]:
+        """The ranks that do not say soon that a call failed for them too, and the reasons of those
+        that left for one. None, where the store is gone."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+
+        def ask() -> tuple[list[int], dict[int, str]]:
+            self._store.set(f"failed/{self.rank}", "")
+            deadline = time.monotonic() + _FAILED_SECONDS
+            while True:
+                left = [rank for rank in others if self._store.check([f"left/{rank}"])]
+                notes = {rank: self._store.get(f"left/{rank}").decode() for rank in left}
+                silent = [rank for rank in others if not self._store.check([f"failed/{rank}"])]
+                if notes or len(silent) < 2 or time.monotonic() > deadline:
+                    return silent, notes
+                time.sleep(0.02)
 
         try:
-            return answered(read)
+            return answered(ask, _FAILED_SECONDS)
         except (RuntimeError, TimeoutError):  # its host is gone as well
-            return {}
+            return [], {}

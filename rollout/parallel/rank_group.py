@@ -15,11 +15,6 @@ import torch
 
 from rollout.errors import ParallelError
 
-Memory = tuple[int, int]
-"""An address and a number of bytes."""
-
-NO_MEMORY: Memory = (0, 0)
-
 CLOSED = "the group is closed"
 """The reason of a rank that leaves because all is done."""
 
@@ -45,15 +40,10 @@ class RankGroup(Protocol):
         """Every rank's tensor, all of the same shape and dtype: [size, *x.shape]."""
         ...
 
-    def all_gather_columns(
-        self, x_TC: torch.Tensor, parts: Sequence[range], ahead: Memory = NO_MEMORY
-    ) -> torch.Tensor:
+    def all_gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
         """Every rank's columns of the same rows, side by side: [T, all columns].
 
-        Args:
-            parts: the columns of each rank, consecutive.
-            ahead: what this rank reads next. Where ranks share memory, it is fetched into the
-                processor's cache while they wait.
+        ``parts``: the columns of each rank, consecutive.
         """
         ...
 
@@ -99,9 +89,7 @@ class SingleRank:
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return x[None]
 
-    def all_gather_columns(
-        self, x_TC: torch.Tensor, parts: Sequence[range], ahead: Memory = NO_MEMORY
-    ) -> torch.Tensor:
+    def all_gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
         return x_TC
 
     def broadcast_floats(self, numbers: Sequence[float]) -> list[float]:

@@ -68,10 +68,12 @@ def test_a_part_of_a_fused_weight_is_rewritten_alone(dtype, packing):
 def test_weights_keep_their_address():
     for packing in (False, True):
         linear, _, _ = filled(8, 8, packing=packing)
-        before = linear.memory if linear.is_packed else linear._weight_OI.data_ptr()
+        assert linear.writes_in_place
+        packed, plain = linear._packed, linear._weight_OI
         linear.weight_rows(2, 5).write(torch.ones(3, 8))
         linear.pack()
-        assert (linear.memory if linear.is_packed else linear._weight_OI.data_ptr()) == before
+        assert linear._packed is packed
+        assert linear._weight_OI is plain
 
 
 def test_a_tied_weight_follows_its_table_and_leaves_it_in_place():

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -19,18 +16,13 @@ from torch.distributed.rendezvous import rendezvous
 
 from rollout.errors import ParallelError
 from rollout.parallel import ProcessRanks
-from rollout.parallel import exchange as exchanges
-from rollout.parallel.exchange import GroupExchange, HostExchange
 from rollout.parallel.partition import consecutive
-from rollout.parallel.rank_group import NO_MEMORY
 from tests.helpers.hang import HANG_SECONDS
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 LATE_SECONDS = 3.0
-SLOT = exchanges.native.SLOT_BYTES
 WIDTHS = [(5, 5, 5), (33, 33, 31), (1, 1, 0), (0, 4, 9)]
-NOBODYS_MEMORY = (64, 1 << 30)  # as where weights were given back meanwhile
-LARGE = [(1, (SLOT // 4 + 3, SLOT // 4 + 3, 7)), (3, (SLOT, 1, SLOT // 3)), (700, (513, 513, 511))]
+LARGE = [(1, (40_003, 40_003, 7)), (3, (50_000, 1, 7_000)), (700, (513, 513, 511))]
 
 
 class Ranks:
@@ -49,9 +41,6 @@ class Ranks:
             self.store(), RANK, SIZE, device=torch.device("cpu"), timeout=timeout
         )  # fmt: skip
 
-    def gloo(self) -> GroupExchange:
-        return GroupExchange(dist.ProcessGroupGloo(self.store(), RANK, SIZE))
-
 
 def random_bits(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     """Any bits at all, NaN among them."""
@@ -67,25 +56,16 @@ def same_bits(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     )
 
 
-def shared_memory_and_gloo_give_what_was_sent(ranks: Ranks) -> None:
-    group, gloo = ranks.group(), ranks.gloo()
-    host = group._exchanges[0]
-    assert isinstance(host, HostExchange)
+def ranks_get_what_was_sent(ranks: Ranks) -> None:
+    group = ranks.group()
     sizes = [(rows, widths) for rows in (0, 1, 2, 17) for widths in WIDTHS] + LARGE
-    for dtype, exchange in itertools.product((torch.float32, torch.bfloat16), (host, gloo)):
+    for dtype in (torch.float32, torch.bfloat16):
         for seed, (rows, widths) in enumerate(sizes):
             parts = consecutive(widths)
             sent_TC = random_bits(rows, sum(widths), dtype=dtype, seed=seed)
             own_TC = sent_TC[:, parts[RANK].start : parts[RANK].stop]  # its rows are not adjacent
-            for ahead in (NO_MEMORY, (sent_TC.data_ptr(), sent_TC.nbytes), NOBODYS_MEMORY):
-                found = exchange.all_gather_columns(own_TC, parts, ahead)
-                assert same_bits(found, sent_TC), (exchange, dtype, rows, widths, ahead)
-        for size in (0, 1, 3, SLOT + 5):
-            sent = random_bits(size, dtype=dtype, seed=size)
-            got = sent.clone() if RANK == 0 else torch.zeros_like(sent)
-            exchange.broadcast(got)
-            assert same_bits(got, sent), (exchange, dtype, size)
-    for texts in (["", "ä" * 7, "x"], ["", "", ""], ["long" * SLOT, "", "y"]):
+            assert same_bits(group.all_gather_columns(own_TC, parts), sent_TC), (rows, widths)
+    for texts in (["", "ä" * 7, "x"], ["", "", ""], ["long" * 10_000, "", "y"]):
         assert group.all_gather_text(texts[RANK]) == texts
         assert group.broadcast_bytes(texts[RANK].encode()) == texts[0].encode()
 
@@ -94,7 +74,7 @@ def no_exchange_gives_the_numbers_of_another(ranks: Ranks) -> None:
     """Now and then a rank is late."""
     group = ranks.group()
     same, own = random.Random(1), random.Random(RANK)
-    for number in range(3000):
+    for number in range(1000):
         if own.random() < 0.02:
             time.sleep(0.0005)
         if same.random() < 0.5:
@@ -102,14 +82,6 @@ def no_exchange_gives_the_numbers_of_another(ranks: Ranks) -> None:
             assert group.all_gather_int(wanted[RANK]) == wanted
         else:
             assert group.broadcast_floats([number if RANK == 0 else -1.0]) == [number]
-
-
-def where_one_rank_cannot_share_memory_all_use_gloo(ranks: Ranks) -> None:
-    elsewhere = mock.patch.object(exchanges, "this_host", return_value="another host")
-    with elsewhere if RANK == 1 else nullcontext():
-        group = ranks.group()
-    assert isinstance(group._exchanges[0], GroupExchange)
-    assert group.all_gather_int(RANK) == [0, 1, 2]
 
 
 def fails_with(group: ProcessRanks, reason: str) -> None:
@@ -143,9 +115,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     store, _, _ = next(iter(rendezvous("env://")))
     ranks = Ranks(store)
-    shared_memory_and_gloo_give_what_was_sent(ranks)
+    ranks_get_what_was_sent(ranks)
     no_exchange_gives_the_numbers_of_another(ranks)
-    where_one_rank_cannot_share_memory_all_use_gloo(ranks)
     a_rank_that_hangs_is_named_within_the_timeout(ranks, store)
     a_rank_that_is_gone_is_named_at_once(ranks)
     Path(sys.argv[1]).write_text("null")

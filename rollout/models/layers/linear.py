@@ -17,7 +17,6 @@ from rollout.models.layers.weight_loader import WeightLoader, fill
 from rollout.ops.matmul import matmul
 from rollout.ops.matmul.tiles import Tile
 from rollout.ops.panel_matmul import native
-from rollout.parallel.rank_group import NO_MEMORY, Memory
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +74,6 @@ class Linear:
         self.left_out_tiles: frozenset[Tile] = frozenset()
         self.min_rows = 1
         self.sum_block: int | None = None
-        self.next: Linear | None = None
         self.bias_O = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self._packed: PackedWeight | TiledWeight | None = None
         self._table_OI = table_OI
@@ -120,16 +118,6 @@ class Linear:
     def multiplies_tiles(self) -> bool:
         """Whether rows are multiplied 16 at a time, so that padding to so many costs nothing."""
         return isinstance(self._packed, TiledWeight)
-
-    @property
-    def memory(self) -> Memory:
-        """The memory of a packed weight; `NO_MEMORY` for a plain one."""
-        return NO_MEMORY if self._packed is None else self._packed.memory
-
-    @property
-    def next_memory(self) -> Memory:
-        """The memory of the packed weight of ``next``."""
-        return NO_MEMORY if self.next is None else self.next.memory
 
     def pack(self) -> None:
         """Pack the weight, if this build and processor can; else it stays plain."""

@@ -14,7 +14,6 @@ import torch
 from rollout.models.layers.storage import prefer_huge_pages
 from rollout.ops.panel_matmul import native
 from rollout.ops.panels import LANES, read_panels, write_panels
-from rollout.parallel.rank_group import Memory
 
 
 class PackedWeight:
@@ -44,9 +43,8 @@ class PackedWeight:
     def _take(self, opaque: torch.Tensor) -> None:
         """Store a packed weight [O, I], of layout torch._mkldnn."""
         self.opaque = opaque
-        num_bytes = int(torch.ops.mkldnn._nbytes(opaque))  # padding included
-        self.memory: Memory = (torch.ops.mkldnn.data_ptr(opaque), num_bytes)
-        prefer_huge_pages(*self.memory)
+        self.num_bytes = int(torch.ops.mkldnn._nbytes(opaque))  # padding included
+        prefer_huge_pages(torch.ops.mkldnn.data_ptr(opaque), self.num_bytes)
 
     @property
     def multiplies_few_rows(self) -> bool:
@@ -54,11 +52,6 @@ class PackedWeight:
         return self.panels_PUL is not None and native.supports(
             torch.empty(1, self.opaque.shape[1], dtype=self.opaque.dtype), self.panels_PUL
         )
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the packed copy, padding included."""
-        return self.memory[1]
 
     def write(self, first_row: int, rows_MI: torch.Tensor) -> None:
         """Replace rows from ``first_row`` on by contiguous CPU rows of the same dtype."""

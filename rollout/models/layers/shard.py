@@ -34,14 +34,12 @@ def split_product(
     2025, Deterministic Inference across Tensor Parallel Sizes). oneDNN's products of 16-bit numbers
     are rounded to 16 bits, so such a tree would have rounded leaves on a CPU.
 
-    While ranks wait for each other, they fetch the weights of the next product.
-
     ``inputs``, ``outputs``: features of each rank, consecutive.
     """
     if group.size == 1:
         return linear(x_MI)
-    y_MO = linear(group.all_gather_columns(x_MI, inputs, linear.memory))
-    return group.all_gather_columns(y_MO, outputs, linear.next_memory)
+    y_MO = linear(group.all_gather_columns(x_MI, inputs))
+    return group.all_gather_columns(y_MO, outputs)
 
 
 def shard_of(

@@ -11,7 +11,6 @@ import torch
 from rollout.models.layers.storage import prefer_huge_pages
 from rollout.ops.panels import read_panels, write_panels
 from rollout.ops.tile_matmul.native import LANES, TILE_UNITS, supports, tile_matmul
-from rollout.parallel.rank_group import Memory
 
 
 class TiledWeight:
@@ -25,8 +24,8 @@ class TiledWeight:
         units = -(-inputs // (2 * TILE_UNITS)) * TILE_UNITS
         shape = (-(-outputs // LANES), units, 2 * LANES)
         self._panels_PUL = torch.empty(shape, dtype=weight_OI.dtype)
-        self.memory: Memory = (self._panels_PUL.data_ptr(), self._panels_PUL.nbytes)
-        prefer_huge_pages(*self.memory)
+        self.num_bytes = self._panels_PUL.nbytes  # padding included
+        prefer_huge_pages(self._panels_PUL.data_ptr(), self.num_bytes)
         self._panels_PUL.zero_()
         self.write(0, weight_OI)
 
@@ -34,11 +33,6 @@ class TiledWeight:
     def pack(weight_OI: torch.Tensor) -> TiledWeight | None:
         """Pack a weight. None if this processor has no tiles for its dtype."""
         return TiledWeight(weight_OI) if supports(weight_OI.dtype, weight_OI.device) else None
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the packed copy, padding included."""
-        return self.memory[1]
 
     def multiply(self, x_MI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
         """``x @ weight.T + bias``: [M, O]. A row's bits depend on that row alone."""
