@@ -163,7 +163,7 @@ def cold_rows(options: argparse.Namespace) -> Iterator[Row]:
     worker: Any = engine.worker
     worker._calibration_seconds = SpecOptions.calibration_seconds
     started = time.perf_counter()
-    worker.restore_learned({})
+    worker.calibrate()
     calibrated = time.perf_counter() - started
     times = hold(Comparison(engine), open_work(options, 8, 16, options.pairs), "cold start")
     lost = sum(times.plain_P) * (1 / (times.interval()[0] or times.speedup) - 1)

@@ -31,7 +31,6 @@ BUILD = ROOT / "build" / "gpu-native"
 EXTENSIONS = {
     "ngram_native._ext": ROOT / "ngram_native",
     "rollout.ops._cpu": ROOT / "rollout" / "ops",
-    "rollout.parallel._exchange": ROOT / "rollout" / "parallel",
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -235,15 +235,12 @@ class SpecWorker:
         """Raises IntegrityError; see `Worker.check_integrity`."""
         self.memory.check_integrity()
 
-    def restore_learned(self, learned: Mapping[str, Any]) -> None:
-        """Continue from what an earlier engine learned. Raises ValueError for a malformed
-        object."""
-        self._learning.catch_up()
-        self.budget.restore(learned)
+    def calibrate(self) -> None:
+        """Time a few forwards, where drafts are chosen by what steps cost."""
         calibrate(self.target, self.budget, self._calibration_seconds)
 
     def learned(self) -> dict[str, Any]:
-        """The learned costs and values of drafts, JSON-able, for `restore_learned` and reports."""
+        """The learned costs and values of drafts, JSON-able, for reports."""
         self._learning.catch_up()
         return self.budget.learned()
 

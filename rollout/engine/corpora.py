@@ -45,7 +45,7 @@ class Corpora:
     """
 
     def __init__(self, worker: Worker, encoder: PromptEncoder, steps: StepRunner) -> None:
-        """Restores what was learned beside the file the corpus was made from, if it was made from
+        """Restores the lengths beside the file that the corpus was made from, if it was made from
         one."""
         self._worker = worker
         self._encoder = encoder
@@ -57,8 +57,9 @@ class Corpora:
             for name, path in ({} if corpus is None else corpus.configured).items()
         }
         path = None if corpus is None else corpus.initial_path
-        file = None if path is None else learned_file(path)
-        self._restore_learned({} if file is None else _whole_learned(file), file)
+        if path is not None:
+            self._restore_lengths(learned_file(path))
+        worker.calibrate()
 
     def add_external_corpus(
         self,
@@ -183,9 +184,9 @@ class Corpora:
         """Write rollouts, published external corpora, calibration and weight version to a file.
 
         The file, for a trainer's checkpoint, is written whole or not at all. Tensor-parallel ranks
-        have equal corpora, and rank 0 writes the file. The cost curve and the lengths of rollouts
-        go into ``<path>.learned.json``. Raises OSError, and InvalidInputError where ``path`` is a
-        folder or a device.
+        have equal corpora, and rank 0 writes the file. The lengths of rollouts go into
+        ``<path>.learned.json``. Raises OSError, and InvalidInputError where ``path`` is a folder or
+        a device.
         """
         corpus, path = self._corpus(), checked_path(path, "path")
         for each in (Path(path), learned_file(path)):
@@ -194,7 +195,7 @@ class Corpora:
         if self._worker.ranks.tensor.rank:
             return
         corpus.save(path)
-        save_learned(learned_file(path), {**self.learned(), "lengths": self._lengths.learned()})
+        save_learned(learned_file(path), {"lengths": self._lengths.learned()})
 
     def load_corpus(self, path: str | os.PathLike[str]) -> None:
         """Go on with the corpus that `save_corpus` wrote, in place of the one held.
@@ -209,10 +210,8 @@ class Corpora:
         Trouble with the file beside it is logged and left at that.
         """
         corpus, path = self._corpus(), checked_path(path, "path")
-        file = learned_file(path)
-        learned = _whole_learned(file)
         corpus.load(path)
-        self._restore_learned(learned, file)
+        self._restore_lengths(learned_file(path))
 
     def load_configured_corpora(self) -> None:
         """Begin to load the corpora of ``spec.external_corpora``; does nothing the second time.
@@ -235,18 +234,14 @@ class Corpora:
         ..."""
         return {"budget": self._worker.learned()}
 
-    def _restore_learned(self, learned: dict[str, Any], file: Path | None) -> None:
-        """Start from the learned state of ``file``, as far as it fits this machine and model."""
-        if "lengths" in learned:
-            try:
-                self._lengths.restore(learned["lengths"])
-            except ValueError as error:
-                log.warning("lengths of %s are not used: %s", file, error)
+    def _restore_lengths(self, file: Path) -> None:
+        """Start from the lengths in ``file``, if it is there and whole."""
         try:
-            self._worker.restore_learned(learned.get("budget", {}))
-        except ValueError as error:
-            log.warning("budget of %s is not used: %s", file, error)
-            self._worker.restore_learned({})
+            learned = load_learned(file)
+            if "lengths" in learned:
+                self._lengths.restore(learned["lengths"])
+        except (OSError, ValueError) as error:
+            log.warning("%s is not used: %s", file, error)
 
     def _external(self) -> DraftCorpus:
         corpus = self._corpus()
@@ -274,15 +269,6 @@ class Corpora:
         if own.state is ExternalState.FAILED:
             corpus.remove_external(name)
             raise InvalidInputError("name", name, f"could not be loaded: {own.error}")
-
-
-def _whole_learned(file: Path) -> dict[str, Any]:
-    """The learned state in ``file``; empty, with a warning, where the file is damaged."""
-    try:
-        return load_learned(file)
-    except (OSError, ValueError) as error:
-        log.warning("%s is not used: %s", file, error)
-        return {}
 
 
 def _loading(corpus: DraftCorpus) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -80,15 +80,12 @@ class Worker(Protocol):
         """The processes that run its models."""
         ...
 
-    def restore_learned(self, learned: Mapping[str, Any]) -> None:
-        """Called once before the first step, with what an earlier engine's worker had learned.
-
-        Called again when a saved corpus is loaded. Raises ValueError for anything else.
-        """
+    def calibrate(self) -> None:
+        """Called once before the first step."""
         ...
 
     def learned(self) -> dict[str, Any]:
-        """The learned costs and values of drafts, JSON-able, for `restore_learned` and reports."""
+        """The learned costs and values of drafts, JSON-able, for reports."""
         ...
 
     def without_speculation(self) -> AbstractContextManager[Worker]:

@@ -6,7 +6,6 @@ Legend: B entries of a batch, N draft nodes.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -77,26 +76,17 @@ class DraftBudget(Protocol):
         ...
 
     def learned(self) -> dict[str, Any]:
-        """The learned costs and values as a JSON-able object, for `restore` and for people to look
-        at."""
-        ...
-
-    def restore(self, learned: Mapping[str, Any]) -> None:
-        """Continue from an earlier run's `learned`. Raises ValueError for a malformed object."""
+        """The learned costs and values as a JSON-able object, for people to look at."""
         ...
 
 
 class FixedBudget:
-    """The budget that verifies whatever is proposed.
-
-    Learns nothing. Keeps what it restores and returns it, for a learned budget of a later run.
-    """
+    """The budget that verifies whatever is proposed, and learns nothing."""
 
     is_open = True
 
     def __init__(self, min_probability: float = 0.0) -> None:
         self._min_probability = min_probability
-        self._restored: Mapping[str, Any] = {}
 
     def floors(self, batch: Batch) -> NDArray[np.float64] | None:
         return np.full(len(batch.entries), self._min_probability)
@@ -128,8 +118,4 @@ class FixedBudget:
         pass
 
     def learned(self) -> dict[str, Any]:
-        return dict(self._restored)
-
-    def restore(self, learned: Mapping[str, Any]) -> None:
-        if learned:  # nothing to restore forgets nothing
-            self._restored = learned
+        return {}

@@ -6,13 +6,11 @@ Legend: K knots, flat: contexts x rows; H row knots.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from spec_workers.budget.learned_json import table
 
 
 def isotonic(values: Sequence[float], weights: Sequence[float]) -> list[float]:
@@ -38,16 +36,12 @@ _KNOTS_PER_OCTAVE = 2  # of rows
 
 # Standard deviations, of the logarithm of milliseconds.
 _UNKNOWN_SCALE = 3.0  # of a machine nothing was measured on
-_LOADED_SCALE = 0.3  # of one that was measured in an earlier run
 _SHAPE = 0.3  # of the curve around its first guess, whatever the scale
-_LOADED_SHAPE = 0.1  # of a curve that was measured in an earlier run
 _NOISE = 0.06  # of one step
 _SCALE_DRIFT = 0.015  # a step: machines get busy, clocks change
 _SHAPE_DRIFT = 0.002  # a step
 _CLIP = 2.0  # standard deviations of surprise that one step is believed
 
-_MIN_MS = 1e-6  # as it is written
-_MAX_KNOTS = 1024  # that are read: where many sizes are captured, each has a knot
 
 _ROWS_RANGE = 3.0  # octaves over which the shape is alike
 _CONTEXT_RANGE = 3.0  # the same, of contexts
@@ -85,12 +79,13 @@ class CostCurve:
         guess_H = np.log1p(np.maximum(self.rows_H, minimum_rows) / _FIXED_ROWS)
         per_context = _CONTEXT_SLOPE * np.arange(len(self.contexts))
         self._mean_K = (guess_H + per_context[:, None]).ravel()
-        self._alike_KK = self._kernel()
-        self._spread(_UNKNOWN_SCALE, _SHAPE)
+        alike_KK = self._kernel()
+        self._covariance_KK = _UNKNOWN_SCALE**2 + _SHAPE**2 * alike_KK
+        self._drift_KK = _SCALE_DRIFT**2 + _SHAPE_DRIFT**2 * alike_KK
 
     @property
     def is_known(self) -> bool:
-        """Whether any forward was timed, now or in an earlier run."""
+        """Whether any forward was timed."""
         return bool(self.observations_K.any())
 
     def observe(
@@ -128,7 +123,7 @@ class CostCurve:
         return np.exp(times) * beyond
 
     def learned(self) -> dict[str, Any]:
-        """The learned curve as a JSON-able object, for `restore` and for people to look at."""
+        """The learned curve as a JSON-able object, for people to look at."""
         shape = (len(self.contexts), self.rows_H.size)
         return {
             "rows": self.rows_H.tolist(),
@@ -136,34 +131,6 @@ class CostCurve:
             "milliseconds": np.exp(self._heights(len(self.contexts))).round(6).tolist(),
             "observations": self.observations_K.reshape(shape).round(1).tolist(),
         }
-
-    def restore(self, learned: Mapping[str, Any]) -> None:
-        """Start from an earlier run's curve, whose knots may be others. Raises ValueError for a
-        malformed object.
-
-        Times are interpolated between its rows and taken from its nearest context at or below;
-        observations count for the nearest knot.
-        """
-        rows, contexts, times, seen = checked_curve(learned)
-        if not seen.any():
-            return  # a first guess, which was never measured
-        at_or_below = np.searchsorted(contexts, self.contexts, side="right") - 1
-        beyond_H = np.log(np.maximum(self.rows_H / rows[-1], 1.0))
-        self._mean_K = np.concatenate(
-            [
-                np.interp(self.rows_H, rows, heights) + beyond_H
-                for heights in np.log(times)[np.maximum(at_or_below, 0)]
-            ]
-        )
-        row = np.abs(np.log(rows)[:, None] - np.log(self.rows_H)).argmin(1)
-        bucket = np.array([self._context(int(context)) for context in contexts])
-        self.observations_K = np.zeros_like(self.observations_K)
-        np.add.at(self.observations_K, bucket[:, None] * self.rows_H.size + row, seen)
-        self._spread(_LOADED_SCALE, _LOADED_SHAPE)
-
-    def _spread(self, scale: float, shape: float) -> None:
-        self._covariance_KK = scale**2 + shape**2 * self._alike_KK
-        self._drift_KK = _SCALE_DRIFT**2 + _SHAPE_DRIFT**2 * self._alike_KK
 
     def _padded(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         if not self._buckets.size:
@@ -208,28 +175,6 @@ class CostCurve:
         rows = np.exp(-np.abs(octave_H[:, None] - octave_H) / _ROWS_RANGE)
         contexts = np.exp(-np.abs(step[:, None] - step) / _CONTEXT_RANGE)
         return np.kron(contexts, rows)
-
-
-def checked_curve(learned: Mapping[str, Any]) -> tuple[NDArray[np.float64], ...]:
-    """Rows [H], contexts [C], milliseconds [C, H] and observations [C, H] of what `learned` gave.
-
-    Raises ValueError for a malformed object.
-    """
-    rows, contexts = _loaded_knots(learned, "rows"), _loaded_knots(learned, "contexts")
-    shape = (contexts.size, rows.size)
-    times = table(learned, "milliseconds", shape, minimum=_MIN_MS)
-    return rows, contexts, times, table(learned, "observations", shape)
-
-
-def _loaded_knots(learned: Mapping[str, Any], name: str) -> NDArray[np.float64]:
-    """The knots of this name, ascending numbers >= 1. Raises ValueError for anything else."""
-    listed = learned.get(name)
-    if not isinstance(listed, list) or not 0 < len(listed) <= _MAX_KNOTS:
-        raise ValueError(f"{name}: must be a list of 1 to {_MAX_KNOTS} numbers")
-    knots = table(learned, name, (len(listed),), minimum=1.0)
-    if (np.diff(knots) <= 0).any():
-        raise ValueError(f"{name}: must ascend")
-    return knots
 
 
 def _row_knots(last: int, buckets: NDArray[np.int64]) -> NDArray[np.int64]:

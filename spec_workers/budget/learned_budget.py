@@ -6,8 +6,7 @@ Legend: B entries of a batch, N draft nodes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +16,6 @@ from rollout.types import Batch, DraftTrees, EntryResult, Request, StepForecast,
 from spec_workers.budget.budget import SelectedDrafts
 from spec_workers.budget.cost_curve import CostCurve
 from spec_workers.budget.gate import Gate
-from spec_workers.budget.learned_json import mapping
 from spec_workers.budget.node_choice import Choice, choose_nodes, falling
 from spec_workers.budget.node_values import NodeValues, RequestTrust
 from spec_workers.budget.prices import KnownPrices, Prices
@@ -86,7 +84,7 @@ class LearnedBudget:
         curve = CostCurve(
             target.minimum_rows, target.longest_step, target.max_context_len, target.row_buckets
         )
-        cost = StepCost(target.description, curve)
+        cost = StepCost(curve)
         values = NodeValues(sources)
         return cls(cost, values, min_probability, reads_while_open=reads_while_open)
 
@@ -187,14 +185,6 @@ class LearnedBudget:
 
     def learned(self) -> dict[str, Any]:
         return {**self.cost.learned(), **self._values.learned(), "gate": self._gate.learned()}
-
-    def restore(self, learned: Mapping[str, Any]) -> None:
-        cost, values = deepcopy(self.cost), deepcopy(self._values)
-        cost.restore(learned)
-        if "values" in learned:
-            values.restore(mapping(learned, "values"))
-        self.cost, self._values = cost, values
-        self._prices = KnownPrices()
 
     def _priced(self, batch: Batch) -> Prices:
         return self._prices.of(batch, self.cost, self._schedule.steps, self._accept_rate.value)

@@ -5,13 +5,11 @@ Legend: N draft nodes; S sources, D depth buckets.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from spec_workers.budget.learned_json import table
 
 DEPTHS = ("1", "2", "3-4", "5+")
 _BUCKET_OF_DEPTH = np.array([0, 0, 1, 2, 2, 3])  # into DEPTHS
@@ -19,7 +17,6 @@ _BUCKET_OF_DEPTH = np.array([0, 0, 1, 2, 2, 3])  # into DEPTHS
 _INERTIA = 20.0  # expected acceptances that the first guess is worth
 _FIRST_GUESS = 0.85  # accepted, of what was expected: the highest of many estimates run high
 _MEMORY = 400.0  # expected acceptances a cell remembers
-_FURTHEST_OFF = 100.0  # times what was expected: more accepted nodes than that are damage
 _DECAY = 0.5  # at a change of policy
 _FADE = 0.995  # each time costs are learned
 _TENTHS = 10  # of probability, by which the report compares expected with accepted
@@ -90,7 +87,7 @@ class NodeValues:
         self._update_ratios()
 
     def learned(self) -> dict[str, Any]:
-        """The learned values as a JSON-able object, for `restore` and for people to look at."""
+        """The learned values as a JSON-able object, for people to look at."""
         count, expected, accepted = self._by_tenth.round(3).tolist()
         return {
             "values": {
@@ -101,17 +98,6 @@ class NodeValues:
             },
             "calibration": {"count": count, "expected": expected, "accepted": accepted},
         }
-
-    def restore(self, values: Mapping[str, Any]) -> None:
-        """Continue from an earlier run's ``values``. Raises ValueError for a malformed object."""
-        if values.get("sources") != list(self.sources) or values.get("depths") != list(DEPTHS):
-            raise ValueError("sources, depths: not those of this worker")
-        shape = self._expected_SD.shape
-        expected_SD, accepted_SD = (table(values, name, shape) for name in ("expected", "accepted"))
-        seen_SD = np.maximum(expected_SD, accepted_SD / _FURTHEST_OFF)
-        believed_SD = _MEMORY / np.maximum(seen_SD, _MEMORY)
-        self._expected_SD, self._accepted_SD = expected_SD * believed_SD, accepted_SD * believed_SD
-        self._update_ratios()
 
     def _update_ratios(self) -> None:
         accepted_SD = self._accepted_SD + _FIRST_GUESS * _INERTIA

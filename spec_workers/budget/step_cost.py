@@ -1,17 +1,15 @@
-"""The cost of a step: forward, sampling and drafting, learned together and saved per device."""
+"""The cost of a step: forward, sampling and drafting, learned together."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollout.types import StepTimes
-from spec_workers.budget.cost_curve import CostCurve, checked_curve
-from spec_workers.budget.learned_json import MAX_VALUE, mapping, table
+from spec_workers.budget.cost_curve import CostCurve
 
 _NOISE = 0.1  # milliseconds, of one step
 _FIRST_STEP, _FIRST_EACH = 1.0, 0.03  # milliseconds that either may cost
@@ -60,20 +58,9 @@ class LinearCost:
         return max(0.0, float(self._weights[1]))
 
     def learned(self) -> dict[str, float]:
-        """The learned costs as a JSON-able object, for `restore`."""
+        """The learned costs as a JSON-able object."""
         step, each = self._weights.round(6).tolist()
         return {"step": step, "each": each}
-
-    def restore(self, learned: Mapping[str, float]) -> None:
-        """Continue from learned costs. Raises ValueError for a malformed object."""
-        if set(learned) != {"step", "each"}:
-            raise ValueError("must give milliseconds for step and each")
-        self._weights = np.array(
-            [table(learned, name, (), minimum=-MAX_VALUE) for name in ("step", "each")]
-        )
-
-
-_MAX_DEVICES = 64  # whose costs are saved for runs there, the latest learned of
 
 
 class StepCost:
@@ -83,19 +70,16 @@ class StepCost:
     taking in what was emitted with the requests.
     """
 
-    def __init__(self, device: str, curve: CostCurve) -> None:
-        """``device``: a text that names everything that must be the same for times to compare."""
-        self.device = device
+    def __init__(self, curve: CostCurve) -> None:
         self.curve = curve
         self._sampling = LinearCost()  # by rows sampled from
         self._drafting = LinearCost()  # by requests
         self._following = LinearCost()  # by requests, where nothing is proposed
         self._reading = LinearCost()  # the same, where a draft reads all the same
-        self._elsewhere: dict[str, Any] = {}  # device -> what was learned there
 
     @property
     def is_known(self) -> bool:
-        """Whether any forward was timed, now or in an earlier run."""
+        """Whether any forward was timed."""
         return self.curve.is_known
 
     def of_rows(
@@ -151,8 +135,8 @@ class StepCost:
             (self._drafting if proposed else idle).observe(width, times.draft)
 
     def learned(self) -> dict[str, Any]:
-        """The learned costs as a JSON-able object, for `restore` and for people to look at."""
-        here = {
+        """The learned costs as a JSON-able object, for people to look at."""
+        return {
             "cost": self.curve.learned(),
             "request_ms": {
                 "sampling": self._sampling.learned(),
@@ -161,42 +145,3 @@ class StepCost:
                 "reading": self._reading.learned(),
             },
         }
-        return {"device": self.device, **here, "elsewhere": self._elsewhere}
-
-    def restore(self, learned: Mapping[str, Any]) -> None:
-        """Continue from an earlier run on this device. Raises ValueError for a malformed object."""
-        found = dict(mapping(learned, "elsewhere")) if "elsewhere" in learned else {}
-        if "cost" in learned:
-            device = learned.get("device")
-            if not isinstance(device, str):
-                raise ValueError("device: must be text")
-            found[device] = learned
-        known = {device: _checked(mapping(found, device)) for device in found}
-        here = known.pop(self.device, None)
-        if here is not None:
-            self.curve.restore(here["cost"])
-            parts = here["request_ms"]
-            self._sampling.restore(parts["sampling"])
-            self._drafting.restore(parts["drafting"])
-            self._following.restore(parts["following"])
-            self._reading.restore(parts["reading"])
-        self._elsewhere |= known
-        for device in list(self._elsewhere)[:-_MAX_DEVICES]:
-            del self._elsewhere[device]
-
-
-def _checked(learned: Mapping[str, Any]) -> dict[str, Any]:
-    """The costs of one device alone, without other fields. Raises ValueError."""
-    curve, parts = mapping(learned, "cost"), mapping(learned, "request_ms")
-    checked_curve(curve)
-    if "reading" not in parts:  # what is told as following may be that
-        parts = {**parts, **dict.fromkeys(("following", "reading"), LinearCost().learned())}
-    names = ("sampling", "drafting", "following", "reading")
-    for name in names:
-        LinearCost().restore(mapping(parts, name))
-    return {
-        "cost": {
-            name: curve[name] for name in ("rows", "contexts", "milliseconds", "observations")
-        },
-        "request_ms": {name: parts[name] for name in names},
-    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from dataclasses import asdict
 from pathlib import Path
 
@@ -182,18 +181,6 @@ class TargetWorker:
             return ()
         return self.graphs.buckets.rows
 
-    @property
-    def description(self) -> str:
-        """The properties that the time of a forward depends on, beside the batch."""
-        spec, dtype = self.model.spec, str(self.model.dtype).removeprefix("torch.")
-        padding = f"padded to {self.minimum_rows} rows"
-        if self.graphs is not None and self.graphs.buckets.rows:
-            padding += f", captured up to {self.graphs.buckets.rows[-1]}"
-        return (
-            f"{device_name(self.model.device)}; {spec.num_layers} layers of {spec.hidden_size}, "
-            f"vocabulary of {spec.vocab_size}, {dtype}, {padding}"
-        )
-
     def verify(self, batch: Batch, trees: DraftTrees) -> Forwarded:
         """Logits at each sampling entry's root and draft nodes, in that order; features."""
         self.weights.require_whole()
@@ -285,20 +272,3 @@ class TargetWorker:
             "kv/hit": counters.hit,
             "kv/evicted": counters.evicted,
         }
-
-
-def device_name(device: torch.device) -> str:
-    """The name under which a device's times are saved; a CPU's says how many threads torch uses."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{_processor()}, {torch.get_num_threads()} threads"
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if platform.system() == "Linux" and cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()

@@ -46,7 +46,7 @@ def ramp(rows: np.ndarray) -> np.ndarray:
 def make_budget(
     times: Times = ramp, sources=SOURCES, *, is_known=True, reads_while_open=False
 ) -> LearnedBudget:
-    cost = StepCost("here", Machine(times, is_known=is_known))
+    cost = StepCost(Machine(times, is_known=is_known))
     return LearnedBudget(cost, NodeValues(sources), 0.02, reads_while_open=reads_while_open)
 
 

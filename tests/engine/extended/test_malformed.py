@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import subprocess
 import sys
@@ -12,9 +11,8 @@ import numpy as np
 import torch
 
 from rollout import SamplingParams
-from rollout.engine.learned_file import learned_file, load_learned
 from rollout.errors import RolloutError
-from tests.engine.test_learned_file import PARAMS, PROMPTS, make_engine
+from tests.engine.test_learned_file import PARAMS, make_engine
 from tests.helpers.hang import HANG_SECONDS
 
 DEEP: list[Any] = []
@@ -132,30 +130,6 @@ def change_somewhere(learned, rng):
     elif place:
         scaled = [below * 10 ** rng.randint(-300, 300)] if type(below) in (int, float) else []
         place[key] = rng.choice([*NUMBERS, *scaled * len(NUMBERS)])
-
-
-def test_whatever_the_learned_file_holds_the_engine_generates(tiny_model_path, tmp_path):
-    """It is used or it is not; the tokens are the same, and what is saved then is whole."""
-    engine, path = make_engine(tiny_model_path), tmp_path / "corpus"
-    expected = [rollout.token_ids for rollout in engine.generate(PROMPTS, PARAMS)]
-    engine.save_corpus(path)
-    whole = learned_file(path).read_text()
-    rng = random.Random(5)
-    used = 0
-    for _ in range(80):
-        learned = json.loads(whole)
-        budget = learned["budget"]
-        budget["elsewhere"]["another device"] = {name: budget[name] for name in ("cost", "values")}
-        learned = json.loads(json.dumps(learned))
-        for _ in range(rng.randint(1, 3)):
-            change_somewhere(learned, rng)
-        learned_file(path).write_text(json.dumps(learned))
-        engine.load_corpus(path)
-        used += engine.worker.budget.cost.is_known
-        assert [rollout.token_ids for rollout in engine.generate(PROMPTS, PARAMS)] == expected
-    engine.save_corpus(tmp_path / "again")
-    load_learned(learned_file(tmp_path / "again"))
-    assert used
 
 
 def test_a_process_that_forgets_to_close_its_loop_still_ends(tiny_model_path):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from scipy.optimize import isotonic_regression
@@ -52,12 +50,6 @@ def made():
     return CostCurve(4, 1024, 2048)
 
 
-def restored(curve):
-    other = made()
-    other.restore(json.loads(json.dumps(curve.learned())))
-    return other
-
-
 @pytest.mark.parametrize(("machine", "mean", "most"), [(ramp, 0.03, 0.08), (stairs, 0.08, 0.25)])
 def test_a_machine_is_learned_in_spite_of_hiccups(machine, mean, most):
     curve = made()
@@ -103,56 +95,6 @@ def test_times_that_are_not_positive_are_ignored():
         curve.observe(8, 100, milliseconds)
     assert curve.learned() == before
     assert not curve.is_known
-
-
-def test_restored_it_is_the_same():
-    curve = made()
-    show(curve, stairs, np.random.default_rng(7), steps=300, max_rows=200, context=1000)
-    other = restored(curve)
-    for context in (1, 300, 5000):
-        rows = np.arange(1, 3000, 7)
-        times = curve.milliseconds(rows, context)
-        np.testing.assert_allclose(other.milliseconds(rows, context), times, rtol=1e-5)
-    assert other.is_known
-    assert other.learned()["observations"] == curve.learned()["observations"]
-    before = times_at(other, 16)[0]
-    other.observe(16, 300, 1e6)
-    assert times_at(other, 16)[0] < 3 * before, "it was measured, and one hiccup moves it little"
-    guess = restored(made())  # which is still a guess
-    assert not guess.is_known
-    guess.observe(8, 100, 400.0)
-    assert times_at(guess, 8, context=100)[0] == pytest.approx(400, rel=0.05)
-
-
-def test_malformed_curves_are_refused_whole():
-    curve = made()
-    show(curve, stairs, np.random.default_rng(9), steps=20, max_rows=32)
-    good, inf = curve.learned(), float("inf")
-
-    def with_first(name, value):
-        (_, *rest), *others = good[name]
-        return {name: [[value, *rest], *others]}
-
-    damages = [
-        {"rows": good["rows"][::-1]},
-        {"rows": ["1", *good["rows"][1:]]},
-        {"rows": None},
-        {"rows": list(range(1, 1026))},
-        {"contexts": []},
-        {"contexts": [256, 512, 1024, inf]},
-        {"milliseconds": None},
-        {"milliseconds": [[1.0], [1.0, 2.0]]},
-        with_first("milliseconds", 0.0),
-        with_first("milliseconds", True),
-        with_first("milliseconds", 10**400),
-        with_first("observations", -1.0),
-    ]
-    for damage in damages:
-        other = restored(curve)
-        before = other.learned()
-        with pytest.raises(ValueError, match=rf"^{next(iter(damage))}: must"):
-            other.restore(good | damage)
-        assert other.learned() == before
 
 
 def test_isotonic_regression_is_scipys():

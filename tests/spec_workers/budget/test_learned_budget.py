@@ -10,13 +10,9 @@ import numpy as np
 import pytest
 
 from rollout.types import Batch, EntryResult, FinishReason, Remaining, StepTimes, Tail
-from spec_workers.budget import LearnedBudget, SelectedDrafts
-from spec_workers.budget.cost_curve import CostCurve
-from spec_workers.budget.node_values import NodeValues
-from spec_workers.budget.step_cost import StepCost
+from spec_workers.budget import SelectedDrafts
 from spec_workers.draft_tree import only_roots
 from tests.helpers.budgets import (
-    SOURCES,
     batch_of,
     chains,
     entry_of,
@@ -256,38 +252,3 @@ def test_nodes_are_judged_on_every_branch_unless_the_request_ended(is_stopped):
     assert values["expected"][1] == pytest.approx([0, 0, 0, 0] if is_stopped else [0.7, 0.2, 0, 0])
     assert values["accepted"][1] == ([0, 0, 0, 0] if is_stopped else [1.0, 1.0, 0.0, 0.0])
     assert values["expected"][0] == values["accepted"][0] == [0.0] * 4
-
-
-def untaught():
-    return LearnedBudget(StepCost("here", CostCurve(1, 256, 512)), NodeValues(SOURCES), 0.02)
-
-
-def taught():
-    budget, batch = untaught(), batch_of(4)
-    for _ in range(30):
-        step(budget, batch, 0.6, accepted=1, times=StepTimes(draft=0.3, forward=12.0, sample=1.0))
-    return budget
-
-
-def test_restored_it_is_the_same():
-    learned = json.loads(json.dumps(taught().learned()))
-    budget = untaught()
-    budget.restore(learned)
-    again = budget.learned()
-    assert budget.cost.is_known
-    for part in ("values", "request_ms"):
-        assert again[part] == learned[part]
-    times = learned["cost"]["milliseconds"]
-    np.testing.assert_allclose(again["cost"]["milliseconds"], times, rtol=1e-4)
-    budget.change_policy()
-    halved = np.array(learned["values"]["expected"]) / 2
-    np.testing.assert_allclose(budget.learned()["values"]["expected"], halved, atol=1e-3)
-
-
-def test_malformed_learning_is_refused_whole():
-    learned, budget = taught().learned(), untaught()
-    before = budget.learned()
-    for damage in ({"cost": {}}, {"values": []}, {"values": {}}):
-        with pytest.raises(ValueError, match=r"rows|values|sources"):
-            budget.restore(learned | damage)
-        assert budget.learned() == before

@@ -1,8 +1,7 @@
-"""The costs of steps, learned phase by phase and kept per device."""
+"""The costs of steps, learned phase by phase."""
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 
@@ -14,8 +13,8 @@ from spec_workers.budget.cost_curve import CostCurve
 from spec_workers.budget.step_cost import StepCost
 
 
-def made(device="here"):
-    return StepCost(device, CostCurve(4, 256, 512))
+def made():
+    return StepCost(CostCurve(4, 256, 512))
 
 
 def observe(cost, times, **step):
@@ -36,12 +35,6 @@ def show(cost, steps=300, *, speed=1.0, outliers=0.0, widths=(1, 16), seed=1):
             draft=slow * (0.4 + 0.05 * width if proposed else 0.1 + 0.02 * width),
         )
         observe(cost, times, width=width, rows=rows, proposed=proposed)
-    return cost
-
-
-def restored(learned, device="here"):
-    cost = made(device)
-    cost.restore(json.loads(json.dumps(learned)))
     return cost
 
 
@@ -95,61 +88,8 @@ def test_prefill_and_phases_of_unknown_time_teach_nothing():
         observe(cost, replace(times, draft=math.nan), proposed=proposed)
         observe(known, times, proposed=proposed)
     learned, also = cost.learned(), known.learned()
-    json.dumps(learned, allow_nan=False)
     assert learned["cost"] == also["cost"]
     for part, is_alike in (("sampling", True), ("drafting", False), ("following", False)):
         assert (learned["request_ms"][part] == also["request_ms"][part]) == is_alike
     observe(cost, replace(times, forward=math.nan), proposed=True)
     assert cost.learned()["cost"] == learned["cost"]
-
-
-def test_restored_it_is_the_same():
-    cost = show(made())
-    for _ in range(20):
-        observe(cost, StepTimes(forward=10.0, draft=3.0), width=4, rows=4, reads=True)
-    learned = cost.learned()
-    again = restored(learned)
-    np.testing.assert_allclose(of_rows(again), of_rows(cost), rtol=1e-4)
-    assert again.learned()["request_ms"] == learned["request_ms"]
-    assert again.of_reading(4) == pytest.approx(3.0, rel=0.1)
-    del learned["request_ms"]["reading"]  # as earlier versions wrote it
-    again = restored(learned)
-    assert again.of_following(4) == again.of_reading(4) == 0
-    assert again.of_drafting(4) == pytest.approx(cost.of_drafting(4), rel=1e-3)
-
-
-def test_costs_of_other_devices_are_kept():
-    here, there = show(made("here")), made("there")
-    there.restore(here.learned())
-    assert not there.is_known
-    show(there, speed=3.0)
-    back = restored(there.learned(), "here")
-    np.testing.assert_allclose(of_rows(back), of_rows(here), rtol=1e-4)
-    back.restore({})
-    again = restored(back.learned(), "there")
-    np.testing.assert_allclose(of_rows(again), of_rows(there), rtol=1e-4)
-    for number in range(70):
-        back.restore(here.learned() | {"device": f"device {number}"})
-    names = list(back.learned()["elsewhere"])
-    assert names == [f"device {number}" for number in range(6, 70)]
-
-
-def test_malformed_costs_are_refused():
-    learned = show(made(), 20).learned()
-
-    def with_parts(part):
-        return {"request_ms": dict.fromkeys(("sampling", "drafting", "following"), part)}
-
-    for damage, field in (
-        ({"cost": None}, "cost"),
-        ({"cost": {}}, "rows"),
-        ({"device": 5}, "device"),
-        ({"request_ms": 3}, "request_ms"),
-        ({"request_ms": {}}, "sampling"),
-        (with_parts({"step": 1.0}), "each"),
-        (with_parts({"step": 1.0, "each": math.nan}), "each"),
-        ({"elsewhere": [1]}, "elsewhere"),
-        ({"device": "there", "elsewhere": {"here": 5}}, "here"),
-    ):
-        with pytest.raises(ValueError, match=field):
-            made().restore(learned | damage)
