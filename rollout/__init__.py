@@ -2,6 +2,7 @@
 
 import os
 import sys
+from importlib.metadata import PackageNotFoundError, version
 
 if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
     # libgomp reads it as torch is imported. Idle threads then yield the core after microseconds
@@ -26,6 +27,11 @@ from rollout.errors import (
 )
 from rollout.types import FinishReason, Request, Rollout, SamplingParams
 
+try:
+    __version__ = version("specrollout")
+except PackageNotFoundError:  # a source tree that is not installed
+    __version__ = "0+unknown"
+
 __all__ = [
     "EngineConfig",
     "EngineLoop",
@@ -42,4 +48,5 @@ __all__ = [
     "RolloutError",
     "SamplingParams",
     "WeightUpdateError",
+    "__version__",
 ]

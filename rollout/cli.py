@@ -12,14 +12,12 @@ import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-import hydra
 import rich
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -32,7 +30,7 @@ from rollout.engine.spmd import launch_ranks
 from rollout.engine.worker_factory import factory_of
 from rollout.errors import InvalidInputError, RolloutError
 from rollout.offline import JobResult, JobStatus, RunConfig, SweepTable, run_job
-from rollout.offline.hydra_config import checked_config, register_schema
+from rollout.offline.hydra_config import checked_config, register_schema, run_hydra
 from rollout.parallel import is_launched
 from rollout.validation import did_you_mean
 
@@ -106,27 +104,23 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _run_command() -> NoReturn:
-    sys.argv = [_with_model_path(argument) for argument in sys.argv]
-    if len(sys.argv) > 1 and sys.argv[1] in SUBCOMMANDS:
-        sys.exit(_subcommand(SUBCOMMANDS[sys.argv[1]], sys.argv[2:]))
-    if len(sys.argv) > 1 and sys.argv[1].replace("-", "").isidentifier() and sys.argv[1][0] != "-":
-        _print_error(_no_command(sys.argv[1]))
+    arguments = sys.argv[1:]
+    first = arguments[0] if arguments else ""
+    if first in SUBCOMMANDS:
+        sys.exit(_subcommand(SUBCOMMANDS[first], arguments[1:]))
+    if first[:1] != "-" and first.replace("-", "").isidentifier() and not Path(first).is_dir():
+        _print_error(_no_command(first))
         sys.exit(EXIT_BAD_INPUT)
-    if sys.argv[1:] == ["--version"]:
+    if arguments == ["--version"]:
         print(f"specrollout {version('specrollout')}")
         sys.exit()
     register_schema("run_schema", RunConfig)
-    command = _Command()
-
-    # On any exception Hydra would print its own traceback, exit with 1 and drop the rest of a
-    # sweep, so `_Command.run` lets none of our errors through.
-    @hydra.main(config_path="pkg://rollout.conf", config_name="config", version_base="1.3")
-    def run(config: DictConfig) -> None:
-        command.run(config)
-
+    command = _Command(arguments)
     try:
-        with _hydra_exit_code():
-            run()
+        # An exception would end a sweep, so `_Command.run` lets none of our errors through.
+        run_hydra("config", RunConfig, arguments, command.run)
+    except InvalidInputError as error:
+        sys.exit(_report(error))
     except KeyboardInterrupt:  # outside generation: nothing to save
         sys.exit(EXIT_SIGNAL + 2)
     finally:
@@ -136,26 +130,7 @@ def _run_command() -> NoReturn:
 
 def _no_command(name: str) -> str:
     hint = did_you_mean(name, SUBCOMMANDS) or ":"
-    return f"no command {name!r}{hint} {', '.join(SUBCOMMANDS)}, or KEY=VALUE ..."
-
-
-@contextmanager
-def _hydra_exit_code() -> Iterator[None]:
-    """Hydra says what is wrong with a command line and ends with 1; bad input ends with 2."""
-    try:
-        yield
-    except SystemExit as ended:
-        sys.exit(EXIT_BAD_INPUT if ended.code == EXIT_ERROR else ended.code)
-
-
-def _with_model_path(argument: str) -> str:
-    """Expand ``model=FOLDER`` to ``model.path=FOLDER`` if FOLDER has a slash or a config.json.
-
-    No option of the config group has a slash, so a missing folder is reported as a missing folder.
-    """
-    name, _, folder = argument.partition("=")
-    is_model = "/" in folder or Path(folder, "config.json").is_file()
-    return f"model.path={folder}" if name == "model" and is_model else argument
+    return f"no command {name!r}{hint} {', '.join(SUBCOMMANDS)}, or MODEL PROMPTS ..."
 
 
 def _subcommand(target: str, arguments: list[str]) -> int:
@@ -163,8 +138,7 @@ def _subcommand(target: str, arguments: list[str]) -> int:
     module, _, name = target.partition(":")
     run = getattr(importlib.import_module(module), name)
     try:
-        with _hydra_exit_code():
-            return run(arguments) or 0
+        return run(arguments) or 0
     except FAILURES as error:
         return _report(error)
     except KeyboardInterrupt:  # before it was ready to end well
@@ -174,7 +148,8 @@ def _subcommand(target: str, arguments: list[str]) -> int:
 class _Command:
     """Runs the jobs of one command one after another: a single job, or those of a sweep."""
 
-    def __init__(self) -> None:
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._arguments = arguments
         self.exit_code = 0
         self.sweep = SweepTable()
         self._outputs: set[Path] = set()
@@ -186,7 +161,7 @@ class _Command:
             _choose_output(run_config)
             if HydraConfig.get().mode is RunMode.MULTIRUN:
                 _refuse_ranks(run_config)
-            launch_ranks(run_config.ranks, run_config.model, sys.argv[1:])
+            launch_ranks(run_config.ranks, run_config.model, self._arguments)
             self._claim_output(run_config)
             result = run_job(run_config, factory_of(run_config.spec), rich.get_console())
         except FAILURES as error:
@@ -196,7 +171,7 @@ class _Command:
                 traceback.print_exc()
         self.sweep.add(HydraConfig.get().overrides.task, result)
         if result is not None and result.status is JobStatus.STOPPED:
-            _stop(result)
+            _stop(result, self._arguments)
 
     def _claim_output(self, config: RunConfig) -> None:
         assert config.output.path is not None, "_choose_output() gave a default"
@@ -230,11 +205,11 @@ def _refuse_ranks(config: RunConfig) -> None:
         )
 
 
-def _stop(result: JobResult) -> None:
+def _stop(result: JobResult, arguments: Sequence[str]) -> None:
     assert result.signal is not None
     assert result.summary is not None
     done = result.summary.rollouts + result.summary.resumed
-    command = ["specrollout", *sys.argv[1:]]
+    command = ["specrollout", *arguments]
     hydra_config = HydraConfig.get()
     sweeps = hydra_config.mode is RunMode.MULTIRUN
     if sweeps and not any(each.startswith("hydra.sweep.dir=") for each in command):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rollout.errors import InvalidInputError
+from rollout.hub import model_folder
 from rollout.validation import (
     checked_flag,
     checked_int,
@@ -19,7 +20,24 @@ from rollout.validation import (
     checked_name,
     checked_path,
     checked_seconds,
+    did_you_mean,
 )
+
+KEY_OF: Mapping[str, str] = {
+    "tokenizer_path": "model.tokenizer",  # SGLang's
+    "max_model_len": "model.max_context_len",
+    "context_length": "model.max_context_len",  # SGLang's
+    "max_num_seqs": "scheduler.max_running",
+    "max_running_requests": "scheduler.max_running",  # SGLang's
+    "max_num_batched_tokens": "scheduler.max_step_tokens",
+    "long_prefill_token_threshold": "scheduler.chunk_len",
+    "chunked_prefill_size": "scheduler.chunk_len",  # SGLang's
+    "gpu_memory_utilization": "memory.kv_fraction",
+    "mem_fraction_static": "memory.kv_fraction",  # SGLang's
+    "kv_cache_memory_bytes": "memory.kv_bytes",
+    "enable_prefix_caching": "memory.prefix_cache",
+}
+"""vLLM's and SGLang's names of an engine's options, with the key that means the same."""
 
 
 class DType(enum.StrEnum):
@@ -42,9 +60,11 @@ class LoadFormat(enum.StrEnum):
 class ModelConfig:
     """The model to run, its dtype and its device."""
 
-    path: str  # a folder with config.json and safetensors
+    # A folder with config.json and safetensors. A name on the hub, ORG/NAME or ORG/NAME@REVISION,
+    # becomes the folder of its snapshot.
+    path: str
     load_format: LoadFormat = LoadFormat.safetensors  # dummy needs only config.json
-    tokenizer: str | None = None  # a folder; default: the model's own
+    tokenizer: str | None = None  # a folder or a name on the hub; default: the model's own
     dtype: DType = DType.auto
     device: str = "auto"  # cuda if there is one, else cpu
     max_context_len: int | None = None  # tokens; default: the checkpoint's limit
@@ -57,13 +77,16 @@ class ModelConfig:
             except (ValueError, RecursionError):
                 names = ", ".join(d.value for d in DType)
                 raise InvalidInputError("model.dtype", self.dtype, f"one of {names}") from None
-        self.path = checked_path(self.path, "model.path")
-        if self.tokenizer is not None:
-            self.tokenizer = checked_path(self.tokenizer, "model.tokenizer")
+        path = checked_path(self.path, "model.path")
         self.device = checked_name(self.device, "model.device")
         self.load_format = checked_member(self.load_format, "model.load_format", LoadFormat)
         self.record_routes = checked_flag(self.record_routes, "model.record_routes")
         _check_counts(self, "model", max_context_len=2)
+        if self.tokenizer is not None:
+            tokenizer = checked_path(self.tokenizer, "model.tokenizer")
+            self.tokenizer = model_folder(tokenizer, "model.tokenizer", weights=False)
+        has_weights = self.load_format is LoadFormat.safetensors
+        self.path = model_folder(path, "model.path", weights=has_weights)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -209,8 +232,12 @@ def engine_config(path: str, overrides: dict[str, Any]) -> EngineConfig:
         elif name in own:
             chosen["engine"][name] = value
         else:
-            known = ", ".join(sorted((owner.keys() | own) - {"path"}))
-            raise InvalidInputError(f"overrides[{name!r}]", value, f"unknown; there are {known}")
+            known = sorted((owner.keys() | own) - {"path"})
+            ours = {theirs: key.rpartition(".")[2] for theirs, key in KEY_OF.items()}
+            ours["tensor_parallel_size"] = "parallel"
+            hint = did_you_mean(name, [*known, *ours], ours)
+            remedy = f"unknown{hint}; there are {', '.join(known)}"
+            raise InvalidInputError(f"overrides[{name!r}]", value, remedy)
     parallel = chosen["engine"].pop("parallel", {})
     if not isinstance(parallel, ParallelConfig):
         names = [f.name for f in fields(ParallelConfig)]

@@ -9,6 +9,7 @@ import difflib
 import enum
 import os
 from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,10 +21,15 @@ _MAX = 2**62
 E = TypeVar("E", bound=enum.StrEnum)
 
 
-def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """``, did you mean X?`` for the name in ``known`` that is most like ``name``; else nothing."""
+def did_you_mean(
+    name: object, known: Iterable[str], shown: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """``, did you mean X?`` for the name in ``known`` that is most like ``name``; else nothing.
+
+    ``shown``: what is said for a name, where that is not the name itself.
+    """
     meant = difflib.get_close_matches(name, list(known), n=1) if isinstance(name, str) else []
-    return f", did you mean {meant[0]}?" if meant else ""
+    return f", did you mean {shown.get(meant[0], meant[0])}?" if meant else ""
 
 
 def checked_object(value: object, keys: Collection[str], field: str) -> Mapping[str, Any]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from rollout.config import EngineConfig, ParallelMode
 from rollout.errors import InvalidInputError
+from rollout.hub import model_folder
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.checkpoint import Progress
 from rollout.types import MAX_TREE_NODES
@@ -47,9 +48,11 @@ class SpecOptions:
         checked_number(self.calibration_seconds, "spec.calibration_seconds", maximum=3600)
         checked_int(self.num_draft_tokens, "spec.num_draft_tokens", maximum=MAX_TREE_NODES - 1)
 
-    def check_files(self) -> None:
-        """Raise InvalidInputError for a draft that this machine, which runs the worker, lacks.
-        `NgramCorpus` looks for its own files."""
+    def on_this_machine(self) -> Self:
+        """The options as the machine that runs the worker has them: a draft's folder, not its name
+        on the hub. Raises InvalidInputError where there is none. `NgramCorpus` looks for its own
+        files."""
+        return self
 
     def runs_in_lockstep(self, config: EngineConfig) -> bool:
         """Whether every step enters the same forwards, whatever the batch."""
@@ -89,8 +92,8 @@ class NeuralOptions(SpecOptions):
     """The options of a worker with a neural draft, beside those of every worker.
 
     Args:
-        draft_path: the folder of an EAGLE draft or of an MTP chain; default: the chain of the
-            target's own checkpoint.
+        draft_path: the folder of an EAGLE draft or of an MTP chain, or its name on the hub;
+            default: the chain of the target's own checkpoint.
         num_steps: depth of a draft tree; default: 4 of an EAGLE draft, of a chain as many as it
             has networks. Beyond those the last one is run again, with keys and values of its own.
             Elsewhere: speculative_num_steps.
@@ -119,10 +122,13 @@ class NeuralOptions(SpecOptions):
             _check_count("num_steps", self.num_steps)
         FeatureRingOptions.of(self.feature_ring)
 
-    def check_files(self) -> None:
-        super().check_files()
-        if self.draft_path and not Path(self.draft_path).is_dir():
-            raise InvalidInputError("spec.draft_path", self.draft_path, "there is no such folder")
+    def on_this_machine(self) -> Self:
+        if not self.draft_path:
+            return self
+        folder = model_folder(self.draft_path, "spec.draft_path")
+        if not Path(folder).is_dir():
+            raise InvalidInputError("spec.draft_path", folder, "there is no such folder")
+        return replace(self, draft_path=folder)
 
     def runs_in_lockstep(self, config: EngineConfig) -> bool:
         return self.lockstep or config.parallel.mode is ParallelMode.lockstep
@@ -165,9 +171,7 @@ def takes(
     ) -> Callable[..., Built]:
         @wraps(build)
         def built(config: EngineConfig, progress: Progress | None = None, **given: Any) -> Built:
-            checked = options(**given)
-            checked.check_files()
-            return build(config, progress, checked)
+            return build(config, progress, options(**given).on_this_machine())
 
         def check(**given: Any) -> None:
             options(**given)

@@ -15,6 +15,8 @@ from rollout import RolloutEngine
 from tests.helpers.text_model import save_text_model
 from tests.helpers.tiny_model import save_tiny_llama
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a missing folder's name is not looked up
+
 HERE = Path(__file__).parent
 DEMO_MODEL = HERE.parent / "models" / "SmolLM2-135M-Instruct"
 GPU_FOLDERS = tuple(f"{HERE / name}{os.sep}" for name in ("device", "gpu", "ops/extended/triton"))

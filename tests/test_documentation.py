@@ -6,16 +6,18 @@ import ast
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 
-from rollout.cli import SUBCOMMANDS, _with_model_path
+from rollout.cli import SUBCOMMANDS
+from rollout.config import KEY_OF
 from rollout.engine.worker_factory import factory_of
+from rollout.offline.command_line import hydra_arguments, keys_of
+from rollout.offline.compare.command import compare_options
 from rollout.offline.config import RunConfig
 from rollout.offline.hydra_config import register_schema
 from rollout.server.config import ServeConfig
@@ -98,32 +100,30 @@ def composing():
 @pytest.mark.parametrize("given", list(commands()))
 def test_commands_are_understood(given):
     """Commands parse, and their keys compose: all that can be told before a file is read."""
-    if given[0] == "train-draft" and given[1:] != ["--help"]:
-        train_draft_parser().parse_args(given[1:])
+    command, arguments = (given[0], given[1:]) if given[0] in SUBCOMMANDS else ("", given)
+    if arguments == ["--help"] or command == "report":
         return
-    assert "=" in given[0] or given[0] in {*SUBCOMMANDS, "-m", "--help", "--cfg"}
-    config_name = "serve" if given[0] == "serve" else "config"
-    overrides = [_with_model_path(each) for each in given if re.match(r"\+?[\w.]+=", each)]
-    if given[0] in {"-m", "compare"}:  # one value of each list, and options that all kinds have
+    if command == "train-draft":
+        train_draft_parser().parse_args(arguments)
+        return
+    if command == "compare":
+        options = compare_options(arguments)
+        arguments = [*options.overrides, f"spec={','.join(options.kinds)}"]
+    kind = ServeConfig if command == "serve" else RunConfig
+    translated = hydra_arguments(arguments, kind)
+    overrides = [each for each in translated if re.match(r"\+?[\w.]+=", each)]
+    if command == "compare" or "-m" in translated:  # one of each list; options that all kinds have
         lists = [each for each in overrides if "," in each]
         if any(each.startswith("spec=") for each in lists):
             overrides = [each for each in overrides if not each.startswith("spec.")]
         overrides = [each.partition(",")[0] if each in lists else each for each in overrides]
     if overrides:
-        factory_of(compose(config_name, overrides=overrides).spec)
-
-
-def keys_of(section: str, config: Any) -> Iterator[str]:
-    for field in fields(config):
-        kind = get_type_hints(config)[field.name]
-        yield f"{section}{field.name}"
-        if is_dataclass(kind):
-            yield from keys_of(f"{section}{field.name}.", kind)
+        factory_of(compose("serve" if command == "serve" else "config", overrides=overrides).spec)
 
 
 @pytest.mark.usefixtures("composing")
 def test_keys_in_the_text_exist():
-    known = {*keys_of("", RunConfig), *keys_of("", ServeConfig)}
+    known = {*keys_of(RunConfig), *keys_of(ServeConfig)}
     specs = [path.stem for path in (ROOT / "conf" / "spec").glob("*.yaml")]
     known |= {
         f"spec.{key}"
@@ -135,3 +135,9 @@ def test_keys_in_the_text_exist():
     for page in PAGES:
         named = {key for key in pattern.findall(prose_of(page)) if not key.endswith(".py")}
         assert named <= known, f"{name_of(page)}: there are no keys {named - known}"
+
+
+def test_the_page_on_moving_names_what_stands_for_a_key():
+    text = (ROOT / "docs" / "moving.md").read_text(encoding="utf-8")
+    for name, key in KEY_OF.items():
+        assert re.search(rf"(`|--){name}.*`{key}|--{name.replace('_', '-')}.*`{key}", text), name

@@ -83,7 +83,6 @@ class RolloutCluster:
             records_routes=some.records_routes,
         )
         self.vocab_size = vocab_size
-        self.eos_token_ids = some.eos_token_ids
         self.limits = some.limits
         self.max_running = some.limits.max_running * len(pool.names)
         self.max_context_len = some.max_context_len

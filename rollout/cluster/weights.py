@@ -33,6 +33,7 @@ from rollout.weights.named_tensors import (
     manifest_of,
     refuse_not_finite,
 )
+from rollout.weights.update_counts import UpdateCounts
 from rollout.weights.update_options import UpdateOptions
 from rollout.weights.versions import TARGET, next_versions
 
@@ -45,6 +46,7 @@ class _Update:
     version: int | None  # of the target, where it is reached
     replicas: frozenset[Replica]  # whose it is
     last_call: float = field(default_factory=time.monotonic)
+    counts: UpdateCounts | None = None  # of one call, once it is committed
 
 
 class ClusterWeights:
@@ -102,7 +104,7 @@ class ClusterWeights:
             self.abandon_weight_update()
             raise
 
-    def end_weight_update(self, weight_version: int | None = None) -> None:
+    def end_weight_update(self, weight_version: int | None = None) -> UpdateCounts:
         update = self._under_way()
         if weight_version is not None:
             _check_version(weight_version)
@@ -134,6 +136,7 @@ class ClusterWeights:
         self.versions = next(iter(statuses.values())).weight_versions
         self.sync.note_update(update.options)
         self.sync.release()
+        return next(iter(done.values()))
 
     def abandon_weight_update(self, reason: str = "abandoned by the caller") -> None:
         if self._update is None:
@@ -152,7 +155,7 @@ class ClusterWeights:
         *,
         load_format: str | None = None,
         **options: Any,
-    ) -> None:
+    ) -> UpdateCounts | None:
         """Update from tensors: each bucket is copied once, into memory that all replicas of a host
         share."""
         pairs = offered_tensors(named_tensors, load_format)
@@ -161,22 +164,27 @@ class ClusterWeights:
                 for name, tensor in pairs:
                     refuse_not_finite(name, tensor)
             self._load_stream(pairs, direct=load_format == "direct")
+        return update.counts
 
-    def update_weights_from_disk(self, /, model_path: str | Path, **options: Any) -> None:
+    def update_weights_from_disk(
+        self, /, model_path: str | Path, **options: Any
+    ) -> UpdateCounts | None:
         """Each replica reads the folder itself, under the same path."""
         path = str(model_path)
-        with self._transaction(lambda: self._manifest_of_folder(path, options), options):
+        with self._transaction(lambda: self._manifest_of_folder(path, options), options) as update:
             self._on_all("update_weights_from_disk", path)
+        return update.counts
 
     def update_weights_from_ipc(
         self, /, handles: Mapping[str, Any] | Iterable[Mapping[str, Any]], **options: Any
-    ) -> None:
+    ) -> UpdateCounts | None:
         """Replicas must be on the sender's host."""
         if isinstance(handles, Mapping):
             handles = [handles]
-        with self._transaction(lambda: None, options), closed_iterator(handles) as stream:
+        with self._transaction(lambda: None, options) as update, closed_iterator(handles) as stream:
             for handle in [list(stream)] if isinstance(handles, Collection) else stream:
                 self._on_all("update_weights_from_ipc", handle)
+        return update.counts
 
     def init_weights_update_group(
         self,
@@ -233,7 +241,7 @@ class ClusterWeights:
         *,
         load_format: str | None = None,
         **options: Any,
-    ) -> None:
+    ) -> UpdateCounts | None:
         """Raises WeightUpdateError, too, where a replica was replaced since the group was made."""
         strangers = set(self._replicas.joined.values()) - self._group(group_name)
         if strangers:
@@ -245,7 +253,7 @@ class ClusterWeights:
         manifest = announced_manifest(names, dtypes, shapes)
         with ExitStack() as stack:
             try:
-                stack.enter_context(self._transaction(lambda: manifest, options))
+                update = stack.enter_context(self._transaction(lambda: manifest, options))
             except RolloutError as error:  # the sender is waiting to hear of it
                 self._ask_all(
                     "decline_weights_from_distributed", *announced, str(error),
@@ -253,6 +261,7 @@ class ClusterWeights:
                 )  # fmt: skip
                 raise
             self._on_all("update_weights_from_distributed", *announced, load_format=load_format)
+        return update.counts
 
     def weights_digest(self, selector: str = "all") -> str:
         """The digest that all replicas share. Raises IntegrityError where they differ."""
@@ -284,7 +293,7 @@ class ClusterWeights:
             yield update
             update.last_call = time.monotonic()  # however long it took
             if not is_part:
-                self.end_weight_update()
+                update.counts = self.end_weight_update()
         except BaseException as error:
             self.abandon_weight_update(f"it failed: {error}")
             raise

@@ -11,9 +11,11 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Concatenate
+from typing import Any, Concatenate, Never
 
-from rollout.config import EngineConfig, engine_config
+import torch
+
+from rollout.config import EngineConfig, ParallelConfig, engine_config
 from rollout.engine.call_guard import CallGuard, exclusive
 from rollout.engine.corpora import Corpora
 from rollout.engine.empty_outputs import EmptyOutputs
@@ -101,16 +103,63 @@ class RolloutEngine:
         path: str | os.PathLike[str],
         spec: str = "ngram",
         *,
-        spec_options: dict[str, Any] | None = None,
-        **overrides: Any,
+        spec_options: Mapping[str, Any] | None = None,
+        load_format: str = "safetensors",
+        tokenizer: str | os.PathLike[str] | None = None,
+        dtype: str | torch.dtype = "auto",
+        device: str = "auto",
+        max_context_len: int | None = None,
+        record_routes: bool = False,
+        kv_bytes: int | None = None,
+        kv_fraction: float | None = None,
+        max_kv_tokens: int | None = None,
+        prefix_cache: bool = True,
+        state_slots: int | None = None,
+        state_interval: int = 512,
+        window_slots: int | None = None,
+        graph_bytes: int = 1 << 30,
+        graph_rows: int = 1024,
+        max_running: int | None = None,
+        max_step_tokens: int | None = None,
+        chunk_len: int | None = None,
+        parallel: ParallelConfig | Mapping[str, Any] | None = None,
+        exact: bool = True,
+        num_threads: int | None = None,
+        **unknown: Never,
     ) -> RolloutEngine:
-        """An engine for the model in the folder ``path``.
+        """An engine for the model in a folder, or of that name on the hub.
 
         Args:
+            path: a folder with config.json and safetensors, or ORG/NAME or ORG/NAME@REVISION.
             spec: a name in conf/spec: ``none``, ``ngram``, ``eagle``, ``mtp``, ``hybrid``.
             spec_options: over that file's own, e.g. ``{"num_draft_tokens": 12}``.
-            overrides: any field of EngineConfig or of its parts: ``dtype``, ``device``,
-                ``max_context_len``, ``kv_bytes``, ``max_running``, ``exact``, ``num_threads``, ...
+            load_format: ``dummy`` reads no weights: a trainer sends all of them first.
+            tokenizer: as ``path``; default: the model's own.
+            dtype: ``float32``, ``bfloat16``, ``float16`` or torch's; ``auto``: the checkpoint's, or
+                float32 where the device is slow in that.
+            device: ``cuda``, ``cuda:1``, ``cpu``; ``auto``: cuda if there is one, else cpu.
+            max_context_len: tokens of prompt and output; default: the checkpoint's limit.
+            record_routes: also store which experts each token went to.
+            kv_bytes: memory of KV slots and states in bytes; default: by ``kv_fraction``.
+            kv_fraction: that memory as a share of what is free once the model is loaded, in (0, 1);
+                default: 0.5 on a CPU, 0.85 on a GPU.
+            max_kv_tokens: most KV slots; default: 262,144 on a CPU, 4,194,304 on a GPU.
+            prefix_cache: keep the KV of prompts and outputs for requests that begin alike.
+            state_slots: recurrent states of prefixes; default: by ``max_running`` and memory.
+            state_interval: prefill tokens between two states in the prefix cache.
+            window_slots: KV slots of layers with a window; 0: as many as of the others.
+            graph_bytes: most memory of captured forwards; 0 captures none.
+            graph_rows: query rows of the largest step that is captured, up to 4096.
+            max_running: requests decoded together; default: 32 on a CPU, up to 256 on a GPU.
+            max_step_tokens: query tokens of one step without draft nodes; default: 512 on a CPU, up
+                to 2,048 on a GPU.
+            chunk_len: longest prefill chunk of one request in one step.
+            parallel: ranks that run the model, which each make this call: a ParallelConfig or its
+                fields; default: one process.
+            exact: outputs are bitwise independent of batch, chunks, caches and drafts.
+            num_threads: CPU threads; default: OMP_NUM_THREADS or torch's, where that is given, else
+                what is measured to be fast.
+            unknown: refused by name, with the name that is meant.
 
         Raises InvalidInputError for an unknown name or value, CheckpointError for a broken folder,
         UnsupportedModelError for an architecture or a field of its config not implemented.
@@ -119,6 +168,17 @@ class RolloutEngine:
         if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
             raise InvalidInputError("spec_options", options, "must map names of options to values")
         factory = worker_factory(spec, **options)
+        overrides = {
+            "load_format": load_format, "tokenizer": tokenizer, "dtype": dtype, "device": device,
+            "max_context_len": max_context_len, "record_routes": record_routes,
+            "kv_bytes": kv_bytes, "kv_fraction": kv_fraction, "max_kv_tokens": max_kv_tokens,
+            "prefix_cache": prefix_cache, "state_slots": state_slots,
+            "state_interval": state_interval, "window_slots": window_slots,
+            "graph_bytes": graph_bytes, "graph_rows": graph_rows, "max_running": max_running,
+            "max_step_tokens": max_step_tokens, "chunk_len": chunk_len,
+            "parallel": {} if parallel is None else parallel, "exact": exact,
+            "num_threads": num_threads, **unknown,
+        }  # fmt: skip
         return cls.from_config(engine_config(checked_path(path, "path"), overrides), factory)
 
     @property

@@ -106,7 +106,9 @@ class Generation:
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[Request]:
         listed = list(checked_iterable(prompts, "prompts", "prompts, not one prompt"))
-        if listed and (isinstance(listed[0], (int, dict)) or getattr(listed[0], "ndim", 1) == 0):
+        first = listed[0] if listed else ""
+        is_message = isinstance(first, dict) and "role" in first
+        if is_message or isinstance(first, int) or getattr(first, "ndim", 1) == 0:
             raise InvalidInputError("prompts", prompts, "must be a list of prompts, not one prompt")
         if isinstance(params, SamplingParams):
             each = [params] * len(listed)

@@ -9,7 +9,7 @@ from rollout.engine.stopping import TokenStopCheck, cut_at_stop
 from rollout.engine.token_constraints import AllowedTokens, BadWords
 from rollout.engine.tokenizer import PromptEncoder, prompt_group
 from rollout.errors import InvalidInputError
-from rollout.sampling.seeds import derive_seed
+from rollout.sampling.seeds import as_int64, derive_seed
 from rollout.types import FinishReason, Request, Rollout, SamplingParams, TokenConstraint
 from rollout.validation import checked_int
 
@@ -59,7 +59,7 @@ class RequestFactory:
         prompt_index = checked_int(prompt_index, "prompt_index")
         sample_index = checked_int(sample_index, "sample_index")
         if seed is not None:
-            seed = checked_int(seed, "request_seed", maximum=2**64 - 1)
+            seed = checked_int(seed, "request_seed", minimum=-(2**63), maximum=2**64 - 1) % 2**64
         if len(partial) >= params.max_new_tokens:
             raise InvalidInputError(
                 "partial_ids",
@@ -100,7 +100,7 @@ class RequestFactory:
             request_id=request.request_id,
             prompt_index=request.prompt_index,
             sample_index=request.sample_index,
-            seed=request.seed,
+            seed=as_int64(request.seed),
             prompt_ids=request.tokens[: request.prompt_len],
             token_ids=request.token_ids,
             logprobs=request.logprobs,

@@ -7,8 +7,14 @@ from dataclasses import dataclass
 HALF_INTERVAL = 1.96
 """Standard errors in half of a 95 % interval."""
 
-_FIRST_ERROR = 0.1  # of the pace, while hardly a plain step was seen
-_FEWEST = 3  # differences whose scatter is believed
+_FEWEST = 4  # differences whose scatter is believed
+_FIRST_ERROR = 0.5  # of the pace before that, so that nothing is claimed
+_PREDICTION_ERROR = 0.02
+"""Standard error of the times predicted for drafting steps over those for plain ones. More plain
+steps do not lessen it: the learned curve is a little wrong, and so is what a token is worth in a
+batch whose requests advance unevenly."""
+_LEAST_SHOWN = 0.01  # of a run's time: less than is printed
+_NARROW = 0.05  # half of an interval which rules out a speedup that matters
 _LONGEST = 2.0  # times the pace: more of a step's time is the machine's doing
 
 _IDLE_EVERY = 8
@@ -28,7 +34,8 @@ class PlainPace:
         self._seen = 0  # plain steps
         self._passed = 0  # plain steps since the last one that was looked at
         self._squares = 0.0  # of differences of neighbours, halved
-        self._pending_ms = 0.0  # predicted, saved since the last plain step
+        self._saved_ms = 0.0  # predicted, by all drafting steps
+        self._pending_ms = 0.0  # that since the last plain step
         self._weight_ms = 0.0  # of the last plain step's pace in what was saved before it
         self._earlier_ms2 = 0.0  # squared weights of earlier ones
 
@@ -62,16 +69,21 @@ class PlainPace:
     def record_saved(self, predicted_ms: float) -> float:
         """Count predicted milliseconds of plain decoding that drafts saved; returns them at the
         current pace."""
+        self._saved_ms += predicted_ms
         self._pending_ms += predicted_ms
         return self.ratio * predicted_ms
 
     @property
     def variance_ms2(self) -> float:
-        """The squared standard error of all that was saved."""
+        """The squared standard error of all that was saved.
+
+        The scatter is the variance of Student's distribution, which is wide for few differences.
+        """
         differences = self._seen - 1
         few = differences < _FEWEST
-        scatter = (_FIRST_ERROR * self.ratio) ** 2 if few else self._squares / differences
-        return scatter * (self._earlier_ms2 + (self._weight_ms + self._pending_ms) ** 2)
+        scatter = (_FIRST_ERROR * self.ratio) ** 2 if few else self._squares / (differences - 2)
+        pace_ms2 = scatter * (self._earlier_ms2 + (self._weight_ms + self._pending_ms) ** 2)
+        return pace_ms2 + (_PREDICTION_ERROR * self.ratio * self._saved_ms) ** 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +95,30 @@ class Saving:
     run_seconds: float
 
     @property
-    def is_significant(self) -> bool:
-        """Whether the error leaves a difference from plain decoding."""
-        return abs(self.seconds) > self.error_seconds
-
-    @property
     def speedup(self) -> float:
         """The time of plain decoding over the run's own."""
         return 1.0 + self.seconds / self.run_seconds if self.run_seconds else 1.0
 
     @property
     def speedup_error(self) -> float:
-        """Half of the 95 % interval of `speedup`."""
-        return self.error_seconds / self.run_seconds if self.run_seconds else 0.0
+        """Half of the 95 % interval of `speedup`, at least 0.01."""
+        share = self.error_seconds / self.run_seconds if self.run_seconds else 0.0
+        return max(share, _LEAST_SHOWN)
+
+    @property
+    def is_significant(self) -> bool:
+        """Whether the interval of `speedup` leaves out 1."""
+        return abs(self.speedup - 1.0) > self.speedup_error
+
+    @property
+    def factor(self) -> str:
+        """The speedup with its error, such as ``1.20x ± 0.10``."""
+        return f"{self.speedup:.2f}x \N{PLUS-MINUS SIGN} {self.speedup_error:.2f}"
+
+    def __str__(self) -> str:
+        if self.is_significant:
+            saved = f"{self.seconds:+.1f} s \N{PLUS-MINUS SIGN} {self.error_seconds:.1f}"
+            return f"{self.factor} over plain decoding ({saved})"
+        if self.speedup_error < _NARROW:
+            return f"no measurable speedup ({self.factor})"
+        return f"inconclusive: {self.factor} against plain decoding"

@@ -27,6 +27,7 @@ from rollout.models.spec import ModelSpec
 from rollout.parallel import RankGroup, is_launched, open_ranks, rank_of
 from rollout.weights.bucket import offered_tensors
 from rollout.weights.rank_stream import RankStream
+from rollout.weights.update_counts import UpdateCounts
 
 log = logging.getLogger(__name__)
 
@@ -191,11 +192,11 @@ class Rank0Engine:
 
     def update_weights_from_tensor(
         self, /, named_tensors: Any, *, load_format: str | None = None, **options: Any
-    ) -> None:
+    ) -> UpdateCounts | None:
         """Buckets go through memory that all ranks of this host read."""
         stream = RankStream.from_rank_0(self._group, offered_tensors(named_tensors, load_format))
         told_format = "direct" if load_format == "direct" else None
-        self._call("update_weights_from_tensor", stream, load_format=told_format, **options)
+        return self._call("update_weights_from_tensor", stream, load_format=told_format, **options)
 
     def close(self) -> None:
         """Close every rank's engine: this one's also where others are lost."""

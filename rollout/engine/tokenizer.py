@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,9 @@ class PromptEncoder:
         if isinstance(prompt, _BYTES) or not (
             isinstance(prompt, Sequence) or getattr(prompt, "ndim", None) == 1
         ):
-            raise InvalidInputError(field, prompt, _PROMPT)
+            hint = ": the value of prompt_token_ids or of prompt alone, without the dict"
+            is_vllms = isinstance(prompt, Mapping)
+            raise InvalidInputError(field, prompt, _PROMPT + hint * is_vllms)
         if not len(prompt) and may_be_empty:
             return []
         if not len(prompt):

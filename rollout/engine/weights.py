@@ -34,6 +34,7 @@ from rollout.weights.manifest import Manifest, TensorSpec
 from rollout.weights.named_tensors import NamedTensors, manifest_of
 from rollout.weights.shared_memory import HandleReceiver
 from rollout.weights.transaction import WeightState
+from rollout.weights.update_counts import UpdateCounts
 from rollout.weights.update_options import UpdateOptions
 
 
@@ -43,8 +44,9 @@ class WeightUpdates:
     An update names every tensor by its checkpoint name (``partial=True``: some), and reaches every
     model its selector names or none. `UpdateOptions` documents ``**options``. A call between
     `begin_weight_update` and `end_weight_update` is a part of that update and takes no options; any
-    other is an update of its own. A failure before the first byte leaves the old weights serving;
-    a later one leaves the engine refusing to run, saying why, until a full update succeeds.
+    other is an update of its own, and returns what `end_weight_update` does; a part returns None.
+    A failure before the first byte leaves the old weights serving; a later one leaves the engine
+    refusing to run, saying why, until a full update succeeds.
     """
 
     def __init__(self, worker: Worker, steps: StepRunner) -> None:
@@ -68,8 +70,9 @@ class WeightUpdates:
         with self._worker.weights.broadcast_failures():
             self._worker.weights.begin(UpdateOptions.of(options), manifest)
 
-    def end_weight_update(self, weight_version: int | None = None) -> None:
-        """Commit: the next step samples from the new weights.
+    def end_weight_update(self, weight_version: int | None = None) -> UpdateCounts:
+        """Commit: the next step samples from the new weights. Returns how many tensors were stored
+        and how many ignored.
 
         ``weight_version``: for a caller that begins without knowing it; one that is in use is
         refused, and the update stays open.
@@ -95,8 +98,10 @@ class WeightUpdates:
             except BaseException as error:
                 weights.abandon(f"leaving the old weights failed: {error}")
                 raise
-        weights.commit()
+        counts = weights.commit()
         self._worker.weights_changed()
+        self._steps.accept_lengths.begin(weights.version)
+        return counts
 
     def abandon_weight_update(self, reason: str = "abandoned by the caller") -> None:
         """Give up the open update, if there is one: refused until a full one if it had begun."""
@@ -109,7 +114,7 @@ class WeightUpdates:
         *,
         load_format: str | None = None,
         **options: Any,
-    ) -> None:
+    ) -> UpdateCounts | None:
         """Take weights that are in this process.
 
         Args:
@@ -123,11 +128,11 @@ class WeightUpdates:
         """
         with self._worker.weights.broadcast_failures():
             pairs = offered_tensors(named_tensors, load_format)
-            self._load(pairs, options, direct=load_format == "direct")
+            return self._load(pairs, options, direct=load_format == "direct")
 
     def update_weights_from_bucket(
         self, /, bucket: PackedBucket, *, direct: bool = False, **options: Any
-    ) -> None:
+    ) -> UpdateCounts | None:
         """Take a bucket that came as bytes and a layout.
 
         ``direct``: as ``load_format="direct"``. Raises InvalidInputError, WeightUpdateError.
@@ -136,9 +141,11 @@ class WeightUpdates:
             raise InvalidInputError("bucket", bucket, "must be a PackedBucket")
         checked_flag(direct, "direct")
         with self._worker.weights.broadcast_failures():
-            self._load(unflattened([bucket.unpacked()]), options, direct=direct)
+            return self._load(unflattened([bucket.unpacked()]), options, direct=direct)
 
-    def update_weights_from_disk(self, /, model_path: str | Path, **options: Any) -> None:
+    def update_weights_from_disk(
+        self, /, model_path: str | Path, **options: Any
+    ) -> UpdateCounts | None:
         """Take the weights of a safetensors folder, sharded or not, or a LoRA adapter that PEFT
         has saved, which is the update then, with its own ``lora_scaling``.
 
@@ -152,8 +159,7 @@ class WeightUpdates:
         with weights.broadcast_failures(), pulls_held_off(folder):
             given = UpdateOptions.of(options) if options else weights.options
             if not is_adapter_folder(folder):
-                self._load(weights.parts.source(folder, given.selector), options)
-                return
+                return self._load(weights.parts.source(folder, given.selector), options)
             adapter = AdapterFolder(folder)
             if given.lora_scaling not in (None, adapter.scaling) or (
                 weights.is_under_way and given.lora_scaling is None
@@ -162,11 +168,11 @@ class WeightUpdates:
                     "lora_scaling", given.lora_scaling, f"is {adapter.scaling} in {folder}"
                 )
             own = {} if weights.is_under_way else {"lora_scaling": adapter.scaling}
-            self._load(adapter, options | own)
+            return self._load(adapter, options | own)
 
     def update_weights_from_ipc(
         self, /, handles: Mapping[str, Any] | Iterable[Mapping[str, Any]], **options: Any
-    ) -> None:
+    ) -> UpdateCounts | None:
         """Take buckets that another process of this host holds.
 
         ``handles``: one or several, all valid now, or an iterator that asks the sender for the next
@@ -176,7 +182,7 @@ class WeightUpdates:
         """
         try:
             with self._worker.weights.broadcast_failures():
-                self._load(self.handles.tensors(handles), options)
+                return self._load(self.handles.tensors(handles), options)
         finally:
             self.handles.release_removed()
             self._worker.ranks.all.all_gather_int(0)  # waits for all
@@ -225,12 +231,13 @@ class WeightUpdates:
         *,
         load_format: str | None = None,
         **options: Any,
-    ) -> None:
+    ) -> UpdateCounts | None:
         """Take the tensors that the group's rank 0 sends meanwhile.
 
         Args:
             load_format: None: the sender broadcasts each tensor by itself, in this order.
-                ``packed``: joined to buffers of a GiB, as vLLM's senders do.
+                ``packed``: joined to buffers of a GiB, as vLLM's senders do; ``packed:BYTES``: of
+                so many bytes.
                 ``flattened_bucket``: it is a `DistributedSender`, whose ``arguments`` these are.
 
         Raises InvalidInputError before anything is written, WeightUpdateError where the sender
@@ -244,7 +251,7 @@ class WeightUpdates:
                 names, dtypes, shapes, group_name, load_format=load_format, timeout=timeout
             ) as source,
         ):
-            self._load(source, options)
+            return self._load(source, options)
 
     def decline_weights_from_distributed(
         self,
@@ -313,7 +320,7 @@ class WeightUpdates:
 
     def _load(
         self, named_tensors: NamedTensors, options: dict[str, Any], *, direct: bool = False
-    ) -> None:
+    ) -> UpdateCounts | None:
         """One whole update, or a part of the one that is under way."""
         weights = self._worker.weights
         if weights.is_under_way:
@@ -321,13 +328,13 @@ class WeightUpdates:
                 names = ", ".join(options)
                 raise InvalidInputError("options", names, "are set by begin_weight_update alone")
             weights.load(named_tensors, direct=direct)
-            return
+            return None
         expired = weights.expired
         try:
             manifest = manifest_of(named_tensors)
             weights.begin(UpdateOptions.of(options), manifest, named_tensors, direct=direct)
             weights.load(named_tensors, direct=direct)
-            self.end_weight_update()
+            return self.end_weight_update()
         except RolloutError as error:
             if expired and not options:
                 error.add_note(f"an update that was begun before has ended: {expired}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from rollout.config import (
     SchedulerConfig,
 )
 from rollout.errors import InvalidInputError
+from rollout.hub import hub_repository
 from rollout.types import SamplingParams
 
-SUFFIXES = (".jsonl", ".parquet")
+_OUTPUTS = (".jsonl", ".parquet")
+_PROMPTS = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
 
 
 class OnError(enum.StrEnum):
@@ -45,7 +48,9 @@ class ChatTemplateMode(enum.StrEnum):
 class DataConfig:
     """The prompts to read."""
 
-    path: str  # .jsonl or .parquet
+    path: str  # .jsonl, .json, .parquet, .jsonl.gz, or a dataset: a folder, or ORG/NAME[@REVISION]
+    name: str | None = None  # the configuration of a dataset that has several
+    split: str | None = None  # of a dataset; default: train
     prompt_column: str | None = None  # default: the first of PROMPT_COLUMNS that a row has
     columns: list[str] | None = None  # carried through to the output; default: all others
     chat_template: ChatTemplateMode = ChatTemplateMode.auto
@@ -53,7 +58,13 @@ class DataConfig:
     on_error: OnError = OnError.stop
 
     def __post_init__(self) -> None:
-        _check_suffix("data.path", self.path)
+        is_dataset = hub_repository(self.path) and not Path(self.path).is_file()
+        if not (is_prompt_file(self.path) or is_dataset or Path(self.path).is_dir()):
+            raise InvalidInputError(
+                "data.path", self.path,
+                f"must end in {', '.join(_PROMPTS)}, or be a dataset: a folder, or ORG/NAME on the "
+                "hub",
+            )  # fmt: skip
         if self.limit is not None and self.limit < 1:
             raise InvalidInputError("data.limit", self.limit, "must be >= 1 row")
 
@@ -73,8 +84,10 @@ class OutputConfig:
     corpus_seconds: float = 60.0
 
     def __post_init__(self) -> None:
-        if self.path is not None:
-            _check_suffix("output.path", self.path)
+        if self.path is not None and Path(self.path).suffix not in _OUTPUTS:
+            raise InvalidInputError(
+                "output.path", self.path, f"must end in {' or '.join(_OUTPUTS)}"
+            )
         if not self.sync_seconds >= 0:
             raise InvalidInputError("output.sync_seconds", self.sync_seconds, "must be >= 0")
         if not self.corpus_seconds >= 0:
@@ -83,12 +96,22 @@ class OutputConfig:
             )
 
 
+class Tracker(enum.StrEnum):
+    """An experiment tracker, by the name of its package and of the extra that installs it."""
+
+    tensorboard = "tensorboard"
+    wandb = "wandb"
+    trackio = "trackio"
+    mlflow = "mlflow"
+
+
 @dataclass(kw_only=True, slots=True)
 class LogConfig:
     """Logs of a run, and how often they are written."""
 
-    jsonl: str | None = None  # a file for the run's log: `specrollout report` draws it
-    tensorboard: str | None = None  # a folder for event files
+    # A file for the run's log, which `specrollout report` draws. auto: <output.path>.log.jsonl
+    jsonl: str | None = "auto"
+    tracker: Tracker | None = None  # what gets the counters of steps too
     every: int = 1  # steps between two logged ones; rollouts are all logged
     seconds: float = 5.0  # between two progress lines where there is no terminal
     verbose: bool = False  # every total in the summary at the end
@@ -98,6 +121,9 @@ class LogConfig:
             raise InvalidInputError("log.every", self.every, "must be >= 1 step")
         if not self.seconds > 0:
             raise InvalidInputError("log.seconds", self.seconds, "must be > 0")
+        if self.tracker is not None and find_spec(self.tracker) is None:
+            remedy = f"is not installed: pip install 'specrollout[{self.tracker}]'"
+            raise InvalidInputError("log.tracker", str(self.tracker), remedy)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -153,6 +179,6 @@ class RunConfig(CommandConfig):
         CommandConfig.__post_init__(self)  # slots make the class anew: super() fails
 
 
-def _check_suffix(name: str, path: str) -> None:
-    if Path(path).suffix not in SUFFIXES:
-        raise InvalidInputError(name, path, f"must end in {' or '.join(SUFFIXES)}")
+def is_prompt_file(path: str) -> bool:
+    """Whether a path of prompts is that of a file, and of no dataset."""
+    return path.endswith(_PROMPTS) and not Path(path).is_dir()

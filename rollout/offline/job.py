@@ -102,8 +102,8 @@ def _run(config: RunConfig, console: Console, opened: OpenEngine) -> JobResult:
             paths, config.output, config.sampling, fingerprint(config, file.sha256)
         )
         if output.completion is not None:
-            log.info("%s is complete with %d rollouts: nothing to do. Generate it anew with "
-                     "output.overwrite=true", path, output.completion.rollouts)  # fmt: skip
+            log.info("%s is complete (%d rollouts), nothing to do; output.overwrite=true replaces "
+                     "it", path, output.completion.rollouts)  # fmt: skip
             return JobResult(JobStatus.NOTHING_TO_DO, path)
         started = time.perf_counter()
         with loading_model(console, config.model.path) as progress:
@@ -118,19 +118,20 @@ def _run(config: RunConfig, console: Console, opened: OpenEngine) -> JobResult:
         corpus.restore()
         total = prompts.num_prompts * config.sampling.n
         if output.num_done:
-            log.info("%d of %d rollouts are in %s already", output.num_done, total, path)
+            log.info("resuming: %d of %d rollouts are in %s", output.num_done, total, path)
         summary = Summary(
             output=path,
             load_seconds=load_seconds,
             resumed=output.num_done,
             skipped_prompts=len(prompts.skipped),
             replicas=config.cluster.replicas,
-            log=config.log,
+            log=paths.log,
+            verbose=config.log.verbose,
             remedy=_empty_remedy(config.data.chat_template),
         )
         with (
             StopSignals() as stop,
-            RunLog(config, engine) as run_log,
+            RunLog(config, paths, engine) as run_log,
             JobProgress(console, total, output.num_done, config.log.seconds) as progress,
         ):
             job = _Job(config, engine, prompts, tokens, output, corpus, summary)
@@ -152,8 +153,8 @@ def _run(config: RunConfig, console: Console, opened: OpenEngine) -> JobResult:
 
 def _empty_remedy(mode: ChatTemplateMode) -> str:
     if mode is ChatTemplateMode.never:
-        return "data.chat_template=auto puts text through the chat template, where there is one"
-    return "look at the prompts and at sampling.stop"
+        return "data.chat_template=auto applies the model's chat template"
+    return "check the prompts and sampling.stop"
 
 
 def _existing(folder: Path) -> Path:
@@ -235,6 +236,7 @@ class _Job:
         self._summary.seconds = time.perf_counter() - started
         self._summary.metrics = self._engine.metrics()
         self._summary.corpus = self._corpus.finish()
+        self._summary.corpus_was_empty = self._corpus.was_empty
         run_log.finish()
 
     def _submit(self) -> None:

@@ -17,6 +17,7 @@ from rollout.offline.paths import JobPaths
 log = logging.getLogger(__name__)
 
 _WATCH_SECONDS = 1.0
+_COLD = "cold"
 
 
 class JobCorpus:
@@ -33,7 +34,7 @@ class JobCorpus:
         self._path = paths.corpus
         self._seconds = seconds
         self._keeps = self._has_corpus and seconds > 0  # a file
-        self._start = "cold"
+        self._start = _COLD
         self._saved_at = self._watched_at = time.monotonic()
         self._logged: set[tuple[str, ...]] = set()  # names, with why they were not loaded
         if self._num_tokens:  # spec.corpus_path was given
@@ -88,6 +89,11 @@ class JobCorpus:
         return lines
 
     @property
+    def was_empty(self) -> bool:
+        """Whether the corpus started empty, and is saved for the next epoch."""
+        return self._keeps and self._start == _COLD
+
+    @property
     def _num_tokens(self) -> int:
         return self._engine.corpus_tokens or 0
 
@@ -95,7 +101,7 @@ class JobCorpus:
         try:
             self._engine.save_corpus(self._path)
         except (InvalidInputError, OSError) as error:  # such as a folder of that name
-            log.warning("%s was not saved, a restarted job would draft less: %s", self._path, error)
+            log.warning("%s was not saved, so a resumed job drafts less: %s", self._path, error)
         self._remove_half_saved()  # by a replica that died
         self._saved_at = time.monotonic()
 
@@ -113,7 +119,7 @@ class JobCorpus:
             return
         for each in self._engine.external_corpora():
             if each.state is ExternalState.PUBLISHED and self._is_news(each.name):
-                log.info("drafting from %s too: %d tokens", each.name, each.num_tokens)
+                log.info("external corpus %s loaded: %d tokens", each.name, each.num_tokens)
             if each.error is not None and self._is_news(each.name, each.error):
                 log.warning("external corpus %s was not loaded: %s", each.name, each.error)
 

@@ -30,6 +30,7 @@ from rollout.offline.output_rows import (
 from rollout.offline.paths import JobPaths, lock_file
 from rollout.offline.prompt_check import CheckedPrompts
 from rollout.offline.prompts import PromptRow, carried
+from rollout.sampling.seeds import as_int64
 from rollout.types import Rollout, SamplingParams
 
 REMEDY = "choose another output.path, or replace it with output.overwrite=true"
@@ -257,6 +258,7 @@ class RolloutOutput:
         for prompt in prompts.rows():
             first = self._slot(prompt.index, 0)
             for row in read_json_rows(self._paths.journal, self._offsets[first : first + self._n]):
+                row["seed"] = as_int64(row["seed"])  # outputs may have it unsigned
                 yield row | carried(prompt)
 
     def close(self) -> None:

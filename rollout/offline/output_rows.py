@@ -64,7 +64,7 @@ _COLUMNS = {
     "entropies": _of_tokens(float, "float32", "sampling.entropy"),
     "routed_experts": _Column(int, "int16", 3, "sampling.routed_experts"),
     "finish_reason": _Column(FinishReason, "string"),
-    "seed": _Column(Annotated[int, msgspec.Meta(ge=0)], "uint64"),
+    "seed": _Column(int, "int64"),
     "stats": _Column(dict[str, float], "stats", option="output.stats"),
 }
 """Every column there may be, in the order of the output."""

@@ -4,7 +4,9 @@
 <output>.partial.jsonl   Parquet only: the rollouts so far, until they are compacted
 <output>.run.json        what decides the content, and whether it is complete
 <output>.corpus          the draft corpus; decides nothing, see job_corpus.py
-<output>.corpus.learned.json   learned costs of steps and lengths of rollouts
+<output>.corpus.learned.json   lengths of rollouts
+<output>.log.jsonl       the log of the run, unless it is elsewhere or off; see run_log.py
+<output>.tensorboard     a folder of event files, for log.tracker=tensorboard
 <output>.lock            who writes them
 """
 
@@ -17,15 +19,13 @@ from pathlib import Path
 from rollout.engine.durable_files import SHARED_SCRATCH, scratch_file
 from rollout.engine.learned_file import learned_file
 from rollout.errors import InvalidInputError
+from rollout.hub import MODEL_SUFFIXES
 from rollout.offline.config import RunConfig
 
 
 def lock_file(output: Path) -> Path:
     """The file by which a process says that it writes ``output``; see `output_lock`."""
     return output.with_name(output.name + ".lock")
-
-
-_MODEL_SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")
 
 
 class JobPaths:
@@ -51,6 +51,11 @@ class JobPaths:
         self.record = self._beside(".run.json")
         self.corpus = self._beside(".corpus")
         self.learned = learned_file(self.corpus)
+        log = config.log.jsonl
+        self.log = None if log is None else Path(log)
+        if log == "auto":
+            self.log = self._beside(".log.jsonl")
+        self.tensorboard = self._beside(".tensorboard")
 
     def half_saved(self) -> list[Path]:
         """Scratch files left by jobs and replicas that died while they saved the corpus."""
@@ -61,14 +66,12 @@ class JobPaths:
 
         Files are compared by what their names stand for: links, hard ones too, are seen through.
         """
-        log = self._config.log
-        for field, given, kind, is_other in (
-            ("output.path", self._config.output.path, "a file", _is_no_file),
-            ("log.jsonl", log.jsonl, "a file", Path.is_dir),
-            ("log.tensorboard", log.tensorboard, "a folder", Path.is_file),
+        for field, path, is_other in (
+            ("output.path", Path(str(self._config.output.path)), _is_no_file),
+            ("log.jsonl", self.log, Path.is_dir),
         ):
-            if given is not None and is_other(Path(given)):
-                raise InvalidInputError(field, given, f"must name {kind}, and is none")
+            if path is not None and is_other(path):
+                raise InvalidInputError(field, str(path), "must name a file, and is none")
         written: dict[object, tuple[str, str, Path]] = {}
         for field, given, path in self._written():
             if found := written.get(_identity(path)):
@@ -103,6 +106,7 @@ class JobPaths:
     def _own(self) -> list[Path]:
         """Files named after the output."""
         files = [self.record, scratch_file(self.record), self.corpus, self.learned]
+        files.append(self.tensorboard)
         if self.is_parquet:
             files += [self.journal, scratch_file(self.output)]
         return [*files, lock_file(self.output)]
@@ -113,10 +117,8 @@ class JobPaths:
         yield "output.path", given, self.output
         for path in self._own:
             yield "output.path", given, path
-        log = self._config.log
-        for field, value in (("log.jsonl", log.jsonl), ("log.tensorboard", log.tensorboard)):
-            if value is not None:
-                yield field, value, Path(value)
+        if self.log is not None:
+            yield "log.jsonl", str(self.log), self.log
 
     def _read(self) -> Iterator[tuple[str, Path]]:
         """The field that names each file; of a model's folder, what models are made of."""
@@ -143,7 +145,7 @@ class JobPaths:
     def _model_files(self, folder: Path) -> Iterator[Path]:
         own = {path.name for path in self._own} if _is_same(folder, self.output.parent) else ()
         for path in folder.iterdir() if folder.is_dir() else ():
-            if path.suffix in _MODEL_SUFFIXES and path.name not in own:
+            if path.suffix in MODEL_SUFFIXES and path.name not in own:
                 yield path
 
 

@@ -20,7 +20,7 @@ from rollout.scheduler import LengthForecast
 from rollout.types import FinishReason, Request, Rollout
 
 _STYLES = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "bold red"}
-_UNKNOWN = "after the first rollouts"
+_UNKNOWN = "-:--:--"
 _SECONDS_PER_ESTIMATE = 1.0
 _RATES = (
     "{task.fields[rollouts]:.2f} rollouts/s  {task.fields[tokens]:.0f} tokens/s  "
@@ -31,10 +31,18 @@ _RATES = (
 class ConsoleHandler(logging.Handler):
     """Prints through rich's own console, above a progress bar if there is one."""
 
+    def __init__(self, *, dated: bool = False) -> None:
+        """``dated``: each message begins with the local time, as the log of a service needs it."""
+        super().__init__()
+        self._dated = dated
+
     def emit(self, record: logging.LogRecord) -> None:
         text = escape(self.format(record))
         style = _STYLES.get(record.levelno)
         prefix = f"[{style}]{record.levelname.lower()}:[/] " if style else ""
+        if self._dated:
+            now = time.localtime(record.created)
+            prefix = f"{time.strftime('%Y-%m-%d %H:%M:%S', now)} {prefix}"
         rich.get_console().print(prefix + text, highlight=False, soft_wrap=True)
 
 

@@ -63,7 +63,7 @@ def check_rows(
                 "data.path",
                 str(file.path),
                 f"{row.where} has columns that the output has too: {', '.join(sorted(twice))}; "
-                "rename them, or choose those to carry through with data.columns",
+                "rename them, or copy others with data.columns",
             )
         if types is not None:
             sources |= {"prompt": row.prompt_column} | {name: name for name in row.extras}
@@ -87,7 +87,7 @@ def _check_json(file: PromptFile, row: PromptRow) -> None:
             raise InvalidInputError(
                 "data.path",
                 str(file.path),
-                f"{row.where}, column {name!r}: {error}; leave it out with data.columns",
+                f"{row.where}, column {name!r}: {error}; copy other columns with data.columns",
             ) from None
 
 
@@ -105,7 +105,7 @@ def handle_broken(broken: list[BrokenRow], checked: CheckedPrompts, on_error: On
                 [
                     f"{len(broken)} of {checked.num_rows} rows cannot be used:",
                     *shown,
-                    "mend them, or skip them with data.on_error=skip",
+                    "fix them, or skip them with data.on_error=skip",
                 ]
             ),
         )
@@ -113,11 +113,11 @@ def handle_broken(broken: list[BrokenRow], checked: CheckedPrompts, on_error: On
         log.warning("%s: skipped %d rows:\n%s", path, len(broken), "\n".join(shown))
         checked.skipped |= {row.index for row in broken}
     if checked.num_prompts == 0:
-        raise InvalidInputError("data.path", path, "holds no prompt that could be used")
+        raise InvalidInputError("data.path", path, "has no usable prompt")
 
 
 def _other_remedy(column: str) -> str:
-    return "" if column == "prompt" else ", or leave the column out with data.columns"
+    return "" if column == "prompt" else ", or copy other columns with data.columns"
 
 
 def _kind(value: Any) -> str | None:
@@ -208,6 +208,6 @@ class ColumnTypes:
         return InvalidInputError(
             "output.path",
             str(self._output),
-            f"the values of column {name!r} do not make a Parquet column ({error}): write "
+            f"column {name!r} cannot be stored as Parquet ({error}): write "
             f".jsonl{_other_remedy(name)}",
         )

@@ -102,7 +102,7 @@ class RowEncoder:
         if mode is ChatTemplateMode.always and not encoder.has_chat_template:
             raise InvalidInputError(
                 "data.chat_template", mode.value,
-                "the tokenizer has no chat template: auto or never take text as it stands; "
+                "the tokenizer has no chat template: auto or never take raw text; "
                 "model.tokenizer=FOLDER names a tokenizer that has one",
             )  # fmt: skip
 
@@ -115,16 +115,13 @@ class RowEncoder:
         if not isinstance(prompt, str):
             return prompt, "chat messages" if isinstance(prompt[0], dict) else "token ids"
         if not self._encoder.has_chat_template:
-            return prompt, "text, as it stands"
+            return prompt, "raw text"
         if self._mode is ChatTemplateMode.never:
-            return prompt, (
-                "text, as it stands (data.chat_template=always puts it through the chat template)"
-            )
+            return prompt, "raw text (data.chat_template=always applies the chat template)"
         if self._mode is ChatTemplateMode.auto and any(each in prompt for each in self._markers):
-            return prompt, "text with the chat template's own tokens in it, as it stands"
+            return prompt, "raw text, which has the chat template's own tokens"
         return [{"role": "user", "content": prompt}], (
-            "text, put through the chat template as a user message (data.chat_template=never "
-            "turns that off)"
+            "text, as user messages in the chat template (data.chat_template=never turns that off)"
         )
 
     @cached_property

@@ -1,7 +1,7 @@
-"""Reads prompts: JSONL or Parquet, one row per prompt.
+"""Reads prompts, one row per prompt.
 
 A prompt is text (taken as it stands), chat messages or token ids. Rows are read one after the
-other, as often as needed, from a copy on disk; the file is never held in memory.
+other, as often as needed, from a copy on disk, which is never held in memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import hashlib
 import json
 import mmap
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,9 +21,9 @@ from typing import Any, Self
 from rollout.errors import InvalidInputError, OutputError
 from rollout.offline.config import DataConfig
 from rollout.offline.output_rows import import_pyarrow
+from rollout.offline.prompt_copy import copy_prompts
 from rollout.types import Prompt
 
-_CHUNK_BYTES = 1 << 20
 PROMPT_COLUMNS = (
     "prompt",
     "messages",
@@ -75,7 +74,7 @@ def room_for(content: str, folder: Path) -> Iterator[None]:
 
 
 class PromptFile:
-    """The prompts that a file holds when this is made; later changes of the file are not seen.
+    """The prompts of a file or a dataset as they are when this is made; later changes are not seen.
 
     A copy without a name is read and hashed: nobody else can change it, and it goes with the
     process. A lock would not do, since writers need not heed one, nor an open descriptor, since
@@ -83,25 +82,17 @@ class PromptFile:
     """
 
     def __init__(self, config: DataConfig, folder: Path) -> None:
-        """Copy the file to the disk that holds ``folder``.
+        """Copy the prompts to the disk that holds ``folder``.
 
-        Raises InvalidInputError for a file that cannot be read, OutputError for a folder that
+        Raises InvalidInputError for prompts that cannot be read, OutputError for a folder that
         cannot hold the copy.
         """
         self.path = Path(config.path)
         self.folder = folder
         self._config = config
-        if not self.path.is_file():
-            raise InvalidInputError("data.path", config.path, "there is no such file")
-        try:
-            original = self.path.open("rb")
-        except OSError as error:
-            raise InvalidInputError(
-                "data.path", config.path, f"cannot be read: {error.strerror}"
-            ) from None
-        with original, room_for(f"a copy of {self.path}", folder), ExitStack() as undo:
+        with room_for(f"a copy of {self.path}", folder), ExitStack() as undo:
             self._copy = undo.enter_context(tempfile.TemporaryFile(dir=folder))
-            shutil.copyfileobj(original, self._copy, _CHUNK_BYTES)
+            self.is_parquet = copy_prompts(config, self._copy)
             self._copy.seek(0)
             self.sha256 = hashlib.file_digest(self._copy, "sha256").hexdigest()
             undo.pop_all()
@@ -117,10 +108,6 @@ class PromptFile:
         number = self._copy.fileno()
         return mmap.mmap(number, 0, prot=mmap.PROT_READ) if os.fstat(number).st_size else None
 
-    @property
-    def is_parquet(self) -> bool:
-        return self.path.suffix == ".parquet"
-
     def rows(self) -> Iterator[PromptRow | BrokenRow]:
         """Every row up to ``data.limit``, in file order. Blank lines are not rows."""
         raw_rows: Iterator[tuple[str, bytes | dict[str, Any]]]
@@ -133,11 +120,12 @@ class PromptFile:
 
     def _jsonl_rows(self) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
         content = self._content()
+        noun = "line" if ".jsonl" in self.path.suffixes else "row"
         lines = iter(content.readline, b"") if content is not None else ()
         for number, line in enumerate(lines, start=1):
             text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if text.strip():
-                yield f"line {number}", text
+                yield f"{noun} {number}", text
 
     def _parquet_rows(self) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
         number = 0

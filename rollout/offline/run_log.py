@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -15,11 +16,15 @@ import numpy as np
 
 from rollout.engine.protocol import Engine
 from rollout.engine.tokenizer import prompt_group
-from rollout.errors import InvalidInputError, MetricsError
+from rollout.errors import MetricsError
+from rollout.hub import hub_name
 from rollout.offline.config import RunConfig
+from rollout.offline.paths import JobPaths
+from rollout.offline.tracker import TrackerRun, open_tracker
 from rollout.types import Rollout
 
 _SECONDS_BETWEEN_SNAPSHOTS = 60.0
+_SECONDS_BETWEEN_COUNTERS = 1.0  # an engine's status takes as long as ten lines of the log
 _encode = msgspec.json.Encoder(enc_hook=np.generic.item).encode  # numpy's scalars as Python's
 
 
@@ -64,29 +69,6 @@ class JsonlLog:
         )
 
 
-class TensorBoardMetrics:
-    """Scalars named ``rollout/<counter>`` as TensorBoard event files in a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise InvalidInputError(
-                "log.tensorboard",
-                str(folder),
-                "needs the package tensorboard: pip install 'specrollout[metrics]'",
-            ) from None
-        self._writer = SummaryWriter(str(folder))
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Add one scalar for each value."""
-        for name, value in values.items():
-            self._writer.add_scalar(f"rollout/{name}", value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
 def _ends_inside_a_line(path: Path) -> bool:
     if not path.is_file() or not path.stat().st_size:
         return False
@@ -96,27 +78,31 @@ def _ends_inside_a_line(path: Path) -> bool:
 
 
 class RunLog:
-    """The log of a run, opened when generation begins. TensorBoard gets the steps alone.
+    """The log of a run, opened when generation begins. A tracker gets the steps alone.
 
     Lines by their ``kind``: ``run`` once at the start; ``step`` for one of every ``log.every``;
     ``rollout`` when one ends, before the line of the step it ended in; ``learned`` and ``totals``
     every minute and at the end. `rollout.report` reads them.
     """
 
-    def __init__(self, config: RunConfig, engine: Engine) -> None:
+    def __init__(self, config: RunConfig, paths: JobPaths, engine: Engine) -> None:
         self._engine = engine
         self._every = config.log.every
         self._closing = ExitStack()
         self._lines: JsonlLog | None = None
-        self._board: TensorBoardMetrics | None = None
-        if config.log.jsonl is not None:
-            self._lines = JsonlLog(Path(config.log.jsonl))
+        self._tracker: TrackerRun | None = None
+        settings = _settings(config, engine)
+        if paths.log is not None:
+            self._lines = JsonlLog(paths.log)
             self._closing.callback(self._lines.close)
-            self._lines.write("run", _settings(config, engine))
-        if config.log.tensorboard is not None:
-            self._board = TensorBoardMetrics(Path(config.log.tensorboard))
-            self._closing.callback(self._board.close)
+            self._lines.write("run", settings)
+        if config.log.tracker is not None:
+            name = str(paths.output)
+            self._tracker = open_tracker(config.log.tracker, paths.tensorboard, name, settings)
+            self._closing.callback(self._tracker.close)
         self._snapshot_at = time.monotonic()
+        self._counters: Mapping[str, float] = {}
+        self._counters_at = -math.inf
         self._logged_step = -1  # a cluster's step may pass without news
 
     def rollout(self, rollout: Rollout, submitted_step: int) -> None:
@@ -147,14 +133,17 @@ class RunLog:
 
     def step(self, num_rollouts: int) -> None:
         """Log the engine's latest step, if it is one of every ``log.every``."""
-        if self._lines is None and self._board is None:
+        if self._lines is None and self._tracker is None:
             return
-        if time.monotonic() - self._snapshot_at >= _SECONDS_BETWEEN_SNAPSHOTS:
+        now = time.monotonic()
+        if now - self._snapshot_at >= _SECONDS_BETWEEN_SNAPSHOTS:
             self._snapshot()
         step = self._engine.last_step
         if step.step % self._every or step.step == self._logged_step:
             return
         self._logged_step = step.step
+        if now - self._counters_at >= _SECONDS_BETWEEN_COUNTERS:
+            self._counters, self._counters_at = self._engine.status().counters, now
         total = self._engine.metrics()
         values: dict[str, float] = {
             **asdict(step),
@@ -166,13 +155,14 @@ class RunLog:
             "saved_error_seconds": total.saved_error_seconds,
             "preemptions": total.preemptions,
             "peak_memory_bytes": total.peak_memory_bytes,
-            **self._engine.status().counters,
+            **self._counters,
         }
         if self._lines is not None:
             self._lines.write("step", values)
-        if self._board is not None:
+        if self._tracker is not None:
             del values["step"]
-            self._board.write(step.step, values)
+            named = {f"rollout/{name}": value for name, value in values.items()}
+            self._tracker.log(named, step.step)
 
     def finish(self) -> None:
         """Log the end of a run that ended or was stopped, but not of one that failed."""
@@ -200,7 +190,7 @@ class RunLog:
 def _settings(config: RunConfig, engine: Engine) -> dict[str, Any]:
     sampling = config.sampling
     return {
-        "model": config.model.path,
+        "model": hub_name(config.model.path) or config.model.path,
         "data": config.data.path,
         "output": config.output.path,
         "spec": config.spec,

@@ -16,8 +16,6 @@ from rich.text import Text
 
 from rollout.engine.empty_outputs import are_many_empty
 from rollout.engine.metrics import EngineMetrics
-from rollout.engine.speedup import Saving
-from rollout.offline.config import LogConfig
 
 _MAX_SETTING = 28  # columns of a terminal of 80, which leave room for the figures
 
@@ -37,8 +35,10 @@ class Summary:
     seconds: float = 0.0  # of generation
     first_rollout_seconds: float | None = None  # since generation began
     corpus: list[tuple[str, str]] = field(default_factory=list)  # its lines, the first for all
+    corpus_was_empty: bool = False  # at the start, and is saved
     metrics: EngineMetrics = field(default_factory=EngineMetrics)
-    log: LogConfig = field(default_factory=LogConfig)
+    log: Path | None = None  # the run's log
+    verbose: bool = False  # print `details` too
 
     @property
     def tokens_per_second(self) -> float:
@@ -50,7 +50,7 @@ class Summary:
         table = Table(title="summary", show_header=False, title_justify="left")
         table.add_column(style="bold")
         table.add_column(overflow="fold")
-        for name, value in [*self.lines(), *(self.details() if self.log.verbose else [])]:
+        for name, value in [*self.lines(), *(self.details() if self.verbose else [])]:
             table.add_row(name, Text(value))  # no markup: paths and stops have brackets
         console.print(table)
 
@@ -65,8 +65,9 @@ class Summary:
             *empty,
             ("tokens", f"{tokens:,} generated in {self.seconds:.1f} s: "
                        f"{self.tokens_per_second:,.0f} tokens/s"),
-            ("accept length", f"{self.metrics.accept_length:.3f} tokens per forward pass of a "
-                              f"request; speculation saved {self._saved()}"),
+            ("accept length", f"{self.metrics.accept_length:.3f} tokens per target forward of a "
+                              "request"),
+            ("speculation", self._speedup()),
             *self.corpus[:1],
             ("more", self._more()),
         ]  # fmt: skip
@@ -76,8 +77,8 @@ class Summary:
         metrics = self.metrics
         first = self.first_rollout_seconds
         return [
-            ("prompt tokens", f"{metrics.prompt_tokens:,}, {metrics.cached_tokens:,} of them found "
-                              "in the prefix cache"),
+            ("prompt tokens", f"{metrics.prompt_tokens:,}, {metrics.cached_tokens:,} of them from "
+                              "the prefix cache"),
             ("load and check", f"{self.load_seconds:.1f} s before the first step"),
             ("first rollout", "-" if first is None else f"after {first:.1f} s"),
             ("engine steps", f"{metrics.steps:,}, each one forward pass over all running requests"),
@@ -86,19 +87,19 @@ class Summary:
             ("draft tokens", self._drafts()),
             ("time", self._shares()),
             *self.corpus[1:],
-            ("preemptions", f"{metrics.preemptions:,} requests gave their KV slots to others"),
+            ("preemptions", f"{metrics.preemptions:,} requests, for lack of KV slots"),
             ("peak memory", f"{metrics.peak_memory_bytes / 2**20:,.0f} MiB"),
         ]  # fmt: skip
 
     def _beside(self) -> str:
-        resumed = f"; {self.resumed:,} more from before" if self.resumed else ""
+        resumed = f"; {self.resumed:,} from earlier runs" if self.resumed else ""
         skipped = f"; {self.skipped_prompts:,} prompts skipped" if self.skipped_prompts else ""
         return resumed + skipped
 
     def _more(self) -> str:
-        if self.log.jsonl is not None:
-            return f"specrollout report {shlex.quote(self.log.jsonl)}"
-        return "log.verbose=true shows every total; log.jsonl=FILE is for specrollout report"
+        if self.log is None:
+            return "log.verbose=true shows every total"
+        return f"specrollout report {shlex.quote(str(self.log))}"
 
     def _drafts(self) -> str:
         drafted, accepted = self.metrics.drafted, self.metrics.accepted
@@ -121,20 +122,15 @@ class Summary:
         shares = [f"{name} {ms / whole:.1%}" for name, ms in phases.items()]
         return ", ".join([*shares, f"writing and the rest {max(rest, 0.0) / whole:.1%}"])
 
-    def _saved(self) -> str:
-        if not self.metrics.drafted:
-            return "nothing, for nothing was drafted"
-        if not self.metrics.forecast_steps:
-            return "an unknown time: only spec.budget=learned measures it"
-        saving = Saving(
-            self.metrics.saved_seconds / self.replicas,
-            self.metrics.saved_error_seconds / self.replicas,
-            self.seconds,
-        )
-        saved = f"{saving.seconds:+.1f} s \N{PLUS-MINUS SIGN} {saving.error_seconds:.1f}"
-        if not saving.is_significant:
-            return f"{saved}, which is no certain difference"
-        return f"{saved} ({saving.speedup:.2f}x the speed of plain decoding)"
+    def _speedup(self) -> str:
+        metrics = self.metrics
+        saving = metrics.saving(self.seconds, self.replicas)
+        if metrics.drafted and not metrics.forecast_steps:
+            return "speedup not measured (spec.budget=learned measures it)"
+        text = str(saving) if metrics.drafted else "nothing was drafted"
+        if self.corpus_was_empty and not saving.is_significant:
+            text += "; the corpus starts empty, the next epoch drafts from it"
+        return text
 
 
 class JobStatus(enum.Enum):

@@ -64,8 +64,8 @@ def _over_time(log: Log) -> Chart:
     return Chart(
         "over_time",
         "Over time",
-        "Means of consecutive steps, from the start of generation. While requests run out at the "
-        "end, the tail, each step is worth less and drafts are worth more.",
+        "Means over consecutive steps since generation began. Drafts help most in the tail, where "
+        "few requests still run.",
         *panels_or(panels, "The log holds no steps yet."),
     )
 
@@ -89,11 +89,10 @@ def _saved(log: Log) -> Chart:
     return Chart(
         "saved",
         "Time saved by drafts",
-        "Against plain decoding, summed up since the start. The band is the 95 % interval: where "
-        "it covers 0, no difference can be told.",
+        "Cumulative, against plain decoding, with the 95 % interval. A band that covers 0 is "
+        "inconclusive.",
         *panels_or(
-            [panel], "Not measured: nothing was drafted, or spec.budget is not learned, which "
-            "compares drafting steps with plain ones.",
+            [panel], "Not measured: nothing was drafted, or spec.budget is not learned.",
         ),
     )  # fmt: skip
 
@@ -115,7 +114,7 @@ def _last_rollouts(log: Log, texts: RolloutTexts) -> Chart:
         ]
         if spans:
             panels.append({
-                "caption": run.name or "prompt.sample, the last to end on top",
+                "caption": run.name or "prompt.sample, the last to finish on top",
                 "spans": [{"points": spans, "series": series}],
                 "x": {"from": 0, "to": short(max(run.seconds / unit, 1e-3))},
                 "y": {"names": [texts.sample_name(run, int(index)) for index in chosen]},
@@ -124,8 +123,8 @@ def _last_rollouts(log: Log, texts: RolloutTexts) -> Chart:
     return Chart(
         "last",
         "The last rollouts",
-        "From their first target forward to their end. Named prompt.sample; the prompt, length and "
-        "accept length are shown on hovering.",
+        "From first target forward to finish, named prompt.sample. Hover for prompt, length and "
+        "accept length.",
         *panels_or(panels, "No rollout had finished when the log ended."),
     )
 
@@ -163,8 +162,7 @@ def _lengths(log: Log, texts: RolloutTexts) -> Chart:
     return Chart(
         "lengths",
         "Lengths by prompt",
-        "Generated tokens of each sample, the prompts with the longest on average first."
-        + left_out,
+        "Generated tokens of each sample, prompts by falling mean length." + left_out,
         *panels_or([panel] if longest else [], "No rollout had finished when the log ended."),
     )
 
@@ -197,11 +195,9 @@ def _cost(log: Log) -> Chart:
     return Chart(
         "cost",
         "Cost of a forward",
-        "Steps of decoding alone, without drafting and sampling; the learned curve only where it "
-        f"was measured.{f' Of {run.name}.' if run.name else ''}",
-        *panels_or(
-            [panel], "No forward only decoded, and no curve was learned (spec=none learns none)."
-        ),
+        "Decode-only steps, without drafting and sampling; the learned curve only where it was "
+        f"measured.{f' Of {run.name}.' if run.name else ''}",
+        *panels_or([panel], "No decode-only steps and no learned curve (spec=none learns none)."),
     )
 
 
@@ -243,12 +239,12 @@ def _calibration(log: Log) -> Chart:
     panel |= {"lines": [guide], "x": {"from": 0, "to": 1}, "y": {"from": 0, "to": 1}}
     return Chart(
         "calibration",
-        "Are the estimates right?",
-        "Verified draft tokens by the probability they were estimated to be accepted with, and the "
-        "share of them that was. On the dashed line both are equal.",
+        "Calibration",
+        "Share of verified draft tokens that was accepted, by estimated probability. The dashed "
+        "line is perfect calibration.",
         *panels_or(
-            [panel] if marks else [], "No draft token was judged by a learned budget, or the log "
-            "ends before that was written (spec=none drafts nothing).",
+            [panel] if marks else [], "No draft token was verified under a learned budget, or the "
+            "log ends before that was written.",
         ),
     )  # fmt: skip
 

@@ -71,7 +71,7 @@ def _check_is_page(path: Path) -> None:
         begin = file.read(len(PAGE_BEGIN))
     if begin and begin != PAGE_BEGIN:
         raise InvalidInputError(
-            "output", str(path), "is no page of a report, and would be lost; give another file"
+            "output", str(path), "exists and is not a report; give another file"
         )
 
 
@@ -120,13 +120,12 @@ def _notes(log: Log) -> list[str]:
     if log.num_unreadable:
         lines = "1 line" if log.num_unreadable == 1 else f"{log.num_unreadable:,} lines"
         notes.append(
-            f"{lines} of the log could not be read and did not count: torn when a run was killed, "
-            "or of a kind this version does not know."
+            f"{lines} of the log could not be read: cut off when a run was killed, or written by "
+            "another version."
         )
     if log.num_left_out:
         notes.append(
-            f"The last {MAX_RUNS} runs are shown, {log.num_left_out:,} before them are not: "
-            "--run N shows one of them."
+            f"The last {MAX_RUNS} runs; --run N shows one of the {log.num_left_out:,} before them."
         )
     return notes
 
@@ -135,22 +134,21 @@ def run_report(arguments: Sequence[str]) -> None:
     """Run the subcommand. Exits with code 2 for unknown arguments; raises InvalidInputError."""
     parser = argparse.ArgumentParser(
         prog="specrollout report",
-        description="Say how fast a run was, what drafts gained and where the time went, and write "
-        "a page with its charts, prompts and rollouts: one HTML file that needs nothing else. "
-        "Several logs are compared. A run writes its log with log.jsonl=FILE, and may still be "
-        "going on.",
+        description="Print speed, speedup and time shares of a run, and write a page with its "
+        "charts, prompts and rollouts: one self-contained HTML file. Several logs are compared. A "
+        "job writes its log beside its output, and may still be running.",
     )
     parser.add_argument(
-        "logs", type=Path, nargs="+", metavar="RUN.jsonl", help="what log.jsonl named"
+        "logs", type=Path, nargs="+", metavar="LOG.jsonl", help="a job's <output>.log.jsonl"
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="default: beside the first log, RUN.html"
+        "--output", type=Path, metavar="FILE", help="default: beside the first log, LOG.html"
     )
     parser.add_argument(
         "--run",
         default="all",
         metavar="all|last|N",
-        help="which runs of a log that several went on with; default: all, drawn over each other",
+        help="which runs of a log with several; default: all, drawn over each other",
     )
     given = parser.parse_args(arguments)
     page, found = write_report(given.logs, given.output, given.run)

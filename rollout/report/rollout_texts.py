@@ -76,7 +76,7 @@ class RolloutTexts:
         accepted = decimal(run.accept_length(index), 2)
         return (
             f"{self.title(run, index)}\nsample {self.sample_name(run, index)}: {tokens} tokens, "
-            f"accept length {accepted}, ended by {run.finish_reasons[index]}"
+            f"accept length {accepted}, finished by {run.finish_reasons[index]}"
         )
 
     def _read(self, run: Run, places: set[Place]) -> dict[Place, RolloutText]:

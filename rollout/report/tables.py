@@ -13,6 +13,8 @@ from rollout.report.rollout_texts import RolloutText, RolloutTexts
 from rollout.report.run import Log, Run, ratio, total
 
 MAX_ROWS = 200
+_FEWEST_EXPECTED = 10
+"""Expected draft tokens below which their ratio to the accepted ones says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +88,14 @@ def _rollouts(log: Log, texts: RolloutTexts) -> Table:
     _sort_down(rows, columns.index("seconds"))
     num_rollouts = sum(run.num_rollouts for run in log.runs)
     sampled = (
-        f"{len(rows)} of {num_rollouts:,}: the slowest half, and others spread over the rest."
+        f"{len(rows)} of {num_rollouts:,}: the slowest, and as many spread over the rest."
         if num_rollouts > len(rows)
         else "The slowest first."
     )
     table = Table(
         "rollouts",
         "Rollouts",
-        f"{sampled} A click on a row opens its prompt and text, one on a column sorts by it.",
+        f"{sampled} Click a row for its prompt and text, a column to sort by it.",
         columns,
         rows,
     )
@@ -151,7 +153,7 @@ def _draft_values(run: Run) -> Table | None:
         for accepted, expected in zip(
             values.accepted_SD[row], values.expected_SD[row], strict=True
         ):
-            seen = np.isfinite(accepted + expected) and max(accepted, expected) >= 0.5
+            seen = np.isfinite(accepted) and expected >= _FEWEST_EXPECTED
             share = ratio(float(accepted), float(expected)) if seen else None
             shown = (
                 UNKNOWN if share is None else f"{accepted:,.0f} of {expected:,.0f}, {share:.2f}x"
@@ -160,10 +162,9 @@ def _draft_values(run: Run) -> Table | None:
         rows.append(Row(cells))
     return Table(
         "values",
-        f"What drafts were worth{f': {run.name}' if run.name else ''}",
-        "Accepted draft tokens against those expected of the estimates, by where they came from "
-        "and how many tokens ahead they were guessed. 1.00x is a right estimate; older ones count "
-        "less.",
+        f"Acceptance of drafts{f': {run.name}' if run.name else ''}",
+        "Accepted draft tokens against expected ones, by source and depth. 1.00x: the estimates "
+        f"are right. Fewer than {_FEWEST_EXPECTED} are not shown, and older ones count less.",
         ["drafts from", *(f"{depth} ahead" for depth in values.depths)],
         rows,
     )

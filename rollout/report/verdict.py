@@ -70,8 +70,8 @@ def _verdict(run: Run, first: Run) -> Verdict:
     rate, first_rate = tokens_per_second(run), tokens_per_second(first)
     if run is not first and rate and first_rate:
         sentence += (
-            f" It made {rate / first_rate:.2f} times as many tokens per second as {first.name}; "
-            "one run of each has no error, and a machine's pace differs from run to run."
+            f" {rate / first_rate:.2f}x the tokens/s of {first.name}, which has no interval: it is "
+            "one run of each."
         )
     return Verdict(
         name=run.name,
@@ -107,25 +107,16 @@ def saving_of(run: Run) -> Saving | None:
 
 
 def _speedup(run: Run, saving: Saving | None) -> tuple[str, str]:
-    """The speedup's factor, and a sentence on it."""
+    """The speedup with its error, and a sentence on it."""
     if not counter(run, "drafted"):
         return UNKNOWN, "Nothing was drafted: this is plain decoding."
     if saving is None or number(run.totals.get("forecast_steps")) == 0:
         return UNKNOWN, (
-            "What drafts saved was not measured: spec.budget=learned compares drafting steps with "
-            "plain ones."
+            "The speedup was not measured: spec.budget=learned compares drafting steps with plain "
+            "ones."
         )
-    factor = f"{saving.speedup:.2f} \N{PLUS-MINUS SIGN} {saving.speedup_error:.2f}"
-    saved = f"{saving.seconds:+.1f} s \N{PLUS-MINUS SIGN} {saving.error_seconds:.1f}"
-    if not saving.is_significant:
-        return factor, (
-            f"No difference from plain decoding can be told: {factor} times as fast covers 1.0 "
-            f"({saved} saved)."
-        )
-    return factor, (
-        f"{factor} times as fast as plain decoding ({saved} saved), measured against plain steps "
-        "between the drafting ones."
-    )
+    sentence = str(saving)
+    return saving.factor, f"{sentence[0].upper()}{sentence[1:]}."
 
 
 def time_shares(run: Run) -> list[Share]:

@@ -21,6 +21,11 @@ def _mixed(value: int) -> int:
     return int(mix(np.array([value & _MASK], dtype=np.uint64))[0])
 
 
+def as_int64(seed: int) -> int:
+    """The number in [-2**63, 2**63) with the seed's 64 bits, as JSON readers and Arrow hold it."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
 def derive_seed(run_seed: int, prompt_index: int, sample_index: int) -> int:
     """The request seed, in [0, 2**64): the same however a run is sharded, ordered or resumed."""
     state = split_mix(run_seed)

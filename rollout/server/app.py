@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 
 from fastapi import APIRouter, Depends, FastAPI
+from fastapi.security import HTTPBearer
 from starlette.routing import Route
 
 from rollout.server import generate, metrics, status
@@ -15,7 +17,7 @@ from rollout.server.middleware import AnswerAtEnd, BodyLimit, RequireUser, SameO
 from rollout.server.openai import chat, completions, route
 from rollout.server.serving import Serving
 from rollout.server.sglang import control, corpora, info, published_weights, weights
-from rollout.server.vllm import chat_prompt, lora, tokenize
+from rollout.server.vllm import chat_prompt, lora, tokenize, worker_calls
 from rollout.server.vllm import control as vllm_control
 from rollout.server.vllm import generate as token_generate
 from rollout.server.vllm import info as vllm_info
@@ -50,6 +52,7 @@ ADMIN: tuple[Routes, ...] = (
     control.memory_routes,
     vllm_control.routes,
     vllm_weights.routes,
+    worker_calls.routes,
     lora.routes,
 )
 """Routes that change the engine for all. They take the admin key, if any key is configured."""
@@ -58,19 +61,29 @@ ADMIN: tuple[Routes, ...] = (
 def make_app(serving: Serving) -> FastAPI:
     """The application, with every route and what stands before it."""
     config = serving.config
-    app = FastAPI(title="specrollout", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="specrollout",
+        version=version("specrollout"),
+        redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
+        redirect_slashes=False,
+    )
     public = [routes(serving) for routes in PUBLIC]
+    public_paths = _paths([app.router, *public])  # /docs and /openapi.json are the app's own
     for router in public:
         app.include_router(router, responses=ERRORS)
+    # The middleware asks for the keys; this lets readers of /docs enter one.
+    has_keys = config.api_key is not None or config.admin_key is not None
+    key = [Depends(HTTPBearer(auto_error=False))] if has_keys else []
     for routes in USER:
-        app.include_router(routes(serving), responses=ERRORS)
+        app.include_router(routes(serving), dependencies=key, responses=ERRORS)
     for routes in ADMIN:
         admin = Depends(require_admin(config))
-        app.include_router(routes(serving), dependencies=[admin], responses=ERRORS)
+        app.include_router(routes(serving), dependencies=[*key, admin], responses=ERRORS)
     add_error_handlers(app)
     # The last is the outermost.
     app.add_middleware(BodyLimit, config=config)
-    app.add_middleware(RequireUser, config=config, public_paths=_paths(public))
+    app.add_middleware(RequireUser, config=config, public_paths=public_paths)
     app.add_middleware(SameOrigin, config=config)
     app.add_middleware(AnswerAtEnd, serving=serving)
     app.add_middleware(CountRequests, metrics=serving.http_metrics)

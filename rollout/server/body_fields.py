@@ -143,9 +143,7 @@ def refuse_unknown(fields: Mapping[str, Any] | None, harmless: Set[str], prefix:
     """
     for name, value in (fields or {}).items():
         if name not in harmless and not _asks_for_nothing(name, value):
-            raise InvalidInputError(
-                prefix + name, value, "this server cannot do that: leave it out"
-            )
+            raise InvalidInputError(prefix + name, value, "unsupported field; remove it")
 
 
 def _asks_for_nothing(name: str, value: Any) -> bool:

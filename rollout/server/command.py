@@ -8,12 +8,10 @@ import logging
 import resource
 import signal
 import socket
-import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count
 
-import hydra
 import rich
 import uvicorn
 from hydra.core.hydra_config import HydraConfig
@@ -22,13 +20,14 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from rollout.engine.spmd import OpenEngine, launch_ranks, run_spmd
-from rollout.errors import InvalidInputError, RolloutError
-from rollout.offline.hydra_config import checked_config, register_schema
+from rollout.errors import EngineStateError, InvalidInputError, RolloutError
+from rollout.offline.hydra_config import checked_config, register_schema, run_hydra
 from rollout.offline.progress import loading_model
 from rollout.open_engine import open_engine
 from rollout.server.app import make_app
 from rollout.server.bounded_http import BoundedHttp
 from rollout.server.config import LogLevel, ServeConfig, ServerConfig
+from rollout.server.load_log import log_load
 from rollout.server.serving import Serving
 from rollout.server.streams import call_soon
 
@@ -42,9 +41,8 @@ def run_serve(arguments: Sequence[str]) -> None:
     """Ends after Ctrl-C or SIGTERM. Raises InvalidInputError and what the model's loading raises,
     and OmegaConf's errors for values that do not fit."""
     register_schema("serve_schema", ServeConfig)
-    failures: list[Exception] = []  # Hydra would print them with a traceback of its own
+    failures: list[Exception] = []  # Hydra would say more of them
 
-    @hydra.main(config_path="pkg://rollout.conf", config_name="serve", version_base="1.3")
     def run(config: DictConfig) -> None:
         try:
             serve_config = serve_config_from(config)
@@ -53,8 +51,7 @@ def run_serve(arguments: Sequence[str]) -> None:
         except (RolloutError, OmegaConfBaseException, OSError) as error:
             failures.append(error)
 
-    sys.argv = [sys.argv[0], *arguments]  # from where Hydra reads them
-    run()
+    run_hydra("serve", ServeConfig, arguments, run)
     if failures:
         raise failures[0]
 
@@ -140,6 +137,7 @@ async def _until_stopped(server: _Server, serving: Serving, listener: socket.soc
         await asyncio.sleep(0.01)
     if server.started:
         _say_ready(serving, listener)
+    load_log = event_loop.create_task(log_load(serving))
     await asyncio.wait({running, stop}, return_when=asyncio.FIRST_COMPLETED)
     if stop.done():
         if serving.num_unfinished:
@@ -153,6 +151,9 @@ async def _until_stopped(server: _Server, serving: Serving, listener: socket.soc
         await asyncio.wait({draining})
         server.should_exit = True
     await running
+    load_log.cancel()
+    with contextlib.suppress(asyncio.CancelledError, EngineStateError):
+        await load_log
     if draining is not None and not draining.cancelled():
         draining.result()
 

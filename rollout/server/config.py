@@ -52,7 +52,7 @@ class ServerConfig:
     # SPECROLLOUT_API_KEY and SPECROLLOUT_ADMIN_KEY: command lines are seen by other users.
     api_key: str | None = field(default=None, repr=False)
     admin_key: str | None = field(default=None, repr=False)  # weights, corpora, memory, pausing
-    model_name: str | None = None  # in answers; default: the model folder's name
+    model_name: str | None = None  # in answers; default: the model folder's name, or the hub's
     seed: int | None = None  # of requests that bring none; default: another one at every start
     max_body_bytes: int = 64 * _MIB
     max_weights_body_bytes: int = 64 * 1024 * _MIB  # of one that brings weights

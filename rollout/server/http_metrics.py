@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from statistics import median
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -34,6 +34,7 @@ class HttpMetrics:
     """The HTTP metrics of one server. Labels are bounded: clients choose none of their values."""
 
     def __init__(self) -> None:
+        disable_created_metrics()  # times of creation, as many series again, which nobody queries
         labels = ("method", "route", "status")
         self.requests = Counter(
             "specrollout_http_requests", "HTTP requests answered", labels, registry=None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rollout.engine.protocol import Engine
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
 from rollout.weights.manifest import Manifest
+from rollout.weights.update_counts import UpdateCounts
 from rollout.weights.update_options import UpdateOptions
 from rollout.weights.versions import TARGET
 
@@ -33,6 +35,11 @@ class HttpWeightUpdate:
         self._has_loaded = False
         self._ends_with_pause = False
         self.adapter_name: str | None = None  # of the LoRA adapter that is in the weights
+
+    @property
+    def selector(self) -> str:
+        """The models that the open update is for; without one, those of a call that names none."""
+        return UpdateOptions.of(self._options or {}).selector
 
     def begin(self, engine: Engine, manifest: Manifest | None, options: Options) -> None:
         """Raises what `RolloutEngine.begin_weight_update` does."""
@@ -59,16 +66,17 @@ class HttpWeightUpdate:
         if self._options is not None:
             raise WeightUpdateError("an update is under way; end or abandon it first")
 
-    def end(self, engine: Engine, weight_version: int | None = None) -> None:
-        """Commit. Raises what `RolloutEngine.end_weight_update` does."""
+    def end(self, engine: Engine, weight_version: int | None = None) -> dict[str, Any]:
+        """Commit; the answer. Raises what `RolloutEngine.end_weight_update` does."""
         options, self._options = self._options, None
         try:
-            engine.end_weight_update(weight_version)
+            counts = engine.end_weight_update(weight_version)
         except InvalidInputError as error:
             if error.field == "weight_version":  # the update is still open
                 self._options = options
             raise
         self._forget_adapter(options or {})
+        return _committed(engine, counts)
 
     def abandon(self, engine: Engine, reason: str) -> None:
         """Give the update up."""
@@ -80,11 +88,11 @@ class HttpWeightUpdate:
         engine: Engine,
         manifest: Manifest | None,
         options: Options,
-        load: Callable[[Options], None],
-    ) -> str:
+        load: Callable[[Options], UpdateCounts | None],
+    ) -> dict[str, Any]:
         """Load one call's tensors by ``load``, which gets the options to hand to the engine.
 
-        Returns a message that says what became of the tensors.
+        Returns the answer, whose message says what became of the tensors.
 
         ``manifest``: of the tensors, where they may be a bucket. Whatever is wrong is left for
         ``load`` to raise: a sender may be waiting for it to receive.
@@ -92,9 +100,9 @@ class HttpWeightUpdate:
         if self._options is None and manifest is not None and engine.is_paused:
             self._open_for_bucket(engine, manifest, options)
         if self._options is None:
-            load(options)
+            counts = load(options)
             self._forget_adapter(options)
-            return f"the weights are version {engine.weight_version}"
+            return _committed(engine, counts)
         try:
             load(self._new_options(engine, options))
         except BaseException as error:
@@ -102,20 +110,22 @@ class HttpWeightUpdate:
             raise
         self._has_loaded = True
         ends = "/continue_generation" if self._ends_with_pause else "/end_weight_update"
-        return f"loaded, as a part of the update that {ends} commits"
+        return {"message": f"loaded, as a part of the update that {ends} commits"}
 
-    def continue_generation(self, engine: Engine) -> None:
-        """Commit what was opened by its first bucket, and let generation go on.
+    def continue_generation(self, engine: Engine) -> dict[str, Any]:
+        """Commit what was opened by its first bucket, and let generation go on; the answer.
 
         Raises what `RolloutEngine.end_weight_update` does, and WeightUpdateError while the weights
         are torn: requests would wait, and a client that asks twice must not take that for success.
         Generation is still paused then.
         """
+        answer = {}
         if self._options is not None and self._ends_with_pause:
-            self.end(engine)
+            answer = self.end(engine)
         if self._options is None:
             _refuse_torn(engine)
         engine.continue_generation()
+        return answer | {"message": "generation goes on"}
 
     def _forget_adapter(self, options: Options) -> None:
         """An update was committed. Where it reached the target and brought every tensor, or other
@@ -158,6 +168,12 @@ class HttpWeightUpdate:
             return new
         self._options = self._options | new
         return {}
+
+
+def _committed(engine: Engine, counts: UpdateCounts | None) -> dict[str, Any]:
+    """The answer to the call that committed: ``stored`` and ``ignored`` are tensors by part."""
+    answer = {} if counts is None else asdict(counts)
+    return answer | {"message": f"the weights are version {engine.weight_version}"}
 
 
 def _refuse_torn(engine: Engine) -> None:

@@ -14,6 +14,7 @@ from typing import TypeVar
 from rollout.engine.engine_loop import EngineLoop, OnTokens, RequestHandle
 from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError, OutOfMemoryError, PromptTooLongError
+from rollout.hub import hub_name
 from rollout.sampling.seeds import derive_seed
 from rollout.server.body_fields import check_params
 from rollout.server.config import ServeConfig
@@ -49,7 +50,8 @@ class Serving:
         self.max_context_len = engine.max_context_len
         self.num_replicas = config.cluster.replicas
         self.model_path = config.model.path
-        self.model_name = self.config.model_name or Path(config.model.path).resolve().name
+        on_hub = (hub_name(self.model_path) or "").partition("@")[0]
+        self.model_name = self.config.model_name or on_hub or Path(self.model_path).resolve().name
         self.started = time.time()
         self._began = time.monotonic()
         self.seed = secrets.randbits(63) if self.config.seed is None else self.config.seed
@@ -85,7 +87,7 @@ class Serving:
                 )
         if name == self.model_path:
             return
-        if self.model_name not in (name, name.rpartition("/")[2]):
+        if name.rpartition("/")[2] != self.model_name.rpartition("/")[2]:
             raise ModelNotFoundError(
                 f"the model {name!r} does not exist: this server has {self.model_name!r}"
             )

@@ -90,6 +90,7 @@ class StatusBody(BaseModel):
     latency: Latency
     saved_seconds: float  # by drafts, over plain decoding; of several replicas the mean
     saved_error_seconds: float  # half of the 95 % interval
+    speedup: str  # a sentence on both
     engine: EngineStatus
 
 
@@ -133,6 +134,7 @@ def user_routes(serving: Serving) -> APIRouter:
     async def status() -> StatusBody:
         known = await serving.status_cache.latest()
         total, beside = known.status.total, len(known.status.replicas) or 1
+        saving = total.saving(total.total_ms / 1e3 / beside, beside)
         return StatusBody(
             model=serving.model_name,
             uptime=serving.uptime,
@@ -140,8 +142,9 @@ def user_routes(serving: Serving) -> APIRouter:
             draining=serving.is_draining,
             age=known.age,
             latency=serving.http_metrics.latency,
-            saved_seconds=total.saved_seconds / beside,
-            saved_error_seconds=total.saved_error_seconds / beside,
+            saved_seconds=saving.seconds,
+            saved_error_seconds=saving.error_seconds,
+            speedup=str(saving),
             engine=known.status,
         )
 

@@ -8,30 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-# Modules that wrappers put between a module and its own children, at any depth.
-_WRAPPING = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
+from rollout.weights.wrapped_names import WRAPPING
 
 # A router's bias is moved by rule and not by gradients (DeepSeek-V3, section 2.1.2).
 _WEIGHT_BUFFERS = frozenset({"e_score_correction_bias"})
 
 
-def checkpoint_name(name: str) -> str:
-    """``name`` of a parameter or module without what data-parallel, compile and PEFT wrappers add.
-
-    ``module.base_model.model.lm_head.base_layer.weight`` is ``lm_head.weight``.
-    """
-    parts = [part for part in name.split(".") if part not in _WRAPPING]
-    while parts[:1] == ["module"]:
-        parts = parts[1:]
-    if parts[:2] == ["base_model", "model"]:
-        parts = parts[2:]
-    return ".".join(part for part in parts if part != "base_layer")
-
-
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module inside a chain of FSDP1, compile and checkpoint wrappers, or the module itself."""
     while True:
-        inner = next((child for name, child in module.named_children() if name in _WRAPPING), None)
+        inner = next((child for name, child in module.named_children() if name in WRAPPING), None)
         if inner is None:
             return module
         module = inner
@@ -64,9 +50,10 @@ Combine = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One tensor of the checkpoint: its first input, changed by ``combine`` where there are more.
+    """One tensor of the checkpoint: its first input, changed by ``combine`` if there is one.
 
-    The result has the shape and dtype of the first input. ``combine`` writes into no input.
+    Without it the other inputs are in the first already. The result has the shape and dtype of the
+    first input. ``combine`` writes into no input.
     """
 
     name: str

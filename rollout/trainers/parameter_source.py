@@ -13,11 +13,13 @@ import torch
 from torch import nn
 
 from rollout.errors import InvalidInputError
-from rollout.trainers.param_ref import ParamRef, Weight, checkpoint_name, param_refs
+from rollout.trainers.param_ref import ParamRef, Weight, param_refs
 from rollout.trainers.ranks import TrainerRanks
 from rollout.trainers.shard_exchange import FlatShard
 from rollout.trainers.weight_stream import WeightStream
+from rollout.weights.lora import LoraScaling
 from rollout.weights.manifest import Manifest, TensorSpec
+from rollout.weights.wrapped_names import checkpoint_name
 
 
 def weights_of(
@@ -25,7 +27,8 @@ def weights_of(
 ) -> list[Weight]:
     """The weights to stream of ``model``, adapters merged, or alone.
 
-    Raises InvalidInputError for parameters that cannot be streamed, by name.
+    Every trained parameter is an input of one of them. Raises InvalidInputError, by name, for
+    parameters that cannot be streamed, and for a trained one that would not be.
     """
     if (peft := sys.modules.get("peft")) is not None and _has_adapters(peft, model):
         from rollout.trainers.peft import adapter_weights, merged_weights
@@ -42,6 +45,13 @@ def weights_of(
         if weight.name in names:
             raise InvalidInputError("model", weight.name, "two parameters have this name")
         names.add(weight.name)
+    sent = {ref for weight in weights for ref in weight.inputs}
+    for ref in refs:
+        if ref.parameter.requires_grad and ref not in sent:
+            field, remedy = "model", "activate its adapter, or freeze it"
+            if adapters_only:
+                field, remedy = "adapters_only", "set adapters_only=False, or freeze it"
+            raise InvalidInputError(field, ref.name, f"is trained, but would not be sent: {remedy}")
     return weights
 
 
@@ -136,7 +146,7 @@ class ParameterSource(ABC):
         """From now on stream LoRA's A and B and what is trained beside them, under PEFT's names.
 
         They are for an engine that has the trainer's base. Raises InvalidInputError for a model
-        without adapters, and for adapters that are more than A, B and one scaling.
+        without adapters, and for adapters that are more than A, B, a bias and a scaling.
         """
         self.adapters_only = True
         self.weights()
@@ -144,11 +154,11 @@ class ParameterSource(ABC):
         return self
 
     @property
-    def lora_scaling(self) -> float | None:
+    def lora_scaling(self) -> LoraScaling | None:
         """The factor of ``B @ A``; None where adapters come merged."""
         return self._scaling() if self.adapters_only else None
 
-    def _scaling(self) -> float:
+    def _scaling(self) -> LoraScaling:
         from rollout.trainers.peft import lora_scaling
 
         return lora_scaling(self.model, self.refs())

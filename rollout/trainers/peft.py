@@ -14,12 +14,15 @@ import torch
 from peft import PeftModel
 from peft.tuners.lora import Embedding, Linear, LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import PeftType
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
 from rollout.errors import InvalidInputError
-from rollout.trainers.param_ref import Combine, ParamRef, Weight, checkpoint_name, unwrapped
-from rollout.weights.lora import lora_delta
+from rollout.trainers.param_ref import Combine, ParamRef, Weight, unwrapped
+from rollout.weights.adapter_folder import ADDED_INITS
+from rollout.weights.lora import LORA_A, LORA_B, LoraScaling, joined_scaling, lora_delta
+from rollout.weights.wrapped_names import checkpoint_name
 
 _RefsByOwner = dict[tuple[int, str], ParamRef]  # by id of the module, and attribute
 
@@ -42,7 +45,8 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Adds adapters to a weight. The inputs are the weight, then A and B of each adapter."""
+    """Adds adapters to a weight. The inputs are the weight, then A and B of each adapter, then
+    those of adapters that the weight has already."""
 
     adapters: tuple[Adapter, ...]
 
@@ -53,21 +57,37 @@ class Merge:
         return value
 
 
+@dataclass(frozen=True, slots=True)
+class AddBiases:
+    """Adds biases of adapters to a bias. The inputs are the bias, then those of each adapter."""
+
+    scalings: tuple[float, ...]
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        value = tensors[0].clone()
+        for scaling, bias in zip(self.scalings, tensors[1:], strict=True):
+            value += bias * scaling
+        return value
+
+
 def adapter_weights(model: nn.Module, refs: Sequence[ParamRef]) -> list[Weight]:
-    """A and B of each adapted weight, and whole what else is trained: for an engine that has the
-    base.
+    """A and B of each adapted weight, and whole what else is trained, and biases with an adapter's
+    added: for an engine that has the base.
 
     Raises what `merged_weights` does, and InvalidInputError for what only a merge can express.
     """
+    _require_engines_base(model)
     found: list[Weight] = []
     for weight in merged_weights(model, refs):
-        match weight.combine:
-            case None:
-                found += [weight] if weight.inputs[0].parameter.requires_grad else []
-            case Merge(adapters=(Adapter(is_embedding=False, fan_in_fan_out=False),)):
+        match weight.combine, weight.inputs:
+            case None, (ref,):
+                found += [weight] if ref.parameter.requires_grad else []
+            case Merge(adapters=(Adapter(is_embedding=False, fan_in_fan_out=False),)), (_, a, b):
                 stem = weight.name.removesuffix("weight")
-                for kind, ref in zip(("lora_A", "lora_B"), weight.inputs[1:], strict=True):
-                    found.append(Weight(f"{stem}{kind}.weight", (ref,)))
+                found.append(Weight(f"{stem}{LORA_A}.weight", (a,)))
+                found.append(Weight(f"{stem}{LORA_B}.weight", (b,)))
+            case AddBiases(), _:
+                found.append(weight)
             case _:
                 raise InvalidInputError(
                     "adapters_only", weight.name,
@@ -76,31 +96,28 @@ def adapter_weights(model: nn.Module, refs: Sequence[ParamRef]) -> list[Weight]:
     return found
 
 
-def lora_scaling(model: nn.Module, refs: Sequence[ParamRef]) -> float:
-    """The one scaling of all adapters. Raises InvalidInputError where they differ, or none are."""
+def lora_scaling(model: nn.Module, refs: Sequence[ParamRef]) -> LoraScaling:
+    """The scaling of adapters that `adapter_weights` takes. Raises InvalidInputError for none."""
     found = {
-        adapter.scaling
+        weight.name: weight.combine.adapters[0].scaling
         for weight in merged_weights(model, refs)
         if isinstance(weight.combine, Merge)
-        for adapter in weight.combine.adapters
     }
-    if len(found) != 1:
-        raise InvalidInputError(
-            "adapters_only", sorted(found), "adapters need one scaling: have them merged"
-        )
-    return found.pop()
+    if not found:
+        raise InvalidInputError("adapters_only", True, "no adapter of the model is active")
+    return joined_scaling(found)
 
 
 def merged_weights(model: nn.Module, refs: Sequence[ParamRef]) -> list[Weight]:
     """The base model's weights under its own names, active adapters merged.
 
-    Raises InvalidInputError for tuners other than LoRA and variants of it (DoRA, ...), for prompt
-    tuning, disabled adapters, and LoRA on tied tensors.
+    Raises InvalidInputError for tuners other than LoRA and variants of it (DoRA, ...), for
+    disabled adapters, LoRA on tied tensors, and an adapter's bias where the base has none.
     """
-    _refuse_prompt_learning(model)
+    _refuse_other_tuners(model)
     refs_by_owner = {(id(ref.module), ref.attribute): ref for ref in refs}
     tied = _tied(model)
-    merges: dict[tuple[int, str], tuple[list[ParamRef], Combine]] = {}
+    merges: dict[tuple[int, str], tuple[list[ParamRef], Combine | None]] = {}
     hidden: set[int] = set()  # modules that hold no weight of the merged model
     renamed: dict[int, tuple[str, str]] = {}  # what their names begin with, what they should
     for name, module in model.named_modules():
@@ -117,9 +134,13 @@ def merged_weights(model: nn.Module, refs: Sequence[ParamRef]) -> list[Weight]:
             if type(module) not in (Linear, Embedding):
                 raise _unsupported(name, module)
             base = unwrapped(module.get_base_layer())
-            for child_name, child in module.named_children():
-                if child_name != "base_layer":
-                    hidden |= {id(inner) for inner in child.modules()}
+            inner = {
+                id(inner)
+                for child_name, child in module.named_children()
+                if child_name != "base_layer"
+                for inner in child.modules()
+            }
+            hidden |= inner
             for attribute, inputs, combine in _merges(name, module, refs_by_owner):
                 if id(getattr(base, attribute)) in tied:
                     raise InvalidInputError(
@@ -127,17 +148,29 @@ def merged_weights(model: nn.Module, refs: Sequence[ParamRef]) -> list[Weight]:
                         "LoRA on a tensor tied to another cannot be merged: untie them first",
                     )  # fmt: skip
                 merges[id(base), attribute] = (inputs, combine)
-    return list(_weights(refs, hidden, renamed, merges))
+            if module.merged_adapters:
+                added, how = merges.get((id(base), "weight"), ([], None))
+                merges[id(base), "weight"] = ([*added, *_in_place(module, refs, inner)], how)
+    twins = {
+        id(parameter): f"{name}.{attribute}"
+        for name, module in model.named_modules()
+        if id(module) not in hidden
+        for attribute, parameter in module.named_parameters(recurse=False)
+    }
+    return list(_weights(refs, hidden, twins, renamed, merges))
 
 
 def _weights(
     refs: Sequence[ParamRef],
     hidden: set[int],
+    twins: dict[int, str],  # by id of the parameter, its name in a module that is not hidden
     renamed: dict[int, tuple[str, str]],
-    merges: dict[tuple[int, str], tuple[list[ParamRef], Combine]],
+    merges: dict[tuple[int, str], tuple[list[ParamRef], Combine | None]],
 ) -> Iterator[Weight]:
     for ref in refs:
         if id(ref.module) in hidden:
+            if (twin := twins.get(id(ref.parameter))) is not None:
+                yield Weight(checkpoint_name(twin), (ref,))
             continue
         old, new = renamed.get(id(ref.module), ("", ""))
         name = new + checkpoint_name(ref.name).removeprefix(old)
@@ -187,18 +220,22 @@ def _merges(
         ]
         if layer.lora_bias[adapter]:
             biases.append(refs_by_owner[id(b), "bias"])
+            if unwrapped(layer.get_base_layer()).bias is None:
+                raise InvalidInputError(
+                    "model", biases[-1].name,
+                    "its layer has no bias to add it to: train with lora_bias=False",
+                )  # fmt: skip
     if adapters:
         yield "weight", inputs, Merge(tuple(adapters))
     if biases:
         scalings = [adapter.scaling for adapter in adapters if layer.lora_bias[adapter.name]]
-        yield "bias", biases, lambda tensors: _with_biases(scalings, tensors)
+        yield "bias", biases, AddBiases(tuple(scalings))
 
 
-def _with_biases(scalings: Sequence[float], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    value = tensors[0].clone()
-    for scaling, bias in zip(scalings, tensors[1:], strict=True):
-        value += bias * scaling
-    return value
+def _in_place(layer: LoraLayer, refs: Sequence[ParamRef], inner: set[int]) -> list[ParamRef]:
+    """The parameters of a layer's adapters whose values are merged into its base in place."""
+    merged = set(layer.merged_adapters)
+    return [ref for ref in refs if id(ref.module) in inner and merged & {*ref.name.split(".")}]
 
 
 def _tied(model: nn.Module) -> set[int]:
@@ -210,11 +247,32 @@ def _tied(model: nn.Module) -> set[int]:
     return tied
 
 
-def _refuse_prompt_learning(model: nn.Module) -> None:
+def _refuse_other_tuners(model: nn.Module) -> None:
     for module in model.modules():
-        if isinstance(module, PeftModel) and module.active_peft_config.is_prompt_learning:
-            kind = type(module.active_peft_config).__name__
+        config = module.active_peft_config if isinstance(module, PeftModel) else None
+        if config is not None and config.peft_type != PeftType.LORA:
+            kind = type(config).__name__
             raise InvalidInputError("model", kind, "only LoRA adapters can be merged into weights")
+
+
+def _require_engines_base(model: nn.Module) -> None:
+    """Raise where the base is another than the engine has: changed by an adapter's initialization,
+    or with tied tensors of which one is now trained without its twin."""
+    tied = _tied(model)
+    for name, module in model.named_modules():
+        for adapter, config in (getattr(module, "peft_config", None) or {}).items():
+            init = getattr(config, "init_lora_weights", None)
+            if init not in ADDED_INITS:
+                remedy = f"init_lora_weights={init!r} changed the base: have it merged"
+                raise InvalidInputError("adapters_only", adapter, remedy)
+        if isinstance(module, ModulesToSaveWrapper):
+            saved, _ = _saved_module(module, name)
+            original = module.original_module.parameters()
+            if any(id(each) in tied for each in original) and not any(
+                id(each) in tied for each in saved.parameters()
+            ):
+                remedy = "is tied to another that is not trained: set ensure_weight_tying=True"
+                raise InvalidInputError("adapters_only", name, remedy)
 
 
 def _require_enabled(name: str, layer: BaseTunerLayer | AuxiliaryTrainingWrapper) -> None:

@@ -53,7 +53,7 @@ class ServedEngine:
         if self.refusal:
             raise WeightUpdateError(f"no weights to serve: {self.refusal}")
 
-    async def update(self, function: Callable[[RolloutEngine], None]) -> None:
+    async def update(self, function: Callable[[RolloutEngine], object]) -> None:
         """Call what changes the weights. Where it fails and they are torn, requests are refused."""
         try:
             await self.call(function)

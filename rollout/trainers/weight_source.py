@@ -16,9 +16,10 @@ from torch.optim.swa_utils import AveragedModel
 
 from rollout.errors import InvalidInputError
 from rollout.trainers.fsdp import FSDP1Source, FSDP2Source
-from rollout.trainers.param_ref import ParamRef, checkpoint_name, unwrapped
+from rollout.trainers.param_ref import ParamRef, unwrapped
 from rollout.trainers.parameter_source import BUCKET_BYTES, ParameterSource
 from rollout.trainers.ranks import TrainerRanks
+from rollout.weights.wrapped_names import checkpoint_name
 
 
 class HFSource(ParameterSource):

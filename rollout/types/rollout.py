@@ -98,7 +98,7 @@ class Rollout(EmittedTokens):
     request_id: int
     prompt_index: int
     sample_index: int
-    seed: int  # the request seed; pass it to submit() to continue a rollout that was cut
+    seed: int  # the request seed, an int64; pass it to submit() to continue a rollout that was cut
     prompt_ids: list[int]
     finish_reason: FinishReason
     text: str | None  # None where the engine has no tokenizer

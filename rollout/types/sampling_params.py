@@ -2,53 +2,106 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, TypeVar
 
 import numpy as np
 
 from rollout.errors import InvalidInputError
+from rollout.validation import did_you_mean
+
+T = TypeVar("T")
 
 _MIN_FLOAT, _LARGEST_FLOAT = (float(x) for x in (np.finfo("f4").tiny, np.finfo("f4").max))
 """Logits are transformed in float32, so parameters must fit it."""
 
 
+def _names_unknown_fields(kind: type[T]) -> type[T]:
+    """A dataclass that refuses unknown names as it refuses wrong values, with the name meant."""
+    init = kind.__init__
+    known = inspect.signature(kind).parameters
+
+    @wraps(init)
+    def checked_init(self: T, **given: Any) -> None:
+        for name in given.keys() - known:
+            hint = did_you_mean(name, known)
+            raise InvalidInputError(f"sampling.{name}", given[name], f"no such parameter{hint}")
+        init(self, **given)
+
+    setattr(kind, "__init__", checked_init)  # noqa: B010
+    return kind
+
+
+@_names_unknown_fields
 @dataclass(kw_only=True, slots=True)
 class SamplingParams:
     """The parameters of sampling a prompt. Checked when made; never changed afterwards.
 
     Order of the transforms: penalties and bias, temperature, top_k, top_p over what top_k left,
-    min_p relative to the most likely token. ``temperature == 0`` is greedy, with the logprobs of
-    temperature 1.
+    min_p relative to the most likely token.
+
+    Args:
+        temperature: 0 is greedy, with the logprobs of temperature 1.
+        top_k: draw from so many most likely tokens; -1 and 0: off.
+        top_p: draw from the fewest most likely tokens whose probabilities add up to it; 1: off.
+        min_p: draw from tokens at least so likely, relative to the most likely one; 0: off.
+        repetition_penalty: over prompt and output, as in CTRL (Keskar et al. 2019); 1: off.
+        presence_penalty: subtracted from the logit of each token that the output has; 0: off.
+        frequency_penalty: subtracted once for each time that the output has the token; 0: off.
+        logit_bias: added to logits, by token id.
+        allowed_token_ids: other tokens are not drawn; None: all may be.
+        bad_words: texts whose last token is not drawn.
+        stop: texts that end the output. They are cut from its text, and their tokens stay.
+        stop_token_ids: tokens that end the output, beside the model's own.
+        ignore_eos: the model's own end tokens do not end it.
+        min_new_tokens: nothing ends it before.
+        max_new_tokens: the longest output in tokens.
+        seed: of the run: request seeds derive from (seed, prompt index, sample index).
+        n: samples per prompt.
+        raw_logprobs: also give the model's own logprobs, at temperature 1.
+        sampling_logprobs: also those renormalised over what truncation left.
+        sampling_mask: also the tokens that truncation left.
+        top_logprobs: also so many most likely tokens with their logprobs.
+        logprob_token_ids: also the logprobs of these tokens.
+        entropy: also the entropy of the distribution of the logprobs, in nats.
+        routed_experts: also the experts of each token; needs model.record_routes.
+        json_schema: a JSON schema as text: the output is JSON that obeys it.
+        regex: the whole output matches it.
+        grammar_after: the grammar begins after this text, as after reasoning.
+
+    Raises InvalidInputError for an unknown name or a wrong value.
     """
 
     temperature: float = 1.0
-    top_k: int = -1  # -1 and 0: off
+    top_k: int = -1
     top_p: float = 1.0
     min_p: float = 0.0
-    repetition_penalty: float = 1.0  # over prompt and output, as in CTRL (Keskar et al. 2019)
-    presence_penalty: float = 0.0  # over output
-    frequency_penalty: float = 0.0  # over output
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
-    allowed_token_ids: list[int] | None = None  # others are not drawn; None: all
-    bad_words: list[str] = field(default_factory=list)  # texts whose last token is not drawn
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] = field(default_factory=list)
     stop: list[str] = field(default_factory=list)
     stop_token_ids: list[int] = field(default_factory=list)
     ignore_eos: bool = False
     min_new_tokens: int = 0
     max_new_tokens: int = 256
-    seed: int = 0  # the run seed: request seeds derive from (seed, prompt index, sample index)
+    seed: int = 0
     n: int = 1
-    raw_logprobs: bool = False  # also the model's own, at temperature 1
-    sampling_logprobs: bool = False  # also those renormalised over what truncation left
-    sampling_mask: bool = False  # also the tokens that truncation left
-    top_logprobs: int = 0  # this many most likely tokens with their logprobs
-    logprob_token_ids: list[int] = field(default_factory=list)  # also the logprobs of these tokens
-    entropy: bool = False  # also the entropy of the distribution of `logprobs`, in nats
-    routed_experts: bool = False  # also the experts of each token; needs model.record_routes
-    json_schema: str | None = None  # in JSON: the output is JSON that obeys it
-    regex: str | None = None  # the whole output matches it
-    grammar_after: str | None = None  # the grammar begins after this text, as after reasoning
+    raw_logprobs: bool = False
+    sampling_logprobs: bool = False
+    sampling_mask: bool = False
+    top_logprobs: int = 0
+    logprob_token_ids: list[int] = field(default_factory=list)
+    entropy: bool = False
+    routed_experts: bool = False
+    json_schema: str | None = None
+    regex: str | None = None
+    grammar_after: str | None = None
 
     def __post_init__(self) -> None:
         def require(name: str, ok: bool, remedy: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from math import sqrt
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any
 from rollout.errors import InvalidInputError
 from rollout.models.spec import read_json
 from rollout.weights.checkpoint_source import CheckpointSource
-from rollout.weights.lora import split_lora_name
+from rollout.weights.lora import LORA_A, joined_scaling, split_lora_name
 
 _CONFIG = "adapter_config.json"
 _PREFIX = "base_model.model."
+
+ADDED_INITS = (True, False, None, "gaussian", "orthogonal", "eva")
+"""The ``init_lora_weights`` that leave the trainer's base as it was, and as the engine has it."""
 
 # Fields by which an adapter is more than scaling * B @ A, or another scaling in each layer.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
@@ -34,8 +38,7 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "arrow_config": (None,),
     "use_bdlora": (None, False),
     "alora_invocation_tokens": (None,),  # applies to some tokens alone
-    # The others change the trainer's base, which the engine does not have.
-    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
+    "init_lora_weights": ADDED_INITS,
 }
 
 
@@ -45,7 +48,7 @@ def is_adapter_folder(folder: Path) -> bool:
 
 
 def adapter_scaling(config: Mapping[str, Any], field: str = "peft_config") -> float:
-    """The scaling that PEFT's configuration of a LoRA adapter gives.
+    """The one scaling that PEFT's configuration of a LoRA adapter gives.
 
     Raises InvalidInputError, naming ``field`` and its own, for an adapter that is more than that.
     """
@@ -66,14 +69,37 @@ def update_name(name: str) -> str:
     return name if split_lora_name(name) else name.removeprefix(_PREFIX)
 
 
+def _alpha(config: Mapping[str, Any], module: str) -> Any:
+    """``lora_alpha`` of a module, by PEFT's rule: the first pattern that matches the end of its
+    path, from a dot on."""
+    patterns = config.get("alpha_pattern") or {}
+    try:
+        matching = [key for key in patterns if re.match(rf"(.*\.)?({key})$", module)]
+    except (TypeError, re.error) as error:
+        raise InvalidInputError(
+            f"{_CONFIG}.alpha_pattern", patterns, f"must have regular expressions: {error}"
+        ) from error
+    return patterns[matching[0]] if matching else config["lora_alpha"]
+
+
 class AdapterFolder(CheckpointSource):
     """A and B of an adapter, and the modules that are saved whole.
 
-    Raises CheckpointError for an incomplete folder, and what `adapter_scaling` does.
+    An adapter's rank is that of its A, which is what ``rank_pattern`` says. Raises CheckpointError
+    for an incomplete folder, and what `adapter_scaling` does, except for patterns.
     """
 
     def __init__(self, folder: Path) -> None:
         config = read_json(folder / _CONFIG, "an adapter's folder")
-        self.scaling = adapter_scaling(config, _CONFIG)
+        plain = {**config, "rank_pattern": None, "alpha_pattern": None}
+        scaling = adapter_scaling(plain, _CONFIG)
         super().__init__(folder)
         self._names = {name: update_name(name) for name in self._names}
+        scalings: dict[str, float] = {}
+        for name, spec in self.manifest().items():
+            weight, kind = split_lora_name(name) or ("", "")
+            if kind == LORA_A:
+                alpha = _alpha(config, weight.removesuffix(".weight"))
+                own = {"r": (*spec.shape, 0)[0], "lora_alpha": alpha}
+                scalings[weight] = adapter_scaling(plain | own, _CONFIG)
+        self.scaling = joined_scaling(scalings) if scalings else scaling

@@ -17,7 +17,14 @@ import torch
 
 from rollout.errors import InvalidInputError
 from rollout.models.layers.weight_loader import TensorSlice, WeightLoader
-from rollout.weights.lora import LORA_A, LORA_B, LoraChange, adapted_spec, split_lora_name
+from rollout.weights.lora import (
+    LORA_A,
+    LORA_B,
+    LoraChange,
+    LoraScaling,
+    adapted_spec,
+    split_lora_name,
+)
 from rollout.weights.manifest import Manifest, TensorSpec
 
 _PLACES = ("elements", "rows")
@@ -152,7 +159,7 @@ class TensorChanges:
         self._waiting: dict[str, dict[str, torch.Tensor]] = {}  # by name, then by kind
         self.last_manifest: Manifest = {}  # what the last whole change came as
 
-    def add(self, name: str, tensor: torch.Tensor, scaling: float | None) -> Change | None:
+    def add(self, name: str, tensor: torch.Tensor, scaling: LoraScaling | None) -> Change | None:
         """The change that is whole with this tensor; None while its other one has not come.
 
         ``scaling``: of LoRA adapters.
@@ -167,7 +174,8 @@ class TensorChanges:
         found[kind] = tensor
         self.last_manifest = {_joined(base, each): TensorSpec.of(it) for each, it in found.items()}
         if found.keys() == {LORA_A, LORA_B}:
-            return LoraChange(base, found[LORA_A], found[LORA_B], scaling)
+            own = scaling.get(base) if isinstance(scaling, Mapping) else scaling
+            return LoraChange(base, found[LORA_A], found[LORA_B], own)
         if len(found) != 2 or VALUES not in found:
             raise _unpaired(base, found)
         values = found.pop(VALUES)

@@ -19,15 +19,16 @@ Buckets are broadcast whole where every receiver needs all of every tensor. Wher
 each bucket is sent to each receiver by itself, with what that one needs of the bucket's tensors.
 
 Callers that broadcast by themselves and without notes are received with ``load_format=None``, one
-tensor after another, or with ``packed``. They cannot be told of a refusal, so what they send is
-taken off the wire before it is raised, which keeps the group usable; where nothing comes for 10
-seconds it closes.
+tensor after another, or with ``packed``, joined to buffers. They cannot be told of a refusal, so
+what they send is taken off the wire before it is raised, which keeps the group usable; where
+nothing comes for 10 seconds it closes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
@@ -50,16 +51,18 @@ class DistributedSource:
 
     Args:
         load_format: ``flattened_bucket`` from a `DistributedSender`; None from a caller that
-            broadcasts each tensor by itself, in the order of the manifest; ``packed`` from one that
-            joins them as vLLM's senders do (`_packed`).
+            broadcasts each tensor by itself, in the order of the manifest; ``packed`` or
+            ``packed:BYTES`` from one that joins them as vLLM's senders do (`_packed`).
         timeout: seconds, of each wait.
     """
 
     def __init__(self, group: BroadcastGroup, *, load_format: str | None, timeout: float) -> None:
-        if load_format not in (None, "packed", "flattened_bucket"):
+        self._packed_bytes = _packed_bytes(load_format)
+        if self._packed_bytes is None and load_format not in (None, "flattened_bucket"):
             raise InvalidInputError(
-                "load_format", load_format, "must be None, packed or flattened_bucket"
-            )
+                "load_format", load_format,
+                "must be None, packed, packed:BYTES or flattened_bucket",
+            )  # fmt: skip
         if load_format == "flattened_bucket" and not isinstance(group, WeightGroup):
             raise InvalidInputError(
                 "load_format", load_format,
@@ -70,7 +73,6 @@ class DistributedSource:
         self._manifest: Manifest = {}
         self._timeout = timeout
         self._has_notes = load_format == "flattened_bucket"
-        self._is_packed = load_format == "packed"
         self._number = 0  # of the update; 0 until its announcement is read
         self._is_silent = False  # whether the sender was waited for, and announced nothing
         self._under_way = not self._has_notes  # whether buckets come
@@ -82,8 +84,10 @@ class DistributedSource:
     def expect(self, manifest: Manifest) -> None:
         """Say what is going to come. Inside the context, so that the sender hears of a failure."""
         self._manifest = manifest
-        if not self._has_notes:
-            self._layouts = (_packed if self._is_packed else _one_by_one)(manifest)
+        if self._packed_bytes is not None:
+            self._layouts = _packed(manifest, self._packed_bytes)
+        elif not self._has_notes:
+            self._layouts = _one_by_one(manifest)
 
     def manifest(self) -> Manifest:
         """The manifest that `expect` was given."""
@@ -184,7 +188,7 @@ class DistributedSource:
         """Fill the bucket: its bytes at once, or its one tensor as its owner broadcasts it."""
         if self._is_sliced:
             self._group.receive(bucket.used, seconds)
-        elif self._has_notes or self._is_packed:
+        elif self._has_notes or self._packed_bytes is not None:
             self._group.broadcast(bucket.used, seconds)
         else:
             ((_, tensor),) = bucket.unflatten()
@@ -242,19 +246,22 @@ def _one_by_one(manifest: Manifest) -> list[BucketLayout]:
     ]
 
 
-_PACKED_BYTES = 2**30  # vLLM's default, which its senders and receivers both assume
+def _packed_bytes(load_format: str | None) -> int | None:
+    """The size that ``packed`` (a GiB, vLLM's default) or ``packed:BYTES`` names; None: neither."""
+    found = re.fullmatch(r"packed(?::([1-9]\d{0,17}))?", str(load_format), re.ASCII)
+    return None if found is None else int(found[1] or 2**30)
 
 
-def _packed(manifest: Manifest) -> list[BucketLayout]:
+def _packed(manifest: Manifest, num_bytes: int) -> list[BucketLayout]:
     """vLLM's buffers: the bytes of tensors one after the other, each buffer closed by the first
-    tensor that takes it beyond a GiB."""
+    tensor that takes it beyond ``num_bytes``."""
     found: list[BucketLayout] = []
     entries: list[BucketEntry] = []
     end = 0
     for name, spec in manifest.items():
         start, end = end, end + spec.num_bytes
         entries.append(BucketEntry(name, spec.dtype, spec.shape, start, end))
-        if end > _PACKED_BYTES:
+        if end > num_bytes:
             found.append(BucketLayout(tuple(entries)))
             entries, end = [], 0
     return found + ([BucketLayout(tuple(entries))] if entries else [])

@@ -2,7 +2,8 @@
 
 slime's trainer writes ``weight_v000007/`` for version 7: a whole checkpoint folder, or what has
 changed since version 6, each tensor's bytes xor-ed or overwritten, compressed with zstd, beside a
-checksum of what it must become. Version 0 is the checkpoint that the engine began with.
+checksum of what it must become. SkyRL's writes ``delta-00000007/``, always a difference. Version 0
+is the checkpoint that the engine began with.
 
 The folder ``.weight_sync`` in the local one holds a lock and ``state.json``, which names the
 version and where it came from. That file is missing while a version is written, so whatever ends
@@ -114,7 +115,7 @@ class LocalCheckpoint:
         """Raises CheckpointError for a version that is not there, and what the check raises."""
         if version == 0:
             return PublishedVersion(self._base)
-        folder = self._source / f"weight_v{version:06d}"
+        folder = self._folder_of(version)
         if not os.path.lexists(folder):
             raise CheckpointError(f"{folder}: version {version} was not published")
         self._check(folder)
@@ -122,13 +123,18 @@ class LocalCheckpoint:
             raise CheckpointError(f"{folder}: must be a folder")
         return PublishedVersion(folder)
 
+    def _folder_of(self, version: int) -> Path:
+        """SkyRL's folder of a version where there is one, else slime's."""
+        of_skyrl = self._source / f"delta-{version:08d}"
+        return of_skyrl if of_skyrl.exists() else self._source / f"weight_v{version:06d}"
+
     def _current(self, target: int) -> int | None:
         """The version to go on from; None: begin with a whole one."""
         version = self.version
         if version is None or version > target:
             return None
         found = read_json(self._state)
-        folder = self._source / f"weight_v{version:06d}"
+        folder = self._folder_of(version)
         if 0 < version < target and not os.path.lexists(folder):  # older ones may be pruned
             origin = self._origin()
             return version if origin == {name: found.get(name) for name in origin} else None

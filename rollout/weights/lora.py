@@ -9,6 +9,7 @@ the merged weights brings, on the same kind of device, in the base's dtype.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,9 @@ import torch
 from rollout.errors import InvalidInputError
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.weights.manifest import TensorSpec
+
+LoraScaling = float | Mapping[str, float]
+"""The factor of ``B @ A``: of all adapters, or of each by its weight's name."""
 
 LORA_A, LORA_B = "lora_A", "lora_B"
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
@@ -25,6 +29,11 @@ def split_lora_name(name: str) -> tuple[str, str] | None:
     """The adapted weight's name and which of the two this is; None for other tensors."""
     found = _NAME.fullmatch(name)
     return None if found is None else (f"{found[1]}.weight", f"lora_{found[2]}")
+
+
+def joined_scaling(by_weight: Mapping[str, float]) -> LoraScaling:
+    """The one scaling of these weights' adapters, where they have one."""
+    return next(iter(by_weight.values())) if len({*by_weight.values()}) == 1 else by_weight
 
 
 def lora_delta(
@@ -77,8 +86,9 @@ class LoraChange:
         """Raises InvalidInputError where the update does not say how adapters are scaled."""
         if self.scaling is None:
             raise InvalidInputError(
-                "lora_scaling", None, "adapters need it: lora_alpha / r, or / sqrt(r) for rsLoRA"
-            )
+                "lora_scaling", None,
+                f"{self.name} needs it: lora_alpha / r, or / sqrt(r) for rsLoRA",
+            )  # fmt: skip
 
     def applied(self, stored: torch.Tensor, loader: WeightLoader) -> torch.Tensor:
         """This rank's slice of weight plus adapter. Changes ``stored``, its slice of the weight."""

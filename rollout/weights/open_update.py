@@ -23,6 +23,7 @@ from rollout.weights.named_tensors import (
 )
 from rollout.weights.update_options import UpdateOptions
 from rollout.weights.versions import TARGET
+from rollout.weights.wrapped_names import refuse_wrapped
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -46,6 +47,7 @@ class OpenUpdate:
     num_loads: int = 0  # calls that brought tensors
     checked: dict[str, TensorSpec] = field(default_factory=dict)  # fit, and may come
     loaded: dict[str, TensorSpec] = field(default_factory=dict)
+    passed_over: set[str] = field(default_factory=set)  # names that came
     changes: TensorChanges = field(default_factory=TensorChanges)
     lora_bases: dict[str, torch.Tensor] = field(default_factory=dict)  # by name, this rank's
     adapted: set[str] = field(default_factory=set)  # whose adapter has come
@@ -58,15 +60,27 @@ class OpenUpdate:
         return self.versions.get(TARGET, max(self.versions.values()))
 
     @property
+    def ignored(self) -> set[str]:
+        """Names of tensors that came and changed nothing: passed over, or another part's, with
+        which they were compared."""
+        return self.passed_over | {
+            name for name in self.loaded if self.weight_loaders[name].is_borrowed
+        }
+
+    @property
     def progress(self) -> str:
         """The progress of this update, for an error."""
         some = ", ".join(list(self.loaded)[:LISTED]) + ", ..." * (len(self.loaded) > LISTED)
         return f"version {self.version} stopped after {len(self.loaded)} tensors ({some})"
 
     def takes(self, name: str) -> bool:
-        """Whether what comes under this name is written, or an error; else it goes nowhere."""
+        """Whether what comes under this name is written, or an error; else it is ignored, and
+        noted as passed over."""
         name, _ = split_name(name) or (name, "")
-        return name in self.weight_loaders or not self.passes_over(name)
+        if name in self.weight_loaders or not self.passes_over(name):
+            return True
+        self.passed_over.add(name)
+        return False
 
     def taken(self, manifest: Manifest) -> Manifest:
         """The entries of a manifest that this update takes."""
@@ -106,7 +120,9 @@ class OpenUpdate:
         """Raise unless all has come that has to."""
         self.changes.refuse_unpaired()
         if not self.is_loading:
-            raise InvalidInputError("named_tensors", [], "an update must bring a tensor")
+            raise InvalidInputError(
+                "named_tensors", sorted(self.passed_over), "an update must bring a tensor to store"
+            )
         self._refuse_mismatches(self.loaded, partial=self.options.partial)
 
     def check_source(self, source: NamedTensors, manifest: Manifest | None, direct: bool) -> None:
@@ -280,6 +296,7 @@ class OpenUpdate:
 
     def _refuse_mismatches(self, offered: Manifest, *, partial: bool) -> None:
         """Unknown names, wrong shapes, odd dtypes and, unless partial, missing names."""
+        refuse_wrapped(offered, self.weight_loaders)
         shapes = {name: spec.shape for name, spec in offered.items()}
         lines = mismatches(self.weight_loaders, shapes, partial=partial)
         lines += [

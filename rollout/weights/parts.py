@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from rollout.models.layers.weight_loader import WeightLoader, same_values
 from rollout.weights.checkpoint_source import CheckpointSource
 from rollout.weights.manifest import Manifest, TensorSpec
 from rollout.weights.named_tensors import WeightSource
+from rollout.weights.update_counts import NO_PART
 
 
 class WeightPart(Protocol):
@@ -169,6 +171,10 @@ class WeightParts(Mapping[str, WeightPart]):
             if name not in weight_loaders:
                 raise InvalidInputError("name", name, "is no tensor of this model")
             yield name, weight_loaders[name].read()
+
+    def counts(self, names: Iterable[str]) -> dict[str, int]:
+        """The number of these tensors that each part owns."""
+        return dict(sorted(Counter(self._owners.get(name, NO_PART) for name in names).items()))
 
     def lenders(self, parts: frozenset[str]) -> frozenset[str]:
         """Other parts that own tensors which these parts borrow."""

@@ -19,6 +19,7 @@ from rollout.models.checkpoint import Checkpoint, listed
 from rollout.models.spec import read_json
 
 _INDEX = "model.safetensors.index.json"
+_MANIFEST = "manifest.json"  # SkyRL's index of a difference
 _SAMPLES, _SAMPLE = 16, 1 << 16  # of each file's bytes, for the digest
 
 Place = tuple[Path, int, int]
@@ -30,12 +31,32 @@ class PublishedVersion:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._checksums: Mapping[str, str] | None = None  # None: each file has its tensors'
         index = folder / _INDEX
+        if (folder / _MANIFEST).exists():
+            self._read_manifest(folder / _MANIFEST)
+            return
         values = read_json(index) if index.exists() else {}
         self._metadata = values.get("metadata") or {}
         self._weight_map = values.get("weight_map")
         if not isinstance(self._metadata, dict):
             raise CheckpointError(f"{index}: metadata must be an object")
+
+    def _read_manifest(self, path: Path) -> None:
+        values = read_json(path)
+        try:
+            tensors = {each["name"]: each for each in values["tensors"]}
+            algorithms = {each["checksum_algorithm"] for each in tensors.values()}
+            self._weight_map = {name: each["payload_file"] for name, each in tensors.items()}
+            self._checksums = {name: each["checksum"] for name, each in tensors.items()}
+            versions = {name: values[name] for name in ("version", "base_version")}
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"{path}: is not what SkyRL writes: {error!r}") from error
+        self._metadata = versions | {
+            "delta_encoding": "xor",
+            "compression_format": "zstd",
+            "checksum_format": algorithms.pop() if len(algorithms) == 1 else "xxh3-128",
+        }
 
     @property
     def is_difference(self) -> bool:
@@ -47,13 +68,14 @@ class PublishedVersion:
         The start of a difference's file has the checksums of all that it makes.
         """
         digest = hashlib.sha256()
-        for path in [self.folder / _INDEX, *sorted(self.folder.glob("*.safetensors"))]:
+        indices = [self.folder / name for name in (_INDEX, _MANIFEST)]
+        for path in [*indices, *sorted(self.folder.glob("*.safetensors"))]:
             if not path.exists():
                 continue
             size = path.stat().st_size
             digest.update(f"{path.name}:{size}\n".encode())
             with path.open("rb") as file:
-                start = size if path.name == _INDEX else 8 + int.from_bytes(file.read(8), "little")
+                start = size if path in indices else 8 + int.from_bytes(file.read(8), "little")
                 file.seek(0)
                 digest.update(file.read(min(start, size, 100 << 20)))
                 for sample in range(_SAMPLES):
@@ -80,7 +102,7 @@ class PublishedVersion:
             raise CheckpointError(f"{self.folder}: its index says {found}, it must be {known}")
         if not isinstance(self._weight_map, dict):
             raise CheckpointError(f"{self.folder / _INDEX}: weight_map is missing")
-        return Difference(self.folder, self._metadata, self._weight_map)
+        return Difference(self.folder, self._metadata, self._weight_map, self._checksums)
 
 
 class Opened(Protocol):
@@ -105,8 +127,14 @@ class Difference:
     """The changed tensors of a version, whose files have all arrived. ``names``: of all tensors."""
 
     def __init__(
-        self, folder: Path, metadata: Mapping[str, Any], weight_map: Mapping[str, str]
+        self,
+        folder: Path,
+        metadata: Mapping[str, Any],
+        weight_map: Mapping[str, str],
+        checksums: Mapping[str, str] | None,
     ) -> None:
+        """``checksums``: by tensor; None where each file has its own."""
+        self._checksums = checksums
         self._apply = _encoding(folder, metadata)
         self._checksum = _checksum(folder, metadata.get("checksum_format"))
         self.names = frozenset(weight_map)
@@ -126,7 +154,7 @@ class Difference:
         trainer has."""
         for file in self.files:
             with opened(file) as tensors:
-                checksums = tensors.metadata() or {}
+                checksums = self._checksums or tensors.metadata() or {}
                 for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
                     values = _mapped(*places[name])
                     self._apply(values, tensors.get_tensor(name).tobytes(), f"{file}: {name}")

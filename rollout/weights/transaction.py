@@ -22,7 +22,9 @@ serves before all have written everything. What keeps one rank from it is an err
 from __future__ import annotations
 
 import enum
+import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -34,8 +36,11 @@ from rollout.weights.manifest import Manifest
 from rollout.weights.named_tensors import NamedTensors, manifest_of
 from rollout.weights.open_update import OpenUpdate
 from rollout.weights.parts import WeightPart, WeightParts
+from rollout.weights.update_counts import UpdateCounts
 from rollout.weights.update_options import UpdateOptions
 from rollout.weights.versions import TARGET, next_versions, require_base
+
+log = logging.getLogger(__name__)
 
 
 class WeightState(enum.Enum):
@@ -52,8 +57,8 @@ class WeightTransaction:
 
     ``parts``: by the names selectors use, the target first; see `WeightParts`. ``passes_over``:
     whether checkpoints hold a tensor of this name that none of the selected parts has; the tensor
-    is then ignored. ``ranks``: the ranks that run the same models, each with its own slices of the
-    tensors.
+    is then ignored, and counted as that. ``ranks``: the ranks that run the same models, each with
+    its own slices of the tensors.
     """
 
     def __init__(
@@ -75,6 +80,8 @@ class WeightTransaction:
         self._torn: dict[str, str] = {}  # parts whose values are lost, and how they were
         self.expired = ""  # why the last update ended, if it was for silence
         self.num_bytes = 0  # that the last committed update wrote on this rank
+        self.num_tensors: Counter[str] = Counter()  # of all updates, as `UpdateCounts.flat`
+        self._warned = False  # that a frozen part ignores tensors
 
     @property
     def state(self) -> WeightState:
@@ -251,7 +258,7 @@ class WeightTransaction:
         update = self._under_way()
         update.versions = next_versions(self.versions, update.parts, weight_version)
 
-    def commit(self) -> None:
+    def commit(self) -> UpdateCounts:
         """End the open update: its version is the weights' from now on.
 
         Raises InvalidInputError where tensors did not come; the update has then failed.
@@ -269,6 +276,29 @@ class WeightTransaction:
         self._update, self.num_bytes = None, update.num_bytes
         self._versions |= update.versions
         self._torn = {part: why for part, why in self._torn.items() if part not in update.parts}
+        return self._counted(update)
+
+    def _counted(self, update: OpenUpdate) -> UpdateCounts:
+        """Count what became of a committed update's tensors, and say so."""
+        counts = UpdateCounts(
+            stored=self.parts.counts(update.loaded.keys() - update.ignored),
+            ignored=self.parts.counts(update.ignored),
+        )
+        self.num_tensors.update(counts.flat)
+        if self._ranks.rank:
+            return counts  # rank 0 says it for all
+        versions = ", ".join(f"{part} {version}" for part, version in update.versions.items())
+        log.info("weight update to %s: %s", versions, counts)
+        frozen = sorted(self.parts.frozen & counts.ignored.keys())
+        if frozen and update.options.selector == "all" and not self._warned:
+            self._warned = True
+            log.warning(
+                "a weight update brought tensors of frozen parts, which ignored them (%s): their "
+                "drafts do not follow the trainer. With spec.frozen=false they do; "
+                "selector='draft' updates them alone",
+                ", ".join(f"{counts.ignored[part]} of {part}" for part in frozen),
+            )
+        return counts
 
     def abandon(self, reason: str) -> None:
         """Give the open update up, if there is one: torn if it had written, else as it was."""

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from rollout.errors import InvalidInputError
 from rollout.validation import checked_flag, checked_seconds
+from rollout.weights.lora import LoraScaling
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +28,7 @@ class UpdateOptions:
     # The version that what comes is the difference to: refused unless it is the one in use. Then
     # `partial`, and places of tensors may come (`delta`).
     base_version: int | None = None
-    lora_scaling: float | None = None  # LoRA adapters come (`lora`), scaled so; then `partial`
+    lora_scaling: LoraScaling | None = None  # LoRA adapters come (`lora`), so; then `partial`
     check_finite: bool = False  # refuse NaN and infinities
     timeout: float = 300.0  # seconds without a call after which an open update counts as abandoned
 
@@ -36,9 +37,11 @@ class UpdateOptions:
         for name in ("flush_cache", "abort_all_requests", "partial", "check_finite"):
             checked_flag(getattr(self, name), name)
         checked_seconds(self.timeout, "timeout")
-        scaling = self.lora_scaling
-        if scaling is not None and not (type(scaling) in (int, float) and isfinite(scaling)):
-            raise InvalidInputError("lora_scaling", scaling, "must be a finite number")
+        given = self.lora_scaling
+        if given is not None:
+            for scaling in given.values() if isinstance(given, Mapping) else [given]:
+                if type(scaling) not in (int, float) or not isfinite(scaling):
+                    raise InvalidInputError("lora_scaling", scaling, "must be a finite number")
         for name in ("weight_version", "base_version"):
             version = getattr(self, name)
             if version is not None and not (type(version) is int and 0 <= version < 2**63):

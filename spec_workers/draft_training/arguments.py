@@ -36,7 +36,8 @@ def train_draft_parser() -> argparse.ArgumentParser:
             options.setdefault("metavar", "N")
         parser.add_argument(name, help=help, **options)
 
-    add("--model", "the target's folder", type=Path, required=True, metavar="FOLDER")
+    add("--model", "the target: a folder, or its name on the hub", type=Path, required=True,
+        metavar="FOLDER")  # fmt: skip
     add(
         "--rollouts",
         "JSONL files of the offline job, written with output.prompt_ids=true",

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from rollout.config import DType
 from rollout.errors import InvalidInputError
+from rollout.hub import model_folder
 from rollout.models.causal_lm import CausalLM
 from rollout.models.loader import load_model, resolve_device
 from rollout.models.spec import ModelSpec
@@ -63,6 +64,7 @@ def run_train_draft(arguments: Sequence[str]) -> int:
     draft raises.
     """
     given = train_draft_parser().parse_args(arguments)
+    given.model = Path(model_folder(str(given.model), "--model"))
     # Before the model is loaded, which may take minutes.
     check_options(given)
     target = ModelSpec.read(given.model)

@@ -49,7 +49,7 @@ def choose_threads(forwards: TrialForwards) -> None:
     if times[best] < _CLEARLY * times[before]:
         torch.set_num_threads(best)
     log.info(
-        "CPU threads: %d (num_threads sets another number); a forward takes %s",
+        "CPU threads: %d (num_threads=N overrides); a forward takes %s",
         torch.get_num_threads(),
         ", ".join(f"{ms:.1f} ms with {count}" for count, ms in sorted(times.items())),
     )

@@ -118,7 +118,7 @@ def test_bad_calls_are_refused_at_once(make_cluster, config):
     with pytest.raises(InvalidInputError, match="context"):
         cluster.check([3] * 512, PARAMS)
     with pytest.raises(InvalidInputError, match="request_seed"):
-        cluster.submit([3], PARAMS, request_seed=-1)
+        cluster.submit([3], PARAMS, request_seed=2**64)
     small = replace(config, memory=replace(config.memory, max_kv_tokens=64))
     with cluster_maker(small, ngram()) as make_small, pytest.raises(OutOfMemoryError):
         make_small(1)[0].check([3] * 64, PARAMS)

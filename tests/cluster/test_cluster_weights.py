@@ -63,7 +63,7 @@ def look_around(cluster: RolloutCluster) -> None:
 def test_an_update_reaches_every_replica_or_none(make_cluster, tmp_path, policies, kind):
     cluster, _ = make_cluster(2)
     with opened(kind, cluster, tmp_path / "new", world_size=3) as update:
-        update(policies[0].tensors)
+        assert update(policies[0].tensors).stored == {"target": len(policies[0].tensors)}
         assert cluster.weights_digest() == policies[0].digest
         assert cluster.weight_version == 1
         assert generated(cluster, PROMPTS, PARAMS) == policies[0].rollouts

@@ -9,12 +9,12 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
+from rollout import __version__
 from rollout.cli import main
 from tests.helpers.forked import forked
 from tests.helpers.hang import HANG_SECONDS
@@ -77,9 +77,10 @@ def test_a_run_the_same_again_and_another(specrollout, arguments, tmp_path):
     assert "new/out.jsonl" in first.out
     rows = read_rows(tmp_path / "new" / "out.jsonl")
     assert [row["id"] for row in rows] == [0, 0, 0, 1, 1, 1]
-    again = specrollout(*job, "sampling.n=3")
+    words = [each.removeprefix("model.path=").removeprefix("data.path=") for each in job]
+    again = specrollout(*words, "--n", "3")
     assert again.code == 0
-    assert "is complete with 6 rollouts: nothing to do" in again.out
+    assert "is complete (6 rollouts), nothing to do" in again.out
     different = specrollout(*job, "sampling.n=2")
     assert different.code == 1
     assert "sampling.n was 3 and is 2" in different.err
@@ -99,17 +100,17 @@ def test_what_it_says_of_itself(specrollout):
     shown = specrollout("--help")
     assert shown.code == 0
     for text in (
-        "model.path=FOLDER",
+        "specrollout MODEL PROMPTS",
         "spec: eagle, hybrid, mtp, ngram, none",
         "experiment: demo",
-        "specrollout report RUN.jsonl",
+        "specrollout report LOG.jsonl",
     ):
         assert text in shown.out
     assert max(map(len, shown.out.splitlines())) <= 100
     config = specrollout("--cfg", "job")
     assert config.code == 0
     assert "temperature: 1.0" in config.out
-    assert specrollout("--version").out == f"specrollout {version('specrollout')}\n"
+    assert specrollout("--version").out == f"specrollout {__version__}\n"
     unknown = specrollout("trian-draft", "--help")
     assert unknown.code == 2
     assert unknown.err.startswith("error: no command 'trian-draft', did you mean train-draft? ")
@@ -120,16 +121,19 @@ REFUSED = (
     ("data.path=nowhere.jsonl", 2, "data.path='nowhere.jsonl': there is no such file"),
     ("spec.nonsense=1", 2, "spec.nonsense=1: spec_workers.ngram.build knows"),
     ("memory.kv_bytes=1", 1, "memory.kv_bytes=1"),
-    ("model=no/where", 1, "no/where/config.json: no such file"),
+    ("model=/no/where", 1, "/no/where/config.json: no such file"),
+    ("model=no/where", 2, "model.path='no/where': is no folder, and cannot be had from the hub: "),
     ("log.jsonl=/dev/full", 1, "log.jsonl='/dev/full' cannot be written: No space left"),
     ("output.path=folder.jsonl", 1, "[Errno 21] Is a directory: 'folder.jsonl.run.json'"),
-    # Hydra's own messages:
-    ("samplng.n=3", 2, "Key 'samplng' not in 'RunConfig'"),
-    ("sampling.n=many", 2, "Error merging override sampling.n=many\nValue 'many' of type"),
-    ("cluster.kind=rai", 2, "Invalid value 'rai', expected one of [none, ray]"),
-    ("spec=nonsense", 2, "Available options in 'spec':\n\teagle\n\thybrid"),
-    ("spec=none,ngram", 2, "Ambiguous value for argument 'spec=none,ngram'"),
-    ("sampling.n=[1", 2, "no viable alternative at input '[1'"),
+    ("--hots=3", 2, "--hots='3': no such flag"),
+    # What Hydra refuses:
+    ("sampling.max_tokens=3", 2, "did you mean sampling.max_new_tokens?"),
+    ("sampling.n=many", 2, "sampling.n='many': Value 'many' of type"),
+    ("cluster.kind=rai", 2, "cluster.kind='rai': Invalid value 'rai', expected one of [none, ray]"),
+    ("spec=ngrm", 2, "spec='ngrm': must be one of eagle, hybrid, mtp, ngram, none, did you mean"),
+    ("spec=none,ngram", 2, "spec='none,ngram': Ambiguous value"),
+    ("sampling.n=[1", 2, "sampling.n='[1': no viable alternative at input '[1'"),
+    ("~sampling.x", 2, "sampling.x='': Could not delete from config"),
 )
 
 
@@ -140,8 +144,8 @@ def test_bad_input_is_named(specrollout, arguments, monkeypatch):
         assert shown.code == code, override
         assert message in shown.err
         assert "Traceback" not in shown.err + shown.out
-        if shown.err.startswith("error: "):
-            assert shown.err.count("\n") == 1
+        assert shown.err.startswith("error: ")
+        assert shown.err.count("\n") == 1
     ranks = specrollout(*arguments, "parallel=tensor", "parallel.size=7")  # none is started
     assert ranks.code == 2
     assert ranks.err.startswith("error: parallel.size=7: must divide the model's")
@@ -158,9 +162,10 @@ def test_a_sweep_writes_one_file_per_job(specrollout, arguments, tmp_path):
     assert rows[0] == rows[2]  # speculation cannot be seen
     assert rows[1] == rows[3]
     assert rows[0] != rows[1]
+    assert len(list(tmp_path.glob("sweep/*/rollouts.jsonl.log.jsonl"))) == 4
     assert swept.out.count("jobs of the sweep") == 1
     again = specrollout(*sweep, "sampling.temperature=0.6")
-    assert " ".join(again.out.split()).count("nothing to do. Generate it anew") >= 1
+    assert " ".join(again.out.split()).count("nothing to do; output.overwrite=true") >= 1
     shared = specrollout("-m", *arguments, "spec=none,ngram", "output.path=one.jsonl")
     assert shared.code == 2
     assert "output.path='one.jsonl': another job of this sweep" in shared.err
@@ -190,7 +195,9 @@ def test_stopped_and_run_again(specrollout, arguments, tmp_path):
     assert shown.splitlines()[-1] == shlex.join(["specrollout", *arguments])
     last = specrollout(*arguments)
     assert last.code == 0
-    assert f"{done} of 80 rollouts are in out.jsonl already" in last.out
+    assert f"resuming: {done} of 80 rollouts are in out.jsonl" in last.out
+    assert "specrollout report out.jsonl.log.jsonl" in last.out
+    assert (tmp_path / "out.jsonl.log.jsonl").read_text().count('"kind":"run"') == 3
     assert specrollout(*arguments, "output.path=whole.jsonl", "spec=none").code == 0
     assert read_rows(output) == read_rows(tmp_path / "whole.jsonl")
 

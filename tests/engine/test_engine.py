@@ -48,6 +48,11 @@ def test_generate_is_in_prompt_order_and_seeds_repeat(engine):
     assert rollouts[0].token_ids != rollouts[1].token_ids
     assert outcome(engine.generate(PROMPTS, PARAMS)) == outcome(rollouts)
     assert outcome(engine.generate(PROMPTS, replace(PARAMS, seed=4))) != outcome(rollouts)
+    whole = next(rollout for rollout in rollouts if rollout.seed < 0)
+    for same_bits in (whole.seed, whole.seed % 2**64):
+        engine.submit(whole.prompt_ids, PARAMS, request_seed=same_bits)
+        (again,) = run_out(engine)
+        assert (again.seed, again.token_ids) == (whole.seed, whole.token_ids)
 
 
 def test_a_stream_yields_as_they_finish_and_may_be_left_early(engine):

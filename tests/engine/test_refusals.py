@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from rollout import RolloutEngine, SamplingParams
+from rollout.config import MemoryConfig, ModelConfig, SchedulerConfig
 from rollout.errors import InvalidInputError
 
 PARAMS = SamplingParams(max_new_tokens=2, seed=3, ignore_eos=True)
@@ -47,6 +50,15 @@ def test_sampling_parameters():
             with pytest.raises(InvalidInputError) as refused:
                 SamplingParams(**{field: value})
             assert refused.value.field == f"sampling.{field}", (field, value)
+    for name in ("max_tokens", "max_new_token"):
+        with pytest.raises(InvalidInputError, match=f"sampling.{name}=.*mean max_new_tokens"):
+            SamplingParams(**{name: 3})
+
+
+def test_every_sampling_parameter_is_documented():
+    names = [each.name for each in fields(SamplingParams)]
+    assert list(inspect.signature(SamplingParams).parameters) == names
+    assert all(f"\n        {name}: " in SamplingParams.__doc__ for name in names)
 
 
 EXTREME: list[dict[str, Any]] = [
@@ -108,6 +120,8 @@ def test_prompts_and_their_parameters(engine):
         with pytest.raises(InvalidInputError) as refused:
             engine.generate(prompts, params)
         assert refused.value.field == field, (prompts, params)
+    with pytest.raises(InvalidInputError, match="the value of prompt_token_ids"):
+        engine.generate([{"prompt_token_ids": [5, 6]}], PARAMS)
     assert not engine.has_unfinished
 
 
@@ -193,6 +207,23 @@ def test_options_of_an_engine(tiny_model_path):
         with pytest.raises(InvalidInputError) as refused:
             RolloutEngine.from_pretrained(**{"path": tiny_model_path} | arguments)
         assert refused.value.field == field, arguments
+    with pytest.raises(InvalidInputError, match="did you mean max_context_len"):
+        RolloutEngine.from_pretrained(tiny_model_path, max_model_len=4)
+
+
+def test_an_engines_options_are_the_configurations_own():
+    function = RolloutEngine.from_pretrained
+    options = {
+        name: each.default
+        for name, each in inspect.signature(function).parameters.items()
+        if each.kind is each.KEYWORD_ONLY and name != "spec_options"
+    }
+    parts = (ModelConfig, MemoryConfig, SchedulerConfig)
+    configured = {each.name: each.default for part in parts for each in fields(part)}
+    del configured["path"]
+    assert options == configured | {"exact": True, "num_threads": None, "parallel": None}
+    for name in options:
+        assert f"\n            {name}: " in function.__doc__
 
 
 def test_an_error_keeps_its_parts_in_a_pickle():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rollout.engine.metrics import MetricsRecorder, StepMetrics
-from rollout.engine.speedup import PlainPace, Saving
+from rollout.engine.speedup import HALF_INTERVAL, PlainPace, Saving
 from rollout.types import Batch, EntryResult, StepForecast, StepResult, StepTimes
 
 
@@ -35,34 +35,77 @@ def book(
     recorder.record(batch, result, StepMetrics(), [])
 
 
-def decoded(rng: np.random.Generator, *, saves: bool) -> tuple[float, MetricsRecorder]:
-    """2,000 steps on a machine that slows down by half midway; the true saving, in seconds.
-
-    Drafts halve the time of a token, or save nothing at all.
-    """
-    recorder, true_ms = MetricsRecorder(kv_slots=8), 0.0
-    for step in range(2000):
-        pace = 1.3 * (1.0 if step < 1000 else 1.5)
-        noise = float(rng.lognormal(0.0, 0.08))
-        if step % 64 == 0 or step in (4, 8, 16, 32):
-            book(recorder, 10.0 * pace * noise)
-            continue
-        took_ms = (10.0 if saves else 20.0) * pace * noise
-        true_ms += 20.0 * pace - took_ms
-        book(recorder, took_ms, accepted=1, proposed=4)
-    return true_ms / 1e3, recorder
-
-
-@pytest.mark.parametrize("saves", [True, False])
-def test_the_saving_is_within_its_error_though_the_machine_slows_down(saves):
-    rng = np.random.default_rng(5)
-    runs = [decoded(rng, saves=saves) for _ in range(30)]
-    misses = [abs(true - run.total.saved_seconds) for true, run in runs]
-    within = sum(
-        miss <= run.total.saved_error_seconds for miss, (_, run) in zip(misses, runs, strict=True)
+def wandering_pace(rng: np.random.Generator, steps: int) -> np.ndarray:
+    """A machine's pace at each step: it drifts, jumps or swings, with autocorrelated noise."""
+    at = np.arange(steps)
+    drifts = (
+        np.exp(rng.normal(0.0, 0.3) * at / steps),
+        np.where(at < rng.integers(steps), 1.0, 1.5),
+        np.exp(0.2 * np.sin(2 * np.pi * (at / rng.uniform(20, steps + 20) + rng.random()))),
     )
-    assert within >= 25
-    assert np.mean([run.total.saved_error_seconds for _, run in runs]) < 0.15 * 25
+    kept, noise = rng.choice([0.5, 0.8, 0.95, 0.99]), rng.normal(0.0, 1.0, steps)
+    noise[1:] *= np.sqrt(1 - kept**2)
+    for step in range(1, steps):
+        noise[step] += kept * noise[step - 1]
+    return 1.3 * drifts[rng.integers(3)] * np.exp(rng.uniform(0.02, 0.12) * noise)
+
+
+def decoded(rng: np.random.Generator, steps: int, speedup: float | None = None) -> Saving:
+    """A job whose batch gets narrow, measured; less the true saving unless ``speedup`` is given.
+
+    The learned curve is wrong by up to a third at first, by width, and for drafting steps alone.
+    """
+    at = np.arange(steps)
+    pace = wandering_pace(rng, steps)
+    disturbed = pace * np.exp(rng.normal(0.0, rng.uniform(0.01, 0.1), steps))
+    stalls_ms = np.where(rng.random(steps) < 0.01, rng.exponential(200.0, steps), 0.0)
+    widths = np.maximum(1, rng.choice([1, 4, 32]) * np.minimum(1.0, 2 - 2 * at / steps))
+    true_ms = 10.0 + 0.5 * widths
+    predicted_ms = true_ms * np.exp(rng.normal(0.0, 0.03) * np.log2(widths))
+    predicted_ms *= np.exp(rng.normal(0.0, 0.3) * np.exp(-at / 10))
+    drafting_error = np.exp(rng.normal(0.0, 0.02))
+    costs = 1.6 / (speedup or rng.uniform(0.9, 1.5))  # of a drafting step, for 1.6 tokens
+    shut = rng.integers(steps) if rng.random() < 0.4 else steps  # the gate, for a while
+    estimate, turns = PlainPace(), 0
+    saved_ms = run_ms = 0.0
+    for step in range(steps):
+        is_plain = shut <= step < shut + 100
+        if not is_plain:
+            turns += 1
+            is_plain = turns % 64 == 0 or turns in (4, 8, 16, 32)
+        predicted, took = predicted_ms[step], true_ms[step] * disturbed[step]
+        if is_plain:
+            took += stalls_ms[step]
+            saved_ms += estimate.observe(estimate.bounded(took, predicted), predicted)
+        else:
+            tokens = 1 + rng.binomial(10, 0.6) / 10
+            took = took * costs + stalls_ms[step]
+            saved_ms += estimate.record_saved(predicted * tokens * drafting_error)
+            saved_ms -= estimate.bounded(took, predicted * costs)
+            if speedup is None:
+                saved_ms -= pace[step] * true_ms[step] * (tokens - costs)
+        run_ms += took
+    error_ms = HALF_INTERVAL * estimate.variance_ms2**0.5
+    return Saving(saved_ms / 1e3, error_ms / 1e3, run_ms / 1e3)
+
+
+@pytest.mark.parametrize(("fewest", "most"), [(12, 100), (100, 2000)])
+def test_the_interval_covers_the_true_saving_though_the_machine_wanders(fewest, most):
+    rng = np.random.default_rng(5)
+    lengths = np.geomspace(fewest, most, 200).astype(int)
+    misses = [decoded(rng, steps) for steps in lengths]
+    covered = np.mean([abs(each.seconds) <= each.error_seconds for each in misses])
+    assert covered >= 0.93
+
+
+@pytest.mark.parametrize(
+    ("speedup", "steps", "least", "most"),
+    [(1.0, 12, 0.0, 0.1), (1.3, 12, 0.0, 0.3), (1.0, 1500, 0.0, 0.1), (1.3, 1500, 0.9, 1.0)],
+)
+def test_a_long_run_claims_a_speedup_and_a_short_one_rarely(speedup, steps, least, most):
+    rng = np.random.default_rng(6)
+    claimed = ["over" in str(decoded(rng, steps, speedup)) for _ in range(60)]
+    assert least <= np.mean(claimed) <= most
 
 
 def test_steps_that_verify_no_draft_lose_no_more_than_proposing_takes():
@@ -73,10 +116,9 @@ def test_steps_that_verify_no_draft_lose_no_more_than_proposing_takes():
         assert recorder.total.gain_ms == pytest.approx(gain_ms)
 
 
-def test_without_plain_steps_the_error_is_a_tenth():
+def test_the_first_plain_step_corrects_what_was_saved_before_it():
     pace = PlainPace()
     assert pace.record_saved(600.0) + pace.record_saved(400.0) == 1000.0
-    assert pace.variance_ms2 == pytest.approx(100.0**2)
     assert pace.observe(15.0, 10.0) == pytest.approx(500.0)  # they took half as long again
 
 
@@ -91,9 +133,15 @@ def test_a_stall_is_booked_to_nobody():
     assert abs(recorder.total.gain_ms) < 0.05 * 300 * 20
 
 
-def test_a_saving_within_its_error_is_no_difference():
-    clear = Saving(seconds=2.0, error_seconds=0.5, run_seconds=10.0)
-    assert (clear.is_significant, clear.speedup, clear.speedup_error) == (True, 1.2, 0.05)
-    assert not Saving(0.5, 0.5, 10.0).is_significant
-    assert not Saving(-0.5, 0.5, 10.0).is_significant
-    assert Saving(0.0, 0.0, 0.0).speedup == 1.0
+@pytest.mark.parametrize(
+    ("seconds", "error", "says"),
+    [
+        (2.0, 0.5, "1.20x ± 0.05 over plain decoding (+2.0 s ± 0.5)"),
+        (-2.0, 0.5, "0.80x ± 0.05 over plain decoding (-2.0 s ± 0.5)"),
+        (0.6, 2.1, "inconclusive: 1.06x ± 0.21 against plain decoding"),
+        (-0.02, 0.1, "no measurable speedup (1.00x ± 0.01)"),
+        (0.08, 0.0, "no measurable speedup (1.01x ± 0.01)"),
+    ],
+)
+def test_a_saving_within_its_error_is_not_claimed(seconds, error, says):
+    assert str(Saving(seconds, error, run_seconds=10.0)) == says

@@ -1,4 +1,4 @@
-"""Weights published in a folder as slime's trainer publishes them."""
+"""Weights published in a folder as the trainers of slime and SkyRL publish them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def publish(
     *,
     encoding: str = "xor",
     checksum: str = "xxh3-128",
-    metadata: Mapping[str, str] | None = None,
+    layout: str = "slime",
+    metadata: Mapping[str, object] | None = None,
 ) -> Path:
     """Write the difference between two versions; the file of the tensors that changed."""
     changed: dict[str, np.ndarray] = {}
@@ -47,9 +48,21 @@ def publish(
         frame = zstandard.ZstdCompressor(level=1).compress(difference.tobytes())
         changed[name] = np.frombuffer(frame, np.uint8)
         checksums[name] = CHECKSUMS[checksum](after.tobytes())
-    into = folder / f"weight_v{version:06d}"
+    into = folder / (f"delta-{version:08d}" if layout == "skyrl" else f"weight_v{version:06d}")
     into.mkdir(parents=True)
     file = into / "model-00000-of-00001.safetensors"
+    if layout == "skyrl":
+        save_file(changed, file)
+        tensors = [
+            {
+                "name": name, "payload_file": file.name, "payload_key": name,
+                "checksum": checksums[name], "checksum_algorithm": checksum,
+            }
+            for name in changed
+        ]  # fmt: skip
+        manifest = {"version": version, "base_version": version - 1, "tensors": tensors}
+        (into / "manifest.json").write_text(json.dumps(manifest | dict(metadata or {})))
+        return file
     save_file(changed, file, metadata=checksums)
     index = {
         "metadata": {

@@ -10,7 +10,6 @@ from typing import TypeVar
 import torch
 
 from rollout.parallel import RankGroup
-from rollout.parallel.rank_group import NO_MEMORY, Memory
 from tests.helpers.hang import HANG_SECONDS
 
 T = TypeVar("T")
@@ -68,9 +67,7 @@ class ThreadRank:
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.stack(self._exchange(x))
 
-    def all_gather_columns(
-        self, x_TC: torch.Tensor, parts: Sequence[range], ahead: Memory = NO_MEMORY
-    ) -> torch.Tensor:
+    def all_gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
         return torch.cat(self._exchange(x_TC), 1)
 
     def broadcast_floats(self, numbers: Sequence[float]) -> list[float]:

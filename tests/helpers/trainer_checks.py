@@ -49,8 +49,8 @@ def with_lora(model: nn.Module, **options: Any) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(5)
-    options = {"target_modules": ["q_proj", "down_proj"], "r": 4, "lora_alpha": 8} | options
-    return get_peft_model(model, LoraConfig(init_lora_weights=False, **options))
+    defaults = {"target_modules": ["q_proj", "down_proj"], "r": 4, "lora_alpha": 8}
+    return get_peft_model(model, LoraConfig(**defaults | {"init_lora_weights": False} | options))
 
 
 def digest_of_plain_update(folder: Path, tensors: Mapping[str, torch.Tensor], dtype: str) -> str:

@@ -18,10 +18,11 @@ from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.group import WeightGroup, listen
 from rollout.weights.manifest import Manifest, TensorSpec
 from rollout.weights.shared_memory import SharedMemorySender
+from rollout.weights.update_counts import UpdateCounts
 from tests.helpers.hang import HANG_SECONDS
 
 Tensors = Mapping[str, torch.Tensor]
-Update = Callable[..., None]  # (tensors, **options): one whole update
+Update = Callable[..., UpdateCounts]  # (tensors, **options): one whole update
 
 BUCKET_BYTES = 8192  # several buckets, and tensors larger than one
 TRANSPORTS = (
@@ -101,55 +102,56 @@ def send_to(
     threads: ThreadPoolExecutor,
     tensors: Tensors,
     **options: Any,
-) -> None:
+) -> UpdateCounts:
     """A whole update of an engine or a cluster through the sender's group."""
     source = TensorSource(tensors)
-    _during(
+    return _during(
         threads.submit(sender.send, source, HANG_SECONDS),
         lambda: engine.update_weights_from_distributed(**sender.arguments(source), **options),
     )
 
 
-def _during(sent: Future[object], receive: Callable[[], object]) -> None:
+def _during(sent: Future[object], receive: Callable[[], UpdateCounts]) -> UpdateCounts:
     try:
-        receive()
+        counts = receive()
     finally:
         error = sent.exception(HANG_SECONDS)
     if error is not None:
         raise error
+    return counts
 
 
 @contextmanager
 def opened(kind: str, engine: Any, folder: Path, world_size: int = 2) -> Iterator[Update]:
     """The transport to an engine or a cluster, ready for any number of updates."""
 
-    def update(tensors: Tensors, **options: Any) -> None:
+    def update(tensors: Tensors, **options: Any) -> UpdateCounts:
         pairs = tensors.items()
         match kind:
             case "collection":
-                engine.update_weights_from_tensor(pairs, **options)
+                return engine.update_weights_from_tensor(pairs, **options)
             case "generator":
-                engine.update_weights_from_tensor(iter(pairs), **options)
+                return engine.update_weights_from_tensor(iter(pairs), **options)
             case "flattened_bucket":
                 stream = buckets(pairs, BUCKET_BYTES)
-                engine.update_weights_from_tensor(stream, load_format=kind, **options)
+                return engine.update_weights_from_tensor(stream, load_format=kind, **options)
             case "disk":
                 folder.mkdir(exist_ok=True)
                 save_file(dict(tensors), folder / "model.safetensors")
-                engine.update_weights_from_disk(folder, **options)
+                return engine.update_weights_from_disk(folder, **options)
             case "shared_memory":
-                engine.update_weights_from_ipc(shared.handles(pairs), **options)
+                return engine.update_weights_from_ipc(shared.handles(pairs), **options)
             case "shared_memory_calls":
                 engine.begin_weight_update(TensorSource(tensors).manifest(), **options)
                 for handle in shared.handles(pairs):
                     engine.update_weights_from_ipc(handle)
-                engine.end_weight_update()
+                return engine.end_weight_update()
             case "distributed":
                 sender = DistributedSender(group, BUCKET_BYTES)
-                send_to(engine, sender, threads, tensors, **options)
-            case "distributed_bare":
+                return send_to(engine, sender, threads, tensors, **options)
+            case _:
                 call = arguments(tensors)
-                _during(
+                return _during(
                     threads.submit(lambda: [group.broadcast(each) for each in tensors.values()]),
                     lambda: engine.update_weights_from_distributed(**call, **options),
                 )

@@ -60,6 +60,8 @@ def test_rows_are_those_of_generate(config):
         for rollout in direct_rollouts(config)
     ]
     assert output_rows(config) == expected
+    seeds = [row["seed"] for row in expected]  # int64 to whoever reads the JSON
+    assert -(2**63) <= min(seeds) < 0 < max(seeds) < 2**63
 
 
 def test_extra_numbers_on_request(config):
@@ -96,7 +98,7 @@ def test_speculation_and_scheduling_cannot_be_seen(config, tmp_path):
 
 def test_broken_rows_stop_the_job_before_any_work(config):
     write_rows(Path(config.data.path), BROKEN)
-    with pytest.raises(InvalidInputError, match=r"1 of 6 rows .*:\n  line 5 prompt is empty\nmend"):
+    with pytest.raises(InvalidInputError, match=r"1 of 6 rows .*:\n  line 5 prompt is empty\nfix"):
         run(config)
     write_rows(Path(config.data.path), [row for row in BROKEN if row["prompt"]])
     with pytest.raises(InvalidInputError, match="2 of 5 rows cannot be used") as tokens:
@@ -174,7 +176,8 @@ def test_parquet_in_and_out_keeps_types_and_order(config, tmp_path):
     assert (as_json[0]["code"], as_json[3]["code"]) == ("AA==", None)
     for name in ("sample_index", "text", "token_ids", "logprobs", "seed", "finish_reason"):
         assert out.column(name).to_pylist() == [row[name] for row in as_json]
-    assert sorted(p.name for p in tmp_path.glob("out*")) == ["out.parquet", "out.parquet.run.json"]
+    files = [f"out.parquet{suffix}" for suffix in ("", ".log.jsonl", ".run.json")]
+    assert sorted(path.name for path in tmp_path.glob("out*")) == files
 
 
 def test_columns_that_make_no_parquet_are_named_before_any_work(config, tmp_path):
@@ -184,8 +187,8 @@ def test_columns_that_make_no_parquet_are_named_before_any_work(config, tmp_path
     for wrong, reason in (
         ([None, 1, "x"], "is a number in line 2 and text in line 3, and a Parquet column"),
         ([["x"], [], [1]], "is a list of texts in line 1 and a list of numbers in line 3"),
-        ([{}, {}], "do not make a Parquet column"),
-        ([2**70, 1], "do not make a Parquet column"),
+        ([{}, {}], "cannot be stored as Parquet"),
+        ([2**70, 1], "cannot be stored as Parquet"),
     ):
         write_rows(Path(config.data.path), [{"prompt": "one", "x": value} for value in wrong])
         with pytest.raises(InvalidInputError, match=f"column 'x' {reason}.*data.columns"):

@@ -95,6 +95,8 @@ def test_the_next_epoch_begins_with_the_last_ones_corpus(config):
     num_tokens = line(first).removeprefix("cold; ").partition(" tokens now")[0]
     assert line(warm_result).startswith(f"warm, {num_tokens} tokens; ")
     assert accepted(warm_result) > accepted(cold_result)
+    assert cold_result.summary.corpus_was_empty
+    assert not warm_result.summary.corpus_was_empty
     assert output_rows(warm) == output_rows(cold) == output_rows(config)
     # In place of its own output too: it is read before that is replaced.
     again = named(config, "rollouts.jsonl", overwrite=True)

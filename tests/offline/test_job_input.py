@@ -85,7 +85,7 @@ UNREADABLE: list[tuple[Any, str]] = [
     (pa.table([["a"], [1], [2]], names=["prompt", "x", "x"]), "has columns twice: x"),
     ({"x": pa.array([1])}, "1 of 1 rows cannot be used:\n  row 1 has no prompt"),
     ({"prompt": pa.array([None], pa.string())}, "row 1 has no prompt: prompt is null"),
-    ({"prompt": pa.array([], pa.string())}, "holds no prompt that could be used"),
+    ({"prompt": pa.array([], pa.string())}, "has no usable prompt"),
 ]
 
 

@@ -54,7 +54,7 @@ def test_no_file_is_written_that_is_read(config, tmp_path, text_model_path):
         (tmp_path / folder).mkdir()
     (tmp_path / "link").symlink_to(tmp_path)
     reserved = ("q.parquet.partial.jsonl", "q.jsonl.corpus.saving.jsonl",
-                "q.jsonl.corpus.learned.json.saving.a.jsonl")  # fmt: skip
+                "q.jsonl.corpus.learned.json.saving.a.jsonl", "q.jsonl.log.jsonl")  # fmt: skip
     for name in ("q.jsonl", "draft/config.json", *reserved):
         write_rows(tmp_path / name, ROWS)
     Path("symbolic.jsonl").symlink_to("q.jsonl")
@@ -69,6 +69,7 @@ def test_no_file_is_written_that_is_read(config, tmp_path, text_model_path):
         (reserved[0], "link/q.parquet"),
         (reserved[1], "q.jsonl"),
         (reserved[2], "q.jsonl"),
+        (reserved[3], "q.jsonl"),
         ("q.jsonl", "q.jsonl"),
         ("q.jsonl", "symbolic.jsonl"),
         ("symbolic.jsonl", "hard.jsonl"),
@@ -90,12 +91,10 @@ def test_no_file_is_written_that_is_read(config, tmp_path, text_model_path):
     for name in ("rollouts.jsonl", "out.jsonl", "prompts.jsonl", "rollouts.jsonl.run.json",
                  "rollouts.jsonl.corpus", "rollouts.jsonl.lock"):  # fmt: skip
         refused(with_files(config, jsonl=name), r"^log\.jsonl=", tmp_path)
-    refused(with_files(config, tensorboard="rollouts.jsonl"), r"^log\.tensorboard=", tmp_path)
     for field, given, kind in (
         ("output.path", with_files(config, output="folder.jsonl"), "a file"),
         ("output.path", with_files(config, output="pipe.jsonl"), "a file"),
         ("log.jsonl", with_files(config, jsonl="folder.jsonl"), "a file"),
-        ("log.tensorboard", with_files(config, tensorboard="prompts.jsonl"), "a folder"),
     ):
         refused(given, rf"^{field}=.* must name {kind}", tmp_path)
     other = with_files(config, output="link.jsonl")
@@ -125,7 +124,8 @@ def test_a_link_to_the_output_is_followed(config, tmp_path):
     assert os.readlink(link) == str(target)
     assert run(with_output(by_link, path=str(target))).status is JobStatus.NOTHING_TO_DO
     assert len(output_rows(by_link)) == 2
-    assert sorted(os.listdir(target.parent)) == ["target.jsonl", "target.jsonl.run.json"]
+    files = ["target.jsonl", "target.jsonl.log.jsonl", "target.jsonl.run.json"]
+    assert sorted(os.listdir(target.parent)) == files
     with output_lock(target), pytest.raises(OutputError, match="by another job"):
         run(by_link)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,14 +12,14 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rollout.engine.metrics import EngineMetrics
 from rollout.engine.worker_factory import worker_factory
-from rollout.errors import InvalidInputError
 from rollout.offline import LogConfig, run_job
+from rollout.offline.config import Tracker
 from rollout.offline.progress import TimeLeft
-from rollout.offline.run_log import JsonlLog, TensorBoardMetrics
+from rollout.offline.run_log import JsonlLog
+from rollout.offline.summary import Summary
 from rollout.types import FinishReason
 from tests.helpers.requests import make_request
 from tests.helpers.small_jobs import PARAMS, output_rows, run, with_output
@@ -113,20 +112,6 @@ def test_a_torn_line_and_what_json_has_no_number_for(tmp_path):
     assert line["gate"] == [2, -1.5]
 
 
-def test_tensorboard_scalars(tmp_path, monkeypatch):
-    writer = TensorBoardMetrics(tmp_path)
-    for step in range(3):
-        writer.write(step, {"accept_length": 1 + step / 2})
-    writer.close()
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    scalars = events.Scalars("rollout/accept_length")
-    assert [(scalar.step, scalar.value) for scalar in scalars] == [(0, 1.0), (1, 1.5), (2, 2.0)]
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(InvalidInputError, match=r"log.tensorboard=.*specrollout\[metrics\]"):
-        TensorBoardMetrics(tmp_path)
-
-
 def test_progress_and_summary(config, tmp_path):
     config = replace(
         config,
@@ -135,7 +120,7 @@ def test_progress_and_summary(config, tmp_path):
             every=2,
             seconds=1e-6,
             verbose=True,
-            tensorboard=str(tmp_path / "events"),
+            tracker=Tracker.tensorboard,
         ),
     )
     terminal = Console(file=io.StringIO(), force_terminal=True, width=160)
@@ -149,17 +134,27 @@ def test_progress_and_summary(config, tmp_path):
     steps = [line for line in lines if line["kind"] == "step"]
     assert [step["step"] % 2 for step in steps] == [0] * len(steps)
     assert len(steps) >= 5
-    assert list((tmp_path / "events").iterdir())
+    assert list((tmp_path / "rollouts.jsonl.tensorboard").iterdir())
     assert {"forward_ms", "accept_length", "kv_used", "corpus/live_tokens"} <= steps[0].keys()
 
 
+def test_a_first_epoch_without_gain_says_what_comes_next():
+    metrics = EngineMetrics(drafted=9, forecast_steps=40, gain_ms=20.0, gain_variance_ms2=900.0)
+    summary = Summary(output=Path("x"), seconds=10.0, metrics=metrics, corpus_was_empty=True)
+    says = "the corpus starts empty, the next epoch drafts from it"
+    assert dict(summary.lines())["speculation"] == f"no measurable speedup (1.00x ± 0.01); {says}"
+    summary.metrics = EngineMetrics()
+    assert dict(summary.lines())["speculation"] == f"nothing was drafted; {says}"
+
+
 def test_the_log_of_a_run(config, tmp_path):
-    log = tmp_path / "run.jsonl"
-    config = replace(config, log=LogConfig(jsonl=str(log), every=7))
+    log = tmp_path / "rollouts.jsonl.log.jsonl"
+    config = replace(config, log=LogConfig(every=7))
     run(config, "ngram")
     rows = output_rows(config)
     config = with_output(config, overwrite=True)
     run(replace(config, sampling=replace(PARAMS, n=2)))
+    run(replace(config, log=LogConfig(jsonl=None)))
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     starts = [index for index, line in enumerate(lines) if line["kind"] == "run"]
     assert starts[0] == 0

@@ -84,7 +84,7 @@ ROW_FAULTS: list[tuple[Change, str]] = [
     (changed(token_ids=[]), "has 0 token_ids and "),
     (changed(weight_versions=[0] * 9), "has .* token_ids and 9 weight_versions"),
     (changed(text="\ud800"), r"is no rollout's \(.* surrogates not allowed"),
-    (changed(seed=-1), r"is no rollout's \(.* at `\$\.seed"),
+    (changed(seed=0.5), r"is no rollout's \(.* at `\$\.seed"),
 ]
 
 

@@ -42,7 +42,7 @@ def test_text_that_was_put_through_the_template_already_is_not_again(encoder):
     formatted = "<user> one two <assistant>"
     auto, always = (RowEncoder(encoder, ChatTemplateMode(mode)) for mode in ("auto", "always"))
     assert auto.encode(formatted)[0] == encoder.encode(formatted)
-    assert "as it stands" in auto.encode(formatted)[1]
+    assert "raw text, which has" in auto.encode(formatted)[1]
     about_tokens = "<pad> one"  # special too, and none of the template's
     assert auto.encode(about_tokens) == always.encode(about_tokens)
     message = [{"role": "user", "content": formatted}]
@@ -52,7 +52,7 @@ def test_text_that_was_put_through_the_template_already_is_not_again(encoder):
 def test_without_a_template_text_stands_and_always_is_refused(encoder):
     encoder.tokenizer.chat_template = None
     rows = RowEncoder(encoder, ChatTemplateMode.auto)
-    assert rows.encode("one") == (encoder.encode("one"), "text, as it stands")
+    assert rows.encode("one") == (encoder.encode("one"), "raw text")
     with pytest.raises(InvalidInputError, match=r"data.chat_template='always': the tokenizer has"):
         RowEncoder(encoder, ChatTemplateMode.always)
 
@@ -61,7 +61,7 @@ def test_the_choice_is_said_written_and_part_of_the_run(config, caplog):
     caplog.set_level("INFO")
     auto = replace(config.data, chat_template=ChatTemplateMode.auto)
     run(with_output(replace(config, data=auto), prompt_ids=True))
-    assert "1 of text, put through the chat template as a user message (data.chat_t" in caplog.text
+    assert "1 of text, as user messages in the chat template (data.chat_t" in caplog.text
     assert "; 1 of token ids" in caplog.text
     assert [len(row["prompt_ids"]) for row in output_rows(config)] == [4, 1]
     assert [row["prompt"] for row in output_rows(config)] == ["one two", [5]]

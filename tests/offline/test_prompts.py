@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import datetime
+import gzip
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset, DatasetDict
 
 from rollout.errors import InvalidInputError
 from rollout.offline.config import DataConfig
@@ -114,9 +117,67 @@ def test_parquet_keeps_types(tmp_path):
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(InvalidInputError, match=r"data.path='nowhere.jsonl': there is no such"):
         PromptFile(DataConfig(path="nowhere.jsonl"), tmp_path)
-    with pytest.raises(InvalidInputError, match=r"must end in .jsonl or .parquet"):
+    with pytest.raises(InvalidInputError, match=r"must end in .jsonl, .json, .parquet, "):
         DataConfig(path="prompts.csv")
-    torn = tmp_path / "torn.parquet"
-    torn.write_bytes(b"PAR1 and no more")
-    with pytest.raises(InvalidInputError, match="cannot be read as Parquet"):
-        read(torn)
+    for name, content, reason in UNREADABLE:
+        path = tmp_path / name
+        path.write_bytes(content)
+        with pytest.raises(InvalidInputError, match=f"{name}'.*{reason}"):
+            read(path)
+    with pytest.raises(InvalidInputError, match=r"data.split='train': .* has no such parts"):
+        read(write_lines(tmp_path, "{}"), split="train")
+
+
+UNREADABLE = (
+    ("torn.parquet", b"PAR1 and no more", "cannot be read as Parquet"),
+    ("torn.json", b'[{"prompt": "a"}, ', "cannot be read as JSON: Expecting value: line 1"),
+    ("torn.jsonl.gz", gzip.compress(b"{}" * 99)[:-9], "cannot be read as gzip: Compressed file"),
+    ("plain.jsonl.gz", b"{}", "cannot be read as gzip: Not a gzipped file"),
+)
+
+
+def test_a_list_of_json_and_compressed_lines(tmp_path):
+    items = [{"prompt": "a\nb", "n": 1}, 3, {"messages": CHAT}]
+    lines = [json.dumps(item) for item in items]
+    for name, content, noun in (
+        ("list.json", "\ufeff " + json.dumps(items, indent=2), "row"),
+        ("lines.json", "\n".join(lines), "row"),
+        ("lines.jsonl.gz", "\n".join(lines), "line"),
+    ):
+        path = tmp_path / name
+        data = content.encode()
+        path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+        first, broken, last = read(path)
+        assert first == PromptRow(0, f"{noun} 1", "prompt", "a\nb", {"n": 1})
+        assert broken.where == f"{noun} 2"
+        assert last.prompt == CHAT
+
+
+def test_datasets(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    splits = {
+        name: Dataset.from_list([{"question": text, "answer": 7}])
+        for name, text in (("train", "one"), ("test", "two"))
+    }
+    files, both, single = (tmp_path / name for name in ("questions.parquet", "both", "single"))
+    files.mkdir()
+    for name, dataset in splits.items():
+        dataset.to_parquet(files / f"{name}.parquet")
+    DatasetDict(splits).save_to_disk(both)
+    splits["train"].save_to_disk(single)
+    one = [PromptRow(0, "row 1", "question", "one", {"answer": 7})]
+    assert read(files) == read(both) == read(single) == one
+    assert [row.prompt for row in read(files, split="test")] == ["two"]
+    for options, reason in (
+        ({"split": "dev"}, "data.path=.* cannot be loaded as a dataset: .*Unknown split"),
+        ({"name": "main"}, "data.path=.* cannot be loaded as a dataset: .*'main' not found"),
+    ):
+        with pytest.raises(InvalidInputError, match=reason):
+            read(files, **options)
+    with pytest.raises(InvalidInputError, match=r"data.split='test': .* has no such parts"):
+        read(single, split="test")
+    with pytest.raises(InvalidInputError, match=r"data.path='no/where': is no file, and cannot be"):
+        PromptFile(DataConfig(path="no/where"), tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InvalidInputError, match=r"pip install 'specrollout\[data\]'"):
+        read(files)

@@ -193,14 +193,23 @@ def test_what_is_not_there_is_said_in_words(tmp_path):
             assert found[name].missing in html
 
 
+def test_ratios_to_few_expected_draft_tokens_are_not_shown(tmp_path):
+    values = {"sources": ["live"], "depths": ["1", "2"], "expected": [[40.0, 0.4]],
+              "accepted": [[30.0, 1.0]]}  # fmt: skip
+    lines = [run_line(), {"kind": "learned", "budget": {"values": values}}]
+    html = html_of(write_lines(tmp_path / "run.jsonl", lines))
+    assert "30 of 40, 0.75x" in html
+    assert "1 of 0" not in html
+
+
 # The verdict
 
 
 def test_the_verdict_in_the_terminal_is_that_of_the_page(tmp_path):
     for saved_ms, says in (
-        (2000.0, "1.20 \N{PLUS-MINUS SIGN} 0.10 times as fast as plain decoding"),
-        (-2000.0, "0.80 \N{PLUS-MINUS SIGN} 0.10 times as fast as plain decoding"),
-        (500.0, "No difference from plain decoding can be told: 1.05"),
+        (2000.0, "1.20x ± 0.10 over plain decoding (+2.0 s ± 1.0)."),
+        (-2000.0, "0.80x ± 0.10 over plain decoding (-2.0 s ± 1.0)."),
+        (500.0, "Inconclusive: 1.05x ± 0.10 against plain decoding."),
     ):
         lines = [
             run_line(),
@@ -231,7 +240,7 @@ def test_a_verdict_says_what_it_cannot_know(tmp_path):
     )
     # A run that was killed has no totals yet.
     told = step_line(8, drafted=3, saved_seconds=4.0, saved_error_seconds=1.0)
-    assert "1.50 \N{PLUS-MINUS SIGN} 0.12 times as fast" in sentence(told)
+    assert "1.50x ± 0.12 over plain decoding" in sentence(told)
 
 
 # Several runs
@@ -243,7 +252,7 @@ def test_runs_of_two_logs_are_named_by_what_differs(tmp_path):
     page, found = write_report([plain, drafting])
     assert page == tmp_path / "a.html"
     assert [verdict.name for verdict in found] == ["no drafts (a)", "n-gram drafts (b)"]
-    assert "times as many tokens per second as no drafts (a)" in found[1].sentence
+    assert "x the tokens/s of no drafts (a)" in found[1].sentence
     html = page.read_text()
     panel = json.loads(re.findall(r'<script type="application/json">(.*?)</script>', html)[0])
     assert [line["label"] for line in panel["lines"]] == ["no drafts (a)", "n-gram drafts (b)"]
@@ -261,7 +270,7 @@ def test_one_run_of_several_or_the_last(tmp_path):
     with pytest.raises(InvalidInputError, match="run='3': must be all, last or a number from 1"):
         write_report([path], run="3")
     html = html_of(write_lines(path, SHORT_RUN * (MAX_RUNS + 2)))
-    assert f"The last {MAX_RUNS} runs are shown, 2 before them are not" in html
+    assert f"The last {MAX_RUNS} runs; --run N shows one of the 2 before them" in html
     assert html.count('<section class="verdict">') == MAX_RUNS
 
 
@@ -324,7 +333,9 @@ def test_a_page_replaces_nothing_but_a_page(tmp_path):
     rows.write_bytes(row_of(0, 0))
     for output, name in ((None, "run.html"), (rows, "rollouts.jsonl")):
         before = (tmp_path / name).read_bytes()
-        with pytest.raises(InvalidInputError, match=rf"output='.*{name}': is no page of a report"):
+        with pytest.raises(
+            InvalidInputError, match=rf"output='.*{name}': exists and is not a report"
+        ):
             write_report([log], output)
         assert (tmp_path / name).read_bytes() == before
     page, _ = write_report([log], tmp_path / "page.html")

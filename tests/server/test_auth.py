@@ -53,9 +53,12 @@ def test_users_and_admins_have_keys_of_their_own(open_server):
             assert user.get(path).status_code == 200, path
             assert nobody.get(path).status_code == 401, path
         assert nobody.get("/ping").status_code == 200
-        page = nobody.get("/")
+        page, docs, schema = (nobody.get(path) for path in ("/", "/docs", "/openapi.json"))
         assert (page.status_code, nobody.get("/status").status_code) == (200, 401)
         assert "user-key" not in page.text
+        assert "url: '/openapi.json'" in docs.text
+        generate = schema.json()["paths"]["/generate"]["post"]
+        assert {"requestBody", "security"} <= set(generate)
 
 
 def test_one_key_alone(open_server):
@@ -81,7 +84,7 @@ def test_without_a_key_no_body_is_read_and_no_path_told_from_another(open_server
         right = {"Authorization": "bearer user-key"}
         assert client.get("/v1/loads", headers=right).status_code == 200
         headers = {"Content-Type": "application/json"}
-        for path in ("/generate", "/nowhere", "/openapi.json", "/health/"):
+        for path in ("/generate", "/nowhere", "/metrics", "/health/"):
             for body in (b"{", b"x" * 1000):
                 answer = client.post(path, content=body, headers=headers)
                 assert answer.status_code == 401, path

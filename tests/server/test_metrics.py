@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -16,6 +18,8 @@ from tests.helpers.held_engine import held
 from tests.helpers.http_raw import open_request
 from tests.server.conftest import Live, fresh_metrics, fresh_status, scrape
 from tests.server.policies import generate, output_ids
+
+DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana.json"
 
 
 @pytest.fixture
@@ -57,6 +61,7 @@ def test_tokens_are_counted_once_however_often_they_are_read(client):
     assert found["requests_running", ()] == found["requests_unfinished", ()] == 0
     assert found["weight_version", ("target",)] == 0
     assert found["can_run", ()] == 1
+    assert not any(name.endswith("_created") for name, _ in found)
 
 
 def test_labels_are_not_the_clients_to_choose(client):
@@ -138,3 +143,18 @@ def test_status_is_json_for_the_page(live):
     assert "unsafe" not in policy
     assert page.headers["x-content-type-options"] == "nosniff"
     assert len(page.content) < 50_000
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are(live):
+    with live.client() as client:
+        output_ids(client)
+        exported = {name for name, _ in fresh_metrics(client)}
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    asked = {
+        name
+        for panel in panels
+        for target in panel["targets"]
+        for name in re.findall(r"specrollout_(\w+)", target["expr"])
+    }
+    assert len(asked) > 12
+    assert asked <= exported

@@ -9,7 +9,8 @@ import openai
 import pytest
 
 from rollout import RolloutEngine, SamplingParams
-from tests.server.conftest import Live, client_of, joined_parts, run_server
+from tests.helpers.loopback_hub import cached_snapshot
+from tests.server.conftest import Live, client_of, joined_parts, post, run_server
 
 PROMPT, IDS = "one two three", [7, 8, 9]
 MESSAGES: list[Any] = [
@@ -231,3 +232,15 @@ def test_models(live: Live) -> None:
     assert model.id == live.serving.model_name
     assert model.max_model_len == 512
     assert client.models.retrieve(model.id) == model
+
+
+def test_a_model_of_the_hub_goes_by_its_name_there(text_model_path: Path, tmp_path: Path) -> None:
+    snapshot = cached_snapshot(tmp_path, "someone/tiny", text_model_path)
+    with run_server(snapshot, {"spec": "none"}, {}) as live, live.client() as client:
+        assert [model.id for model in client_of(live).models.list().data] == ["someone/tiny"]
+        for name in ("someone/tiny", "tiny"):
+            assert complete(live, model=name, prompt=IDS, max_tokens=1).model == "someone/tiny"
+        with pytest.raises(openai.NotFoundError):
+            complete(live, model="someone/other", prompt=IDS)
+        # Links into the cache, as those of the model's own folder are.
+        post(client, "/update_weights_from_disk", model_path=str(snapshot))

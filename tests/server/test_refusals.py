@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from typing import Any
 
 import httpx
 import openai
@@ -19,7 +18,6 @@ MESSAGES = [{"role": "user", "content": "one"}]
 IMAGE = {"type": "image_url", "image_url": {"url": "http://localhost/cat.png"}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 ARRAY_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[]"}}
-DEEP: list[Any] = json.loads("[" * 500 + "]" * 500)
 MANY = {"max_new_tokens": 1, "n": 1024}
 GROUP = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
 ADAPTER = {"lora_name": "x", "lora_path": "x"}
@@ -50,7 +48,7 @@ GENERATE_SAMPLING = [
     ("sampling_params.ebnf", {"ebnf": "x"}),
     ("sampling.regex", {"regex": "a+"}),  # this tokenizer's words have no known bytes
     ("sampling_params.seed", {"seed": 1, "sampling_seed": 2}),
-    ("request_seed", {"request_seed": -1}),
+    ("request_seed", {"request_seed": 2**64}),
     ("sampling_params.request_seed", {"request_seed": 1, "n": 2}),
     ("len(stop_token_ids)", {"stop_token_ids": [5] * 1025}),
     ("sampling_params.logit_bias", {"logit_bias": {"x": 1}}),
@@ -93,7 +91,6 @@ CHATS = [
         {"role": "assistant", "content": "one", "function_call": CALL["function"]}]}),
     ("messages[0].tool_calls[0].function.arguments", {"messages": [
         {"role": "assistant", "tool_calls": [ARRAY_CALL]}]}),
-    ("messages", {"messages": [{**MESSAGES[0], "note": DEEP}]}),
     ("tools", {"tools": [{"type": "function", "function": {}}]}),
     ("tools", {"tools": [{"type": "web_search"}], "tool_choice": "none"}),
     ("tool_choice", {"tool_choice": "required"}),
@@ -261,6 +258,7 @@ BODIES: dict[str, dict[str, object]] = {
     "/remove_external_corpus": {"corpus_id": "none"},
     "/init_weight_transfer_engine": {"init_info": GROUP},
     "/update_weights": {"weight_dir": "nowhere"},
+    "/fetch_weights": {"target_version": 1},
     "/pull_weights": {"local_checkpoint_dir": "x", "source_dir": "x", "target_version": 0},
     "/load_lora_adapter": ADAPTER,
     "/v1/load_lora_adapter": ADAPTER,

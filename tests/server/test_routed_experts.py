@@ -68,6 +68,17 @@ def test_openais_and_vllms_answers_have_them_in_numpys_form(client, expected):
         routes = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
         assert np.array_equal(routes, expected[0])
         assert "routed_experts" not in post(client, path, **body)["choices"][0]
+    body["sampling_params"] = sampling | {"routed_experts_prompt_start": 3}
+    (choice,) = post(client, path, **body, **ASKED)["choices"]
+    routes = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
+    assert np.array_equal(routes, expected[0][3:])
     (choice,) = post(client, "/skyrl/v1/generate", **body)["choices"]
-    assert choice["routed_experts"] == expected[0].tolist()
+    found = choice["routed_experts"]
+    assert list(found) == ["data", "shape", "dtype"]  # SkyRL finds the data by its place
+    assert found["dtype"] == "uint8"
+    values = np.frombuffer(base64.b64decode(found["data"]), np.uint8).reshape(found["shape"])
+    assert np.array_equal(values, expected[0][3:])
+    body["sampling_params"] = sampling | {"routed_experts_prompt_start": 5}
+    wrong = client.post(path, json=body).json()["error"]["param"]
+    assert wrong == "sampling_params.routed_experts_prompt_start"
     assert client.post("/skyrl/v1/generate", json=body | {"stream": True}).status_code == 400

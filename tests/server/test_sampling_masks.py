@@ -96,6 +96,25 @@ def test_vllms_form(client, expected) -> None:
     assert "sampling_mask" not in post(client, "/v1/completions", COMPLETION)["choices"][0]
 
 
+def test_skyrls_rows_and_logprobs_over_them(client, expected) -> None:
+    """A row is empty where more tokens tie for its last place than it holds."""
+    path, asked = "/skyrl/v1/generate", {"return_sample_support": True}
+    (choice,) = post(client, path, TOKENS, asked)["choices"]
+    support = choice["rollout_sample_support"]
+    assert list(support) == ["data", "shape", "dtype"]  # SkyRL finds the data by its place
+    assert (support["shape"], support["dtype"]) == ([9, 20], "int32")
+    rows = np.array(int32(support["data"])).reshape(9, 20)
+    assert [row[row >= 0].tolist() for row in rows] == expected.extras.sampling_masks
+    logprobs = [each["logprob"] for each in choice["logprobs"]["content"]]
+    assert logprobs == expected.extras.sampling_logprobs
+    tied = TOKENS["sampling_params"] | {"logit_bias": dict.fromkeys("789", 1e9), "top_k": 2}
+    (choice,) = post(client, path, TOKENS, asked, sampling_params=tied)["choices"]
+    assert set(int32(choice["rollout_sample_support"]["data"])) == {-1}
+    assert choice["logprobs"]["content"][0]["logprob"] == pytest.approx(np.log(1 / 3))
+    one = TOKENS | asked | {"sampling_params": TOKENS["sampling_params"] | {"top_k": 1}}
+    assert client.post(path, json=one).json()["error"]["param"] == "sampling_params.top_k"
+
+
 def test_logprobs_of_given_tokens(client, expected) -> None:
     wanted = expected.extras.token_ids_logprobs
     asked = {"return_logprob": True, "logprob_start_len": 1, "token_ids_logprob": [9, 4]}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -13,7 +15,9 @@ from rollout.config import ModelConfig
 from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.server.config import ServeConfig, ServerConfig
 from rollout.server.errors import DrainingError
+from rollout.server.load_log import log_load
 from rollout.server.serving import Serving
+from rollout.server.status import KnownStatus
 from rollout.server.streams import SampleRequest
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.held_engine import held
@@ -162,7 +166,7 @@ def test_scores_wait_for_room_and_fail_alone_where_there_is_never_any(run):
 
 def test_a_refused_sample_ends_its_call(run):
     async def scenario(serving):
-        wrong = SampleRequest(prompt_ids=[5], params=LONG, request_seed=-1)
+        wrong = SampleRequest(prompt_ids=[5], params=LONG, request_seed=2**64)
         with pytest.raises(InvalidInputError, match="request_seed"):
             await serving.generate([*samples(LONG), wrong])
         async with serving.stream([*samples(LONG), wrong]) as deltas:
@@ -184,3 +188,42 @@ def test_a_configured_seed_makes_the_same_fresh_seeds(run):
         run(scenario, {"seed": seed}, spec="none")
     assert seeds[0] == seeds[1]
     assert len({*seeds[0], *seeds[2]}) == 200
+
+
+def test_the_load_is_logged_while_there_is_work(run, caplog):
+    caplog.set_level(logging.INFO, log_load.__module__)
+
+    async def scenario(serving: Serving) -> None:
+        rounds, latest = 0, serving.status_cache.latest
+
+        async def counted() -> KnownStatus:
+            nonlocal rounds
+            rounds += 1
+            return await latest()
+
+        serving.status_cache.latest = counted
+        load_log = asyncio.create_task(log_load(serving, seconds=0.01))
+
+        async def until(condition: Callable[[], object]) -> None:
+            while not condition():
+                await asyncio.sleep(0.01)
+
+        await until(lambda: rounds > 3)
+        assert not caplog.messages
+        with held(serving.loop):
+            sample = asyncio.create_task(serving.generate(samples(LONG, 1)))
+            await until(lambda: any(each.startswith("1 running") for each in caplog.messages))
+        await sample
+        await pause(serving)
+        sample = asyncio.create_task(serving.generate(samples(SHORT, 1)))
+        await until(lambda: "nothing runs: generation is paused" in caplog.messages[-1])
+        await serving.call(lambda engine: engine.continue_generation())
+        await sample
+        load_log.cancel()
+        line = (
+            r"[01] running, [01] waiting, [\d.]+ tokens/s, accept length ([\d.]+|-), KV [\d.]+ % "
+        )
+        line += r"in use, weight version 0(, nothing runs: .*)?"
+        assert all(re.fullmatch(line, each) for each in caplog.messages)
+
+    run(scenario)

@@ -1,14 +1,15 @@
 """Trainers that speak vLLM's dialect bring weights by its calls.
 
 TRL's client is its own. vLLM is not installed here, and its communicator needs CUDA: tensors go
-over a group of torch.distributed with gloo, joined as vLLM's senders join them. The calls of SkyRL
-and prime-rl are spelled out in the order of one training step.
+over a group of torch.distributed with gloo, joined as vLLM's senders join them. The calls of vLLM's
+senders, SkyRL and prime-rl are spelled out in the order of one training step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +19,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollout import SamplingParams
+from tests.helpers.tiny_draft import save_tiny_eagle3
 from tests.helpers.torch_trainer import TorchTrainer, joined_trainer
-from tests.server.conftest import Live
+from tests.server.conftest import Live, run_server
 from tests.server.policies import PROMPT, SAMPLING, SEED, Policy, announced, output_ids
 
 JOIN = "/init_weight_transfer_engine"
@@ -54,18 +56,23 @@ def update_info(tensors: Mapping[str, torch.Tensor], **fields: Any) -> dict[str,
     return {"update_info": fields | {"dtype_names": fields.pop("dtypes")}}
 
 
-def packed(tensors: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
-    """The one buffer that vLLM's senders make of less than a GiB."""
-    return torch.cat([tensor.contiguous().view(torch.uint8).flatten() for _, tensor in tensors])
+def packed(tensors: Iterable[torch.Tensor], num_bytes: int = 2**30) -> list[torch.Tensor]:
+    """The buffers that vLLM's senders make: a tensor that takes one beyond the size closes it."""
+    parts: list[list[torch.Tensor]] = [[]]
+    for tensor in tensors:
+        parts[-1].append(tensor.contiguous().view(torch.uint8).flatten())
+        if sum(part.numel() for part in parts[-1]) > num_bytes:
+            parts.append([])
+    return [torch.cat(part) for part in parts if part]
 
 
 @contextmanager
-def joined(client: httpx.Client) -> Iterator[TorchTrainer]:
+def joined(client: httpx.Client, **options: Any) -> Iterator[TorchTrainer]:
     """The trainer's end of a group that the server has joined."""
     world_size = client.get("/get_world_size").json()["world_size"] + 1
 
     def join(address: dict[str, Any]) -> None:
-        post(client, JOIN, {"init_info": address})
+        post(client, JOIN, {"init_info": address | options})
 
     with joined_trainer(join, "weight_update_group", world_size) as trainer:
         yield trainer
@@ -77,7 +84,7 @@ def test_trl(weights_live, client, policies, offline, monkeypatch):
 
     def send(iterator: Iterator[tuple[str, torch.Tensor]], trainer_args: Any) -> None:
         assert trainer_args.packed
-        trainer_args.group.send([packed(iterator)])
+        trainer_args.group.send(packed(tensor for _, tensor in iterator))
 
     sender = SimpleNamespace(trainer_send_weights=send)
     monkeypatch.setattr(found, "NCCLWeightTransferEngine", sender, raising=False)
@@ -122,19 +129,96 @@ def metadata(tensors: list[tuple[str, torch.Tensor]]) -> list[tuple[str, str, li
     ]
 
 
+NO_NAMES: dict[str, Any] = {"update_info": {"names": [], "dtype_names": [], "shapes": []}}
+"""vLLM's senders say what they send once."""
+
+
+def call_workers(client: httpx.Client, method: str, **kwargs: Any) -> None:
+    assert post(client, RPC, {"method": method, "kwargs": kwargs}) == {"results": [None]}
+
+
 def test_skyrl(client, policies):
-    with joined(client) as trainer:
+    """Its memory is the trainer's meanwhile; buffers have the size that it computes."""
+    with joined(client, packed=True, packed_buffer_size_bytes=10_000) as trainer:
+        body = update_info(policies[0].tensors)
         for weights in policies:
             post(client, "/pause", mode="keep", clear_cache="false")
-            options = {"is_checkpoint_format": True}
-            start = {"method": "skyrl_start_weight_update", "kwargs": options}
-            assert post(client, RPC, start) == {"results": [None]}
-            receive = {"method": "update_weights_nccl", "kwargs": update_info(weights.tensors)}
-            trainer.send_during(lambda body=receive: post(client, RPC, body), weights.tensors)
-            post(client, RPC, {"method": "skyrl_finish_weight_update"})
+            call_workers(client, "skyrl_sleep_for_weight_sync", offload_kv=False)
+            call_workers(client, "skyrl_wake_for_weight_sync", tags=["weights"])
+            post(client, "/start_weight_update")
+            buffers = packed(weights.tensors.values(), 10_000)
+            assert len(buffers) > 1
+            sent = dict(zip(map(str, range(len(buffers))), buffers, strict=True))
+            trainer.send_during(partial(post, client, UPDATE, body), sent)
+            post(client, "/finish_weight_update")
+            call_workers(client, "skyrl_wake_for_weight_sync", tags=["kv_cache"])
             post(client, "/reset_prefix_cache", {"reset_running_requests": False})
             post(client, "/resume")
             assert output_ids(client) == weights.output_ids
+            body = NO_NAMES
+    call_workers(client, "skyrl_discard_in_memory_lora", lora_name="none")
+
+
+def test_skyrls_deltas(client, policies, weights_root):
+    pytest.importorskip("zstandard")
+    pytest.importorskip("blake3")
+    from tests.helpers.slime_publisher import publish
+
+    new, old = policies
+    source = weights_root / "deltas"
+    fetch = {"target_version": 1, "sync_dir": str(source), "uri": str(source / "delta-00000001")}
+    refused = client.post("/fetch_weights", json=fetch)
+    assert refused.json()["error"]["param"] == "init_info.local_checkpoint_dir"
+    info = {
+        "base_model_path": "hub/model", "local_checkpoint_dir": str(weights_root / "followed"),
+        "cloud_download_workers": 4, "checkpoint_load_format": "vllm_multi_thread_safetensors",
+        "multi_thread_safetensors_max_workers": 8,
+    }  # fmt: skip
+    post(client, JOIN, {"init_info": info})
+    for number, (before, after) in enumerate([(old, new), (new, old)], start=1):
+        publish(source, number, before.tensors, after.tensors, layout="skyrl")
+        fetch |= {"target_version": number, "uri": str(source / f"delta-{number:08d}")}
+        body = {"update_info": fetch | {"version": number}}
+        refused = client.post(UPDATE, json=body)
+        assert refused.json()["error"]["param"] == "update_info.target_version"
+        post(client, "/fetch_weights", fetch)
+        assert output_ids(client) == before.output_ids
+        post(client, "/pause", mode="keep", clear_cache="false")
+        post(client, "/start_weight_update")
+        post(client, UPDATE, body)
+        post(client, "/finish_weight_update")
+        post(client, "/resume")
+        assert output_ids(client) == after.output_ids
+
+
+def test_a_session_for_the_draft(text_model_path, policies, tmp_path):
+    """It brings the draft alone; each model's names are said once."""
+    draft = save_tiny_eagle3(tmp_path, text_model_path)
+    options = {"spec": "eagle", "spec_options": {"draft_path": str(draft)}}
+
+    def read(engine: Any) -> dict[str, torch.Tensor]:
+        found = engine.worker.weights.parts["draft"].weight_loaders()
+        return {name: each.read() for name, each in found.items() if each.required}
+
+    with run_server(text_model_path, options, {}) as live, live.client() as client:
+        draft = live.serving.loop.call(read).result()
+        with joined(client) as trainer:
+            for weights, said in zip(
+                policies, (update_info, lambda tensors: NO_NAMES), strict=True
+            ):
+                new = {name: 2 * tensor for name, tensor in draft.items()}
+                for start, sent in (("", weights.tensors), ("draft_", new)):
+                    found = live.serving.loop.call(read).result()
+                    assert all(torch.equal(found[name], tensor) for name, tensor in draft.items())
+                    post(client, f"/start_{start}weight_update")
+                    refused = client.post("/start_draft_weight_update")
+                    assert "under way" in refused.json()["error"]["message"]
+                    trainer.send_during(partial(post, client, UPDATE, said(sent)), sent)
+                    post(client, "/finish_weight_update")
+                    assert output_ids(client) == weights.output_ids
+                draft = new
+        found = live.serving.loop.call(read).result()
+        assert all(torch.equal(found[name], tensor) for name, tensor in draft.items())
 
 
 def send_sparse(client, trainer, old, new) -> httpx.Response:
@@ -200,13 +284,18 @@ def test_a_refused_call_is_named_and_commits_nothing(client, policies):
     before = output_ids(client)
     pickled = update_info({}, ipc_handles_pickled="gASVAAAA")
     counted = update_info(policies[1].tensors, num_updates_list=[1])
-    init = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+    place = {"rank_offset": 1, "world_size": 2, "packed_buffer_size_bytes": 2**31}
+    init = {"master_address": "127.0.0.1", "master_port": 1} | place
     for path, body, named in (
         (JOIN, {"init_info": init}, "init_info.backend"),
+        (JOIN, {"init_info": {"nccl_unique_id_b64": "AA==", **place}}, "nccl_unique_id_b64"),
+        (JOIN, {"init_info": {"backend": "gloo", **place}}, "init_info.master_address"),
         (UPDATE, pickled, "update_info.ipc_handles_pickled"),
         (UPDATE, counted, "update_info.num_updates_list"),
         (RPC, {"method": "save_model"}, "method"),
-        (RPC, {"method": "skyrl_start_weight_update", "kwargs": {"x": 1}}, "kwargs.x"),
+        (RPC, {"method": "skyrl_set_lora_receive_target"}, "lora.sync_mode=disk"),
+        (RPC, {"method": "skyrl_sleep_for_weight_sync", "kwargs": {"x": 1}}, "kwargs.x"),
+        ("/start_draft_weight_update", {}, "selector"),  # there is no draft
         ("/start_weight_update", {"is_checkpoint_format": False}, "is_checkpoint_format"),
         ("/finish_weight_update", {}, ""),  # none is open
         (UPDATE, {"weight_dir": "/etc"}, "weight_dir"),

@@ -85,7 +85,10 @@ def test_every_transport_brings_an_update(client, first, second):
         assert output_ids(client) == policy.output_ids
 
     query = {"weight_version": "41", "flush_cache": "false"}
-    assert ok(send(client, second.safetensors, **query))["message"] == "the weights are version 41"
+    answer = ok(send(client, second.safetensors, **query))
+    assert answer["message"] == "the weights are version 41"
+    assert (answer["stored"], answer["ignored"]) == ({"target": len(second.tensors)}, {})
+    assert 'specrollout_worker{gauge="weights/stored/target"}' in client.get("/metrics").text
     serves(second)
     halves = [save(half) for half in first.halves]
     ok(client.post(UPDATE, json=in_base64(*halves) | {"load_format": "direct"}))
@@ -134,7 +137,8 @@ def test_buckets_between_pause_and_continue_are_one_update(client, first, second
         answer = send(client, save(second.half(last=last)), weight_version=77)
         assert "/continue_generation commits" in ok(answer)["message"]
         assert version(client) == before
-    client.post("/continue_generation", json={})
+    committed = ok(client.post("/continue_generation", json={}))
+    assert committed["stored"] == {"target": len(second.tensors)}
     assert version(client) == 77
     assert output_ids(client) == second.output_ids
     client.post("/pause_generation", json={})

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.trainers import RolloutHook, weight_source
-from rollout.trainers.param_ref import checkpoint_name
 from tests.helpers.tiny_model import save_tiny_llama
 from tests.helpers.tiny_moe import save_tiny_moe
 from tests.helpers.trainer_checks import (
@@ -69,18 +68,6 @@ def test_the_engine_has_the_trainers_weights(kind, tmp_path):
     assert (sync.version, sync.num_tensors) == (1, len(tensors))
     assert sync.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
     assert hook.last is sync
-
-
-def test_wrappers_leave_no_trace_in_names():
-    for wrapped, plain in (
-        ("module.module._orig_mod.lm_head.weight", "lm_head.weight"),
-        ("_fsdp_wrapped_module.model.layers.1._fsdp_wrapped_module.mlp._checkpoint_wrapped_module"
-         ".up_proj.weight", "model.layers.1.mlp.up_proj.weight"),
-        ("module.base_model.model.model.norm.weight", "model.norm.weight"),
-        ("base_model.model.lm_head.base_layer.weight", "lm_head.weight"),
-        ("model.module.weight", "model.module.weight"),
-    ):  # fmt: skip
-        assert checkpoint_name(wrapped) == plain
 
 
 def test_dtypes_are_as_asked(model):

@@ -10,6 +10,7 @@ from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.runner.memory_saver import MemorySaver
 from rollout.types import MemoryTag
 from rollout.weights.transaction import WeightState, WeightTransaction
+from rollout.weights.update_counts import UpdateCounts
 from rollout.weights.update_options import UpdateOptions
 from tests.helpers.plain_part import PlainPart
 
@@ -33,10 +34,12 @@ def chain() -> WeightTransaction:
     return weights
 
 
-def send(weights: WeightTransaction, tensors: dict, *, one_by_one: bool = False, **options) -> None:
+def send(
+    weights: WeightTransaction, tensors: dict, *, one_by_one: bool = False, **options
+) -> UpdateCounts:
     weights.begin(UpdateOptions(**options))
     weights.load((pair for pair in tensors.items()) if one_by_one else tensors.items())
-    weights.commit()
+    return weights.commit()
 
 
 STEP_0 = {"draft.0": filled(2, value=5.0), "draft.head": filled(4, value=6.0)}
@@ -73,6 +76,34 @@ def test_a_stream_of_the_target_is_all_there_is_to_send(chain):
     assert [part.finished for part in chain.parts.values()] == [1, 0, 0]
     own = {name: chain.parts[name].own for name in ("draft_step_0", "draft_step_1")}
     assert all(not tensor.any() for part in own.values() for tensor in part.values())
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_every_tensor_is_counted_as_stored_or_ignored(chain, monkeypatch, caplog, one_by_one):
+    monkeypatch.setattr(chain, "_passes_over", lambda name: name.startswith(("draft.", "visual.")))
+    everything = TARGET | STEP_0 | STEP_1 | {"visual.0": torch.zeros(1)}
+    left = UpdateCounts({"target": 1}, {"draft_step_0": 2, "draft_step_1": 1, "none": 1})
+
+    def sent(tensors: dict, **options) -> UpdateCounts:
+        return send(chain, tensors, one_by_one=one_by_one, **options)
+
+    assert sent(everything, selector="target") == left
+    assert not caplog.records, "its selector says so"
+    assert sent(everything) == left
+    (warning,) = caplog.records
+    assert "(2 of draft_step_0, 1 of draft_step_1)" in warning.getMessage()
+    assert "spec.frozen=false" in warning.getMessage()
+    assert sent(everything) == left
+    borrowed = {"embedding": TARGET["embedding"]}  # unchanged, so it may come along
+    own = sent(STEP_0 | STEP_1 | borrowed, selector="draft")
+    assert own == UpdateCounts({"draft_step_0": 2, "draft_step_1": 1}, {"target": 1})
+    only = sent(STEP_0 | STEP_1, selector="draft_step_1", partial=True)
+    assert only == UpdateCounts({"draft_step_1": 1}, {"draft_step_0": 2})
+    assert len(caplog.records) == 1, "once an engine"
+    assert chain.num_tensors["stored/target"] == 3
+    assert chain.num_tensors["ignored/draft_step_0"] == 8
+    with pytest.raises(InvalidInputError, match=r"draft\.1.*must bring a tensor to store"):
+        sent(STEP_1, partial=True)
 
 
 def test_its_own_selector_reaches_a_frozen_part(chain):

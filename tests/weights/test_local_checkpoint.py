@@ -48,7 +48,7 @@ class Run:
         (self.base / INDEX).write_text(json.dumps({"weight_map": weight_map}))
         (self.base / "config.json").write_text("{}")
 
-    def publish(self, **metadata: str) -> Path:
+    def publish(self, **metadata: object) -> Path:
         old, new = self.versions[-1], tensors(len(self.versions))
         self.versions.append(new)
         number = len(self.versions) - 1
@@ -80,10 +80,16 @@ def run(tmp_path: Path) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("encoding", "checksum"), [("xor", "adler32"), ("overwrite", "blake3"), ("xor", "xxh3-128")]
+    "options",
+    [
+        {"encoding": "xor", "checksum": "adler32"},
+        {"encoding": "overwrite", "checksum": "blake3"},
+        {"encoding": "xor", "checksum": "xxh3-128"},
+        {"layout": "skyrl"},
+    ],
 )
-def test_versions_one_after_the_other(tmp_path: Path, encoding: str, checksum: str) -> None:
-    run = Run(tmp_path, encoding=encoding, checksum=checksum)
+def test_versions_one_after_the_other(tmp_path: Path, options: dict[str, str]) -> None:
+    run = Run(tmp_path, **options)
     run.pull(0)
     assert (run.local / "config.json").exists()
     for version in (1, 2, 3):
@@ -170,13 +176,16 @@ def test_a_part_of_a_whole_version_is_refused(run: Run) -> None:
 
 def test_an_index_that_cannot_be_followed_is_refused(run: Run) -> None:
     run.pull(0)
-    for metadata, word in (
-        ({"version": "seven"}, "its index says"),
-        ({"base_version": "000005"}, "its index says"),
-        ({"delta_encoding": "sum"}, "delta_encoding='sum'"),
-        ({"compression_format": "lz4"}, "compression_format='lz4'"),
-        ({"checksum_format": "md5"}, "checksum_format='md5'"),
+    for layout, metadata, word in (
+        ("slime", {"version": "seven"}, "its index says"),
+        ("slime", {"base_version": "000005"}, "its index says"),
+        ("slime", {"delta_encoding": "sum"}, "delta_encoding='sum'"),
+        ("slime", {"compression_format": "lz4"}, "compression_format='lz4'"),
+        ("slime", {"checksum_format": "md5"}, "checksum_format='md5'"),
+        ("skyrl", {"base_version": 5}, "its index says"),
+        ("skyrl", {"tensors": [{"name": "a"}]}, "is not what SkyRL writes"),
     ):
+        run.options = {"layout": layout}
         file = run.publish(**metadata)
         with pytest.raises(CheckpointError, match=word):
             run.pull(1)

@@ -123,10 +123,13 @@ def test_a_frozen_chain_is_left_alone_by_the_targets_own_folder(folders):
     for keep_weights in (True, False):
         engine.release_memory(keep_weights=keep_weights)
         engine.resume_memory(["weights"])
-        engine.update_weights_from_disk(folders[1])
+        counts = engine.update_weights_from_disk(folders[1])
         engine.resume_memory(["kv_cache"])
         assert digests(engine) == before | {"target": wanted["target"]}
         assert results(engine) == results(new)
+    left = engine.worker.counters()
+    assert left["weights/stored/target"] == 2 * counts.stored["target"]
+    assert left["weights/ignored/draft_step_1"] == 2 * counts.ignored["draft_step_1"] > 0
     engine.update_weights_from_disk(folders[1], selector="draft")
     assert digests(engine) == wanted
     assert engine.weight_versions == {"target": 2, "draft_step_0": 1, "draft_step_1": 1}
@@ -161,6 +164,18 @@ def test_every_steps_pool_is_counted_and_given_back(folders):
     assert not any(it.untyped_storage().nbytes() for it in tensors)
     engine.resume_memory()
     assert results(engine) == before
+
+
+def test_a_draft_that_an_update_has_spoiled_is_noticed(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("rollout.engine.accept_lengths._ROWS", 20)
+    engine = make_engine(save_tiny_mtp(tmp_path, "mimo", likely=True)[0], frozen=False)
+    results(engine)
+    read = engine.worker.weights.parts.read(engine.weights_manifest())
+    spoiled = {name: -9 * it if name.endswith("input_proj.weight") else it for name, it in read}
+    engine.update_weights_from_tensor(spoiled)
+    results(engine)
+    (warning,) = caplog.records
+    assert "since weight version 1 the accept length of drafts is" in warning.getMessage()
 
 
 @pytest.mark.parametrize("layout", ["mimo", "deepseek_v3"])

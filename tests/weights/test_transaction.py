@@ -96,6 +96,11 @@ def test_names_of_other_parts_and_missing_ones_are_refused_before_a_byte_moves(w
     manifest = {name: TensorSpec.of(tensor) for name, tensor in (EMBEDDING, LAYER)}
     with pytest.raises(InvalidInputError, match="missing: draft_layer"):
         weights.begin(UpdateOptions(), manifest)
+    wrapped = [(f"module.{name}", tensor) for name, tensor in ALL]
+    for pairs in (wrapped, iter(wrapped)):
+        weights.begin(UpdateOptions())
+        with pytest.raises(InvalidInputError, match=r"^named_.*names begin with `module\.`"):
+            weights.load(pairs)
     assert weights.state is WeightState.WHOLE
     assert weights.version == 0
     assert values(weights) == [0, 0, 0, 0]
@@ -225,7 +230,7 @@ def test_options_that_make_no_sense_are_refused_by_name():
         "weight_version": ("7", True, -1, 2**63),
         "base_version": (-1,),
         "timeout": (0, float("nan"), "5"),
-        "lora_scaling": ("1", float("inf")),
+        "lora_scaling": ("1", float("inf"), {"layer": None}),
         "partial": ("no",),
         "flush_cache": ("no",),
         "check_finite": ("no",),

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
-from rollout.weights import distributed
 from rollout.weights import group as group_module
 from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.group import WeightGroup, listen
@@ -81,7 +80,7 @@ def test_arguments_of_an_update_are_refused_by_field(engine, policies):
             ("names", "w", "names"), ("names", ["w", ""], "names[1]"), ("names", ["w"], "dtypes"),
             ("names", ["w", "w"], "names"), ("dtypes", ["float32", "float31"], "dtypes[1]"),
             ("shapes", [[2]], "shapes"), ("shapes", [[2], 2], "shapes[1]"),
-            ("shapes", [[2], [-2]], "shapes[1][0]"), ("load_format", "pickle", "load_format"),
+            ("shapes", [[2], [-2]], "shapes[1][0]"), ("load_format", "packed:0", "load_format"),
             ("timeout", 0, "timeout"), ("group_name", "other", "group_name"),
         ):  # fmt: skip
             with pytest.raises(InvalidInputError) as error:
@@ -160,11 +159,10 @@ def pair():
         groups.close()
 
 
-@pytest.mark.parametrize("load_format", [None, "packed"])
-def test_tensors_of_torchs_own_group_come_as_they_were_sent(pair, monkeypatch, load_format):
+@pytest.mark.parametrize("load_format", [None, "packed:16", "packed"])
+def test_tensors_of_torchs_own_group_come_as_they_were_sent(pair, load_format):
     """vLLM packs them: a tensor that takes a buffer beyond the size closes it; none is aligned."""
     trainer, groups = pair
-    monkeypatch.setattr(distributed, "_PACKED_BYTES", 16)
     tensors = {
         "a": torch.full((3,), 2.5, dtype=torch.bfloat16),
         "b": torch.arange(6.0).reshape(2, 3),
@@ -172,9 +170,10 @@ def test_tensors_of_torchs_own_group_come_as_they_were_sent(pair, monkeypatch, l
         "d": torch.tensor(8.0, dtype=torch.float64),
     }
     sent = list(tensors.values())
-    if load_format == "packed":
+    if load_format is not None:
         flat = [tensor.reshape(-1).view(torch.uint8) for tensor in sent]
-        sent = [torch.cat(flat[:2]), torch.cat(flat[2:])]
+        parts = [flat] if load_format == "packed" else [flat[:2], flat[2:]]
+        sent = [torch.cat(part) for part in parts]
     call = arguments(tensors) | {"load_format": load_format, "timeout": HANG_SECONDS}
     with ThreadPoolExecutor(1) as threads:
         for _ in range(2):

@@ -14,11 +14,8 @@ from typing import TypeVar
 
 import rich
 from hydra import compose, initialize_config_module
-from hydra.errors import HydraException
 from omegaconf import DictConfig
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from rollout.cluster.config import ClusterKind
 from rollout.engine.durable_files import whole_file
@@ -26,16 +23,23 @@ from rollout.engine.engine import RolloutEngine
 from rollout.engine.worker_factory import WorkerFactory, factory_of
 from rollout.errors import InvalidInputError
 from rollout.memory.sizing import free_bytes
+from rollout.offline.command_line import take_flags, words_as_overrides
 from rollout.offline.compare.comparison import Compared, Comparison, Work
 from rollout.offline.compare.paired_times import SpeedupVerdict
 from rollout.offline.config import RunConfig
-from rollout.offline.hydra_config import checked_config, register_schema
+from rollout.offline.hydra_config import checked_config, hydra_errors, register_schema
 from rollout.offline.paths import JobPaths
 from rollout.offline.progress import loading_model
 from rollout.offline.prompt_check import check_rows
 from rollout.offline.prompt_tokens import check_tokens
 from rollout.offline.prompts import PromptFile
 from rollout.types import Prompt
+
+_WIDE = 1.1
+"""An interval that holds 1 and goes up to this leaves open whether drafts pay."""
+
+_RARE = 1.3
+"""Accept lengths below are of outputs that rarely repeat."""
 
 _SPARE = 3
 """Times the bytes of its weights that must be free for a second engine and its KV."""
@@ -48,9 +52,9 @@ examples:
   specrollout compare spec=ngram,hybrid spec.draft_path=my/draft model.path=... data.path=...
   specrollout compare experiment=demo --widths 1,4,8 --temperatures 0.7,1.0
 
-Each prompt is sampled --epochs times sampling.n times, with other seeds in each epoch. The last
-epoch is decoded plainly and with drafts in turns, by two engines where the memory of a CPU holds
-them; those before it teach the drafts. An option spec.KEY=VALUE goes to the kinds that have it."""
+Each epoch samples every prompt sampling.n times, with new seeds. The last epoch is decoded with
+and without drafts in turns, by two engines where the memory of a CPU holds them; earlier epochs
+teach the drafts. spec.KEY=VALUE applies to the kinds that have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,15 +81,13 @@ class ComparedRow:
 
 
 def run_compare(arguments: Sequence[str]) -> int:
-    """Print a row for each kind, temperature and width. 1 where tokens or logprobs differ.
+    """Print a line for each kind, temperature and width. 1 where tokens or logprobs differ.
 
     Raises InvalidInputError, and what loading the model does.
     """
-    options = _options(arguments)
-    try:
+    options = compare_options(arguments)
+    with hydra_errors(RunConfig, options.overrides):
         configs = [_config(options, kind) for kind in options.kinds]
-    except HydraException as error:
-        raise InvalidInputError("arguments", " ".join(options.overrides), str(error)) from error
     factories = [factory_of(config.spec) for config in configs]
     if options.json is not None:
         _check_json(options.json, configs)
@@ -97,7 +99,6 @@ def run_compare(arguments: Sequence[str]) -> int:
         for cell in _compare(kind, config, factory, options, seconds, console):
             console.print(f"{_name(cell)}: {cell.compared}", highlight=False, soft_wrap=True)
             cells.append(cell)
-    _print_table(cells, console)
     _print_advice(cells, console)
     _print_result(cells, console)
     if options.json is not None:
@@ -106,7 +107,8 @@ def run_compare(arguments: Sequence[str]) -> int:
     return 1 if any(cell.compared.differing for cell in cells) else 0
 
 
-def _options(arguments: Sequence[str]) -> CompareOptions:
+def compare_options(arguments: Sequence[str]) -> CompareOptions:
+    """The command's options. Exits for those it does not know; raises InvalidInputError."""
     parser = argparse.ArgumentParser(
         prog="specrollout compare",
         description=__doc__,
@@ -116,8 +118,8 @@ def _options(arguments: Sequence[str]) -> CompareOptions:
     parser.add_argument(
         "overrides",
         nargs="+",
-        metavar="KEY=VALUE",
-        help="the job's configuration (specrollout --help), with several kinds in spec=KIND,KIND",
+        metavar="ARGUMENT",
+        help="a job's (specrollout --help): MODEL PROMPTS KEY=VALUE; several kinds: spec=KIND,KIND",
     )
     parser.add_argument(
         "--widths",
@@ -130,8 +132,10 @@ def _options(arguments: Sequence[str]) -> CompareOptions:
         "--minutes", type=float, default=5.0, help="of comparing (default: %(default)s)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="the rows, a JSON object a line")
-    given = parser.parse_args(arguments)
-    kinds = [each for each in given.overrides if each.startswith("spec=")]
+    flags, others = take_flags(arguments, RunConfig)
+    given = parser.parse_intermixed_args(others)
+    overrides = [*words_as_overrides(given.overrides, RunConfig), *flags]
+    kinds = [each for each in overrides if each.startswith("spec=")]
     options = CompareOptions(
         kinds=kinds[-1].removeprefix("spec=").split(",") if kinds else ["ngram"],
         widths=_numbers("--widths", given.widths, int),
@@ -139,7 +143,7 @@ def _options(arguments: Sequence[str]) -> CompareOptions:
         epochs=given.epochs,
         minutes=given.minutes,
         json=given.json,
-        overrides=[each for each in given.overrides if each not in kinds],
+        overrides=[each for each in overrides if each not in kinds],
     )
     if options.epochs < 1:
         raise InvalidInputError("--epochs", options.epochs, "must be >= 1")
@@ -154,7 +158,7 @@ def _numbers(name: str, text: str, kind: Callable[[str], _Number]) -> list[_Numb
     try:
         return [kind(each) for each in text.split(",")]
     except ValueError:
-        raise InvalidInputError(name, text, "must be numbers with commas between") from None
+        raise InvalidInputError(name, text, "must be comma-separated numbers") from None
 
 
 def _config(options: CompareOptions, kind: str) -> RunConfig:
@@ -258,56 +262,34 @@ def _name(cell: ComparedRow) -> str:
     return f"{cell.kind}, temperature {cell.temperature:g}, {together}"
 
 
-def _print_table(cells: Sequence[ComparedRow], console: Console) -> None:
-    table = Table(
-        title="speculative over plain decoding", title_justify="left", box=box.SIMPLE_HEAD
-    )
-    table.add_column("drafts")
-    for name in ("temperature", "requests", "accept length", "speedup"):
-        table.add_column(name, justify="right", min_width=len(name.split()[0]))
-    table.add_column("95 %", no_wrap=True)
-    table.add_column("")
-    for cell in cells:
-        compared = cell.compared
-        low, high = compared.times.interval()
-        table.add_row(
-            cell.kind,
-            f"{cell.temperature:g}",
-            str(cell.width),
-            f"{compared.accept_length:.2f}",
-            f"{compared.times.speedup:.2f}x",
-            f"{low:.2f} to {high:.2f}",
-            compared.times.verdict.value,
-        )
-    console.print(table)
-
-
 def _print_advice(cells: Sequence[ComparedRow], console: Console) -> None:
     differing = sum(len(cell.compared.differing) for cell in cells)
     rollouts = sum(cell.compared.rollouts for cell in cells)
     if differing:
         console.print(
             f"[bold red]{differing} of {rollouts} rollouts differ from plain decoding[/]: that is "
-            "a fault of the engine; please report it"
+            "an engine bug; please report it"
         )
-    paying = [cell for cell in cells if cell.compared.times.verdict is SpeedupVerdict.PAYS]
-    if not paying:
-        console.print("no kind was measured to pay here: spec=none decodes as fast")
-        return
     for temperature in dict.fromkeys(cell.temperature for cell in cells):
-        here = [cell for cell in paying if cell.temperature == temperature]
-        if not here:
-            console.print(
-                f"temperature {temperature:g}: nothing pays. What is sampled so freely repeats "
-                "little, and the budget stops drafting."
-            )
-            continue
-        best = max(here, key=lambda cell: cell.compared.times.interval()[0])
-        widths = ", ".join(str(cell.width) for cell in here if cell.kind == best.kind)
-        console.print(
-            f"temperature {temperature:g}: spec={best.kind} pays with {widths} requests together",
-            highlight=False,
+        here = [cell for cell in cells if cell.temperature == temperature]
+        console.print(advice(here), highlight=False, soft_wrap=True)
+
+
+def advice(cells: Sequence[ComparedRow]) -> str:
+    """Say whether drafts pay at the temperature that all ``cells`` have."""
+    temperature = cells[0].temperature
+    paying = [cell for cell in cells if cell.compared.times.verdict is SpeedupVerdict.PAYS]
+    if paying:
+        best = max(paying, key=lambda cell: cell.compared.times.interval()[0])
+        widths = ", ".join(str(cell.width) for cell in paying if cell.kind == best.kind)
+        return f"temperature {temperature:g}: spec={best.kind} pays with {widths} requests together"
+    if any(cell.compared.times.interval()[1] >= _WIDE for cell in cells):
+        return (
+            f"Inconclusive at temperature {temperature:g}: raise --minutes, or use an idle machine"
         )
+    rare = max(cell.compared.accept_length for cell in cells) < _RARE
+    reason = ": outputs rarely repeat, so drafting stops" if rare else ""
+    return f"No speedup at temperature {temperature:g}{reason}"
 
 
 def _print_result(cells: Sequence[ComparedRow], console: Console) -> None:

@@ -78,5 +78,5 @@ class PairedTimes:
     def __str__(self) -> str:
         low, high = self.interval()
         if high == float("inf"):
-            return f"{self.speedup:.2f}x, of too few pairs"
+            return f"{self.speedup:.2f}x (too few pairs for an interval)"
         return f"{self.speedup:.2f}x \N{PLUS-MINUS SIGN} {(high - low) / 2:.2f}"

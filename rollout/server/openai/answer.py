@@ -96,11 +96,12 @@ class Heading:
         }
 
 
-def finish(rollout: Rollout) -> dict[str, Any]:
+def finish(rollout: Rollout, routes_from: int = 0) -> dict[str, Any]:
     """The fields that end a choice. ``abort`` and ``error`` are reasons that OpenAI does not have.
 
     ``weight_versions``: spans ``[version, start, end]`` of the choice's tokens. ``routed_experts``,
-    where they were asked for: numpy's file of them in base64, as vLLM has it.
+    where they were asked for: numpy's file of them in base64, as vLLM has it, from position
+    ``routes_from`` on.
     """
     fields: dict[str, Any] = {
         "finish_reason": str(rollout.finish_reason),
@@ -110,7 +111,7 @@ def finish(rollout: Rollout) -> dict[str, Any]:
         fields["error"] = rollout.error
     if rollout.routed_experts is not None:
         file = BytesIO()
-        np.save(file, rollout.routed_experts.astype(np.int32))
+        np.save(file, rollout.routed_experts[routes_from:].astype(np.int32))
         fields["routed_experts"] = base64.b64encode(file.getvalue()).decode("ascii")
     return fields
 

@@ -152,8 +152,7 @@ def admin_routes(serving: Serving) -> APIRouter:
         """Continue, and commit the weights that came while generation was paused."""
 
         def go_on(engine: Engine) -> Answer:
-            serving.open_update.continue_generation(engine)
-            return {"message": "generation goes on", "status": "ok"}
+            return serving.open_update.continue_generation(engine) | {"status": "ok"}
 
         return await change(serving, go_on)
 

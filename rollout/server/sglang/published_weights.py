@@ -29,33 +29,45 @@ class PullBody(Body):
     target_version: Version
 
 
+class Puller:
+    """Brings local checkpoints below server.weights_root to published versions, one at a time."""
+
+    def __init__(self, serving: Serving) -> None:
+        configured = serving.config.weights_root
+        self._root = AllowedPaths("server.weights_root", [] if configured is None else [configured])
+        self._base = Path(serving.model_path)
+        # A pull waits for others: in asyncio's own threads a few of them would hold up all calls.
+        self._one_at_a_time = ThreadPoolExecutor(1, "pull")
+
+    async def pull(self, folder: str, field: str, source: str, version: int) -> JsonAnswer:
+        """Bring ``folder`` to a version in ``source``, which ``field`` named."""
+
+        def pull() -> None:
+            root = self._root
+            path = root.new_folder("local_checkpoint_dir", folder)
+            if path.exists():
+                root.folder("local_checkpoint_dir", folder)
+            LocalCheckpoint(
+                path, self._base, root.folder(field, source),
+                lambda published: root.folder(field, str(published)),
+            ).pull(version)  # fmt: skip
+
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._one_at_a_time, pull)
+        except (RolloutError, OSError) as error:
+            return RefusedError(error).response
+        return success("Success.")
+
+
 def routes(serving: Serving) -> APIRouter:
     router = APIRouter(tags=["weights"], route_class=JsonRoute)
-    configured = serving.config.weights_root
-    root = AllowedPaths("server.weights_root", [] if configured is None else [configured])
-
-    # A pull waits for others: in asyncio's own threads a few of them would hold up all calls.
-    one_at_a_time = ThreadPoolExecutor(1, "pull")
+    puller = Puller(serving)
 
     @router.post("/pull_weights", responses=CHANGED)
     async def pull_weights(body: PullBody) -> JsonAnswer:
         """Bring a folder below server.weights_root to a published version; generation goes on."""
-
-        def pull() -> None:
-            folder = root.new_folder("local_checkpoint_dir", body.local_checkpoint_dir)
-            if folder.exists():
-                root.folder("local_checkpoint_dir", body.local_checkpoint_dir)
-            LocalCheckpoint(
-                folder,
-                Path(serving.model_path),
-                root.folder("source_dir", body.source_dir),
-                lambda version: root.folder("source_dir", str(version)),
-            ).pull(body.target_version)
-
-        try:
-            await asyncio.get_running_loop().run_in_executor(one_at_a_time, pull)
-        except (RolloutError, OSError) as error:
-            return RefusedError(error).response
-        return success("Success.")
+        return await puller.pull(
+            body.local_checkpoint_dir, "source_dir", body.source_dir, body.target_version
+        )
 
     return router

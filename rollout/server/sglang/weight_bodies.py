@@ -24,7 +24,7 @@ class UpdateFields(Body):
     weight_version: Version | None = None
     partial: bool | None = None
     base_version: Version | None = None
-    lora_scaling: float | None = None
+    lora_scaling: float | dict[str, float] | None = None
     check_finite: bool | None = None
     timeout: float | None = None
     torch_empty_cache: bool = False  # unread: /release_memory_occupation gives memory back
@@ -66,7 +66,7 @@ class DistributedBody(UpdateFields):
     dtypes: PerTensor[Listed[str]]
     shapes: PerTensor[Listed[Listed[int]]]
     group_name: str = "weight_update_group"
-    load_format: str | None = None  # or packed; or flattened_bucket, from a DistributedSender
+    load_format: str | None = None  # or packed[:BYTES]; or a DistributedSender's flattened_bucket
 
 
 class IpcBody(UpdateFields):

@@ -18,12 +18,14 @@ import binascii
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Query, Request
 
 from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError
+from rollout.hub import hub_name
 from rollout.server.allowed_paths import AllowedPaths
 from rollout.server.body_fields import CHANGED, Body
 from rollout.server.json_route import (
@@ -52,6 +54,7 @@ from rollout.server.sglang.weight_bodies import (
 )
 from rollout.weights.distributed import announced_manifest
 from rollout.weights.manifest import Manifest
+from rollout.weights.update_counts import UpdateCounts
 
 RAW_TYPES = ("application/octet-stream", "application/x-safetensors")
 _BINARY = {"type": "string", "format": "binary"}
@@ -78,9 +81,11 @@ def routes(serving: Serving) -> APIRouter:
         except InvalidInputError as error:
             return await refuse(serving, error)
 
-        def take(engine: Engine, options: dict[str, Any]) -> None:
+        def take(engine: Engine, options: dict[str, Any]) -> UpdateCounts | None:
             with tensors:
-                engine.update_weights_from_tensor(tensors, load_format=body.load_format, **options)
+                return engine.update_weights_from_tensor(
+                    tensors, load_format=body.load_format, **options
+                )
 
         return await load(body.options, take, tensors.manifest)
 
@@ -88,13 +93,13 @@ def routes(serving: Serving) -> APIRouter:
     async def update_weights_from_disk(body: DiskBody) -> JsonAnswer:
         """A safetensors folder below server.weights_root, or the model's own."""
 
-        def read(engine: Engine, options: dict[str, Any]) -> None:
+        def read(engine: Engine, options: dict[str, Any]) -> UpdateCounts | None:
             if body.load_format not in (None, "auto", "safetensors"):
                 raise InvalidInputError(
                     "load_format", body.load_format, "must be auto or safetensors"
                 )
             folder = root.folder("model_path", body.model_path)
-            engine.update_weights_from_disk(folder, **options)
+            return engine.update_weights_from_disk(folder, **options)
 
         return await load(body.options, read)
 
@@ -127,8 +132,7 @@ def routes(serving: Serving) -> APIRouter:
         """Commit."""
 
         def end(engine: Engine) -> Answer:
-            update.end(engine)
-            return {"message": f"the weights are version {engine.weight_version}"}
+            return update.end(engine)
 
         return await change(serving, end)
 
@@ -187,16 +191,15 @@ def routes(serving: Serving) -> APIRouter:
 async def load_tensors(
     serving: Serving,
     options: dict[str, Any],
-    function: Callable[[Engine, dict[str, Any]], None],
+    function: Callable[[Engine, dict[str, Any]], UpdateCounts | None],
     manifest: Callable[[], Manifest | None] = lambda: None,
 ) -> JsonAnswer:
     """Load one call's tensors by ``function``, as `HttpWeightUpdate.load` says, and answer."""
 
     def run(engine: Engine) -> Answer:
-        message = serving.open_update.load(
+        return serving.open_update.load(
             engine, manifest(), options, lambda heard: function(engine, heard)
         )
-        return {"message": message}
 
     return await change(serving, run)
 
@@ -208,12 +211,13 @@ async def receive_tensors(
 ) -> JsonAnswer:
     """Receive what a group's sender broadcasts meanwhile; then call ``received``."""
 
-    def receive(engine: Engine, options: dict[str, Any]) -> None:
-        engine.update_weights_from_distributed(
+    def receive(engine: Engine, options: dict[str, Any]) -> UpdateCounts | None:
+        counts = engine.update_weights_from_distributed(
             body.names, body.dtypes, body.shapes, body.group_name,
             load_format=body.load_format, **options,
         )  # fmt: skip
         received(engine)
+        return counts
 
     return await load_tensors(serving, body.options, receive, lambda: _announced(body))
 
@@ -222,6 +226,8 @@ def weights_root(serving: Serving) -> AllowedPaths:
     """The folders that weights may be read from."""
     configured = serving.config.weights_root
     folders = [serving.model_path] if configured is None else [configured, serving.model_path]
+    if hub_name(serving.model_path) is not None:  # its files are links into the cache
+        folders.append(str(Path(serving.model_path).parents[1] / "blobs"))
     return AllowedPaths("server.weights_root", folders)
 
 

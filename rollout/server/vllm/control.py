@@ -76,8 +76,7 @@ def routes(serving: Serving) -> APIRouter:
         """Continue, and commit the weights that came while generation was paused."""
 
         def go_on(engine: Engine) -> Answer:
-            serving.open_update.continue_generation(engine)
-            return {"message": "generation goes on", "status": "resumed"}
+            return serving.open_update.continue_generation(engine) | {"status": "resumed"}
 
         return await change(serving, go_on)
 
@@ -92,14 +91,12 @@ def routes(serving: Serving) -> APIRouter:
         """Give memory back. Requests that are kept, and new ones, wait for it to be taken again."""
 
         def release(engine: Engine) -> Answer:
-            held = [tag for tag in memory_tags(query.tags) if tag not in engine.released_tags]
             if query.mode == "abort":
                 was_paused = engine.is_paused
                 engine.pause_generation(PauseMode.ABORT)
                 if not was_paused:
                     engine.continue_generation()
-            freed = engine.release_memory(held, query.level == "1") if held else {}
-            return {"freed_bytes": freed}
+            return {"freed_bytes": release_awake(engine, query.tags, query.level == "1")}
 
         async with _running_finished(serving, request, query.mode):
             return await change(serving, release)
@@ -111,8 +108,7 @@ def routes(serving: Serving) -> APIRouter:
         """Take memory again. A part that is awake stays as it is."""
 
         def take(engine: Engine) -> Answer:
-            known = set(MemoryTag) - engine.released_tags
-            engine.resume_memory([tag for tag in memory_tags(query.tags) if tag not in known])
+            resume_asleep(engine, query.tags)
             return {"state": engine.unavailable_reason}
 
         return await change(serving, take)
@@ -141,6 +137,18 @@ def routes(serving: Serving) -> APIRouter:
         return JsonAnswer(await serving.call(reset))
 
     return router
+
+
+def release_awake(engine: Engine, tags: list[str], keep_weights: bool) -> dict[str, int]:
+    """Release what is awake of these parts; bytes by part."""
+    held = [tag for tag in memory_tags(tags) if tag not in engine.released_tags]
+    return engine.release_memory(held, keep_weights) if held else {}
+
+
+def resume_asleep(engine: Engine, tags: list[str] | None) -> None:
+    """Resume what is asleep of these parts; None names all."""
+    known = set(MemoryTag) - engine.released_tags
+    engine.resume_memory([tag for tag in memory_tags(tags) if tag not in known])
 
 
 @asynccontextmanager

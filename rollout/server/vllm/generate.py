@@ -6,12 +6,15 @@ is decoded and encoded again may have other tokens.
 
 from __future__ import annotations
 
+import base64
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
+import numpy as np
 from fastapi import APIRouter, Request, Response
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from rollout.errors import InvalidInputError
@@ -37,10 +40,7 @@ from rollout.server.streams import (
 )
 from rollout.types import EmittedTokens, Rollout, SamplingParams
 
-_HARMLESS_SAMPLING = WITHOUT_EFFECT | {
-    "include_stop_str_in_output",  # no text is answered
-    "routed_experts_prompt_start",  # all positions are told
-}
+_HARMLESS_SAMPLING = WITHOUT_EFFECT | {"include_stop_str_in_output"}  # no text is answered
 
 
 class TokenSamplingBody(SamplingFields):
@@ -49,6 +49,7 @@ class TokenSamplingBody(SamplingFields):
     max_tokens: int | None = None  # default: what the context leaves
     logprobs: int | None = None  # so many of the most likely tokens, beside the sampled one
     prompt_logprobs: NumPromptLogprobs | None = None
+    routed_experts_prompt_start: int = 0  # experts of earlier positions are left out
 
     def to_params(
         self,
@@ -65,6 +66,11 @@ class TokenSamplingBody(SamplingFields):
             raise InvalidInputError(
                 f"{prefix}logprob_token_ids", self.logprob_token_ids, "needs logprobs"
             )
+        if not 0 <= self.routed_experts_prompt_start <= prompt_len:
+            raise InvalidInputError(
+                f"{prefix}routed_experts_prompt_start", self.routed_experts_prompt_start,
+                f"must be in [0, {prompt_len}] of this prompt",
+            )  # fmt: skip
         left = max(1, max_context_len - prompt_len)
         try:
             return self.sampling_params(
@@ -96,6 +102,12 @@ class TokenGenerateBody(BaseModel):
     return_routed_experts: bool | None = None
 
 
+class SkyrlGenerateBody(TokenGenerateBody):
+    """``return_sample_support``: the tokens that truncation left, in rows of top_k."""
+
+    return_sample_support: bool | None = None
+
+
 class _TokenAnswer:
     """The answer to one body, whole or in parts."""
 
@@ -106,11 +118,8 @@ class _TokenAnswer:
         prompt_ids: Sequence[int],
         params: SamplingParams,
         spelling: TokenSpelling,
-        *,
-        lists_experts: bool,
     ) -> None:
         self._body = body
-        self._lists_experts = lists_experts
         self._tells_mask = params.sampling_mask
         self._request_id = request_id
         self._prompt_ids = prompt_ids
@@ -124,7 +133,7 @@ class _TokenAnswer:
             "request_id": self._request_id,
             **prompt_ids,
             "choices": [
-                self._choice(index, rollout) | finish(rollout) | self._experts(rollout)
+                self._choice(index, rollout) | self._end(rollout)
                 for index, rollout in enumerate(rollouts)
             ],
             "prompt_logprobs": of_prompt,
@@ -138,7 +147,7 @@ class _TokenAnswer:
             choice = self._choice(delta.index, delta.tokens)
             if delta.rollout is not None:
                 rollouts.append(delta.rollout)
-                choice |= finish(delta.rollout)
+                choice |= self._end(delta.rollout)
             yield {"request_id": self._request_id, "choices": [choice]}
         options = self._body.stream_options
         if options is not None and options.include_usage:
@@ -155,11 +164,8 @@ class _TokenAnswer:
             **sampling_mask(tokens, self._tells_mask),
         }
 
-    def _experts(self, rollout: Rollout) -> dict[str, Any]:
-        """By position and layer those that a token went to, for SkyRL: as lists."""
-        if not self._lists_experts or rollout.routed_experts is None:
-            return {}
-        return {"routed_experts": rollout.routed_experts.tolist()}
+    def _end(self, rollout: Rollout) -> dict[str, Any]:
+        return finish(rollout, self._body.sampling_params.routed_experts_prompt_start)
 
     def _usage(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
         count = sum(len(rollout.token_ids) for rollout in rollouts)
@@ -172,6 +178,46 @@ class _TokenAnswer:
         }
 
 
+class _SkyrlAnswer(_TokenAnswer):
+    """The answer with arrays as SkyRL packs them: bytes in base64, shape and dtype."""
+
+    def _choice(self, index: int, tokens: EmittedTokens) -> dict[str, Any]:
+        choice = super()._choice(index, tokens)
+        masks = choice.pop("sampling_mask", None)
+        support = None
+        if masks is not None:
+            # Its trainer renormalises over a row, or over all tokens where the row is empty: as it
+            # is where so many tie for the last place that they do not fit.
+            top_k = self._body.sampling_params.top_k or 0
+            rows = np.full((len(masks), top_k), -1, np.int32)
+            logprobs = list(tokens.logprobs)
+            for index, mask in enumerate(masks):
+                if len(mask) <= top_k:
+                    rows[index, : len(mask)] = mask
+                    logprobs[index] = tokens.extras.sampling_logprobs[index]
+            choice["logprobs"] = {"content": [{"logprob": each} for each in logprobs]}
+            support = _packed(rows)
+        return choice | {"rollout_sample_support": support}
+
+    def _end(self, rollout: Rollout) -> dict[str, Any]:
+        experts = rollout.routed_experts
+        if experts is not None:
+            experts = experts[self._body.sampling_params.routed_experts_prompt_start :]
+        end = finish(replace(rollout, routed_experts=None))
+        return end | {"routed_experts": None if experts is None else _packed(_narrowed(experts))}
+
+
+def _packed(values: NDArray) -> dict[str, Any]:
+    data = base64.b64encode(np.ascontiguousarray(values).data).decode("ascii")
+    return {"data": data, "shape": list(values.shape), "dtype": values.dtype.name}
+
+
+def _narrowed(experts: NDArray) -> NDArray:
+    """The ids in the smallest of the dtypes that SkyRL reads, which it insists on."""
+    most = int(experts.max(initial=0))
+    return experts.astype(np.uint8 if most < 2**8 else np.int16 if most < 2**15 else np.int32)
+
+
 def routes(serving: Serving) -> APIRouter:
     router = APIRouter(tags=["vllm"], route_class=OpenAIRoute)
     spelling = TokenSpelling(serving.encoder.tokenizer)
@@ -182,15 +228,25 @@ def routes(serving: Serving) -> APIRouter:
         return await answered(body, request)
 
     @router.post("/skyrl/v1/generate")
-    async def skyrl_generate(body: TokenGenerateBody, request: Request) -> Response:
-        """The same for SkyRL, which replays the experts of each token in training."""
+    async def skyrl_generate(body: SkyrlGenerateBody, request: Request) -> Response:
+        """The same for SkyRL, which replays in training the experts of each token, and the tokens
+        that top_k left."""
+        wants_support = bool(body.return_sample_support)
         if body.stream:
             raise InvalidInputError("stream", True, "/inference/v1/generate streams")
-        asked = body.model_copy(update={"return_routed_experts": True})
-        return await answered(asked, request, lists_experts=True)
+        if wants_support and not 1 < (body.sampling_params.top_k or 0) <= serving.vocab_size:
+            raise InvalidInputError(
+                "sampling_params.top_k", body.sampling_params.top_k,
+                f"return_sample_support needs 2 to {serving.vocab_size}",
+            )  # fmt: skip
+        wants_experts = serving.serve_config.model.record_routes or not wants_support
+        asked = body.model_copy(
+            update={"return_routed_experts": wants_experts, "return_sampling_mask": wants_support}
+        )
+        return await answered(asked, request, _SkyrlAnswer)
 
     async def answered(
-        body: TokenGenerateBody, request: Request, *, lists_experts: bool = False
+        body: TokenGenerateBody, request: Request, kind: type[_TokenAnswer] = _TokenAnswer
     ) -> Response:
         serving.require_model(body.model)
         refuse_unknown(body.model_extra, HARMLESS)
@@ -204,6 +260,7 @@ def routes(serving: Serving) -> APIRouter:
             serving.max_context_len,
             serving.fresh_seed(),
             sampling_mask=bool(body.return_sampling_mask),
+            sampling_logprobs=kind is _SkyrlAnswer and bool(body.return_sampling_mask),
             routed_experts=bool(body.return_routed_experts),
         )
         if body.return_sampling_mask is None:
@@ -213,9 +270,7 @@ def routes(serving: Serving) -> APIRouter:
             SampleRequest(prompt_ids=prompt_ids, params=params, sample_index=index, rid=request_id)
             for index in range(sampling.num_samples)
         ]
-        answer = _TokenAnswer(
-            body, request_id, prompt_ids, params, spelling, lists_experts=lists_experts
-        )
+        answer = kind(body, request_id, prompt_ids, params, spelling)
         if body.stream:
             await while_connected(request, serving.prepare(samples))
             deltas = await open_stream(request, serving.stream(samples))

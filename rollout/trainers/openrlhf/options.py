@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -17,6 +16,7 @@ from rollout.engine.engine import RolloutEngine
 from rollout.engine.rank_processes import open_on_ranks
 from rollout.engine.worker_factory import worker_factory
 from rollout.errors import InvalidInputError
+from rollout.hub import model_folder
 from rollout.trainers.openrlhf.arguments import SIZE
 from rollout.trainers.tensor_parallel import tensor_parallel
 from rollout.validation import checked_flag, checked_seconds
@@ -93,16 +93,6 @@ def split_arguments(arguments: Sequence[str]) -> tuple[OwnOptions, list[str]]:
     return options, rest
 
 
-def model_folder(name_or_path: str) -> str:
-    """A folder as it is; for a name on the hub the folder of its files, fetched where needed."""
-    if Path(name_or_path).is_dir():
-        return name_or_path
-    from huggingface_hub import snapshot_download
-
-    wanted = ["*.safetensors", "*.json", "*.jinja", "tokenizer*"]
-    return snapshot_download(name_or_path, allow_patterns=wanted)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActorSettings:
     """The settings of an actor's engine, sent to it by Ray."""
@@ -119,7 +109,7 @@ class ActorSettings:
 
     def make_engine(self) -> RolloutEngine:
         """Read the model, on as many ranks as it has. Raises what `open_on_ranks` does."""
-        options, folder = self.options, model_folder(self.model)
+        options, folder = self.options, model_folder(self.model, "--actor.model_name_or_path")
         given = {
             **tensor_parallel(self.tensor_parallel_size, folder, f"--{SIZE}"),
             "max_context_len": self.max_context_len,

@@ -9,6 +9,7 @@ from typing import Any
 from rollout.config import EngineConfig, engine_config
 from rollout.engine.worker_factory import WorkerFactory, worker_factory
 from rollout.errors import InvalidInputError
+from rollout.hub import model_folder
 from rollout.trainers.tensor_parallel import tensor_parallel
 from rollout.trainers.verl.sampling import ResponseLimits
 
@@ -139,6 +140,7 @@ def server_options(
     if standalone and rollout.standalone_gpu_memory_utilization is not None:
         fraction = rollout.standalone_gpu_memory_utilization
     replays = bool(getattr(rollout, "enable_rollout_routing_replay", False))
+    folder = model_folder(model.local_path, "actor_rollout_ref.model.path")
     engine = {
         "tokenizer": model.local_tokenizer_path,
         "dtype": rollout.dtype,
@@ -148,7 +150,7 @@ def server_options(
         "max_context_len": rollout.max_model_len,
         "prefix_cache": rollout.enable_prefix_caching,
         "record_routes": replays,
-        **tensor_parallel(rollout.tensor_model_parallel_size, model.local_path, SIZE),
+        **tensor_parallel(rollout.tensor_model_parallel_size, folder, SIZE),
     } | own
     eos = getattr(model.tokenizer, "eos_token_id", None)
     options = ServerOptions(

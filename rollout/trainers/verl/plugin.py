@@ -20,8 +20,10 @@ def _register() -> None:
 
 
 def _replica_class() -> type:
+    from rollout.trainers.verl.metrics import log_with_trainer
     from rollout.trainers.verl.replica import SpecrolloutReplica
 
+    log_with_trainer()
     return SpecrolloutReplica
 
 

@@ -6,9 +6,9 @@ Where the model is on several ranks, the actor's process is rank 0 and starts th
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import os
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +19,7 @@ from verl.workers.config import HFModelConfig
 from verl.workers.rollout.replica import TokenOutput
 
 from rollout.engine.engine import RolloutEngine
+from rollout.engine.metrics import EngineMetrics
 from rollout.engine.rank_processes import open_on_ranks
 from rollout.engine.tokenizer import prompt_group
 from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
@@ -61,7 +62,6 @@ class Server:
         self._sends_back = False
         self._step = 0  # the trainer's, of the weights in use
         self._step_of = {0: 0}  # the engine's weight versions -> the trainer's steps
-        self._counts: Counter[str] = Counter()  # of what ended under the weights in use
 
     async def launch(self) -> None:
         """Read the model; then requests are taken."""
@@ -135,13 +135,6 @@ class Server:
 
     def _output(self, rollout: Rollout, wants_logprobs: bool) -> TokenOutput:
         stats = rollout.stats
-        self._counts.update(
-            rollouts=1,
-            tokens=len(rollout.token_ids),
-            verify_steps=stats.verify_steps,
-            drafted=stats.drafted,
-            accepted=stats.accepted,
-        )
         raw = self._options.raw_logprobs
         logprobs = rollout.extras.raw_logprobs if raw else rollout.logprobs
         steps = [self._step_of[version] for version in rollout.weight_versions] or [self._step]
@@ -188,6 +181,10 @@ class Server:
         self._sends_back = False
         await self._engine.call(lambda engine: engine.continue_generation())
 
+    async def metrics(self) -> EngineMetrics:
+        """The engine's totals, for the trainer's log."""
+        return await self._engine.call(lambda engine: copy.copy(engine.metrics()))
+
     # Weights
 
     async def begin_weight_update(self, lora_scaling: float | None = None) -> None:
@@ -227,25 +224,9 @@ class Server:
 
     async def set_global_steps(self, global_steps: int) -> None:
         """The trainer's step of the weights in use."""
-        self._log_counts()
         self._step = global_steps
         version = await self._engine.call(lambda engine: engine.weight_version)
         self._step_of[version] = global_steps
-
-    def _log_counts(self) -> None:
-        counts, self._counts = self._counts, Counter()
-        if verify_steps := counts["verify_steps"]:
-            logger.info(
-                "replica %d, step %d: %d rollouts, %d tokens, accept length %.2f, %d of %d draft "
-                "tokens accepted",
-                self._replica_rank,
-                self._step,
-                counts["rollouts"],
-                counts["tokens"],
-                (verify_steps + counts["accepted"]) / verify_steps,
-                counts["accepted"],
-                counts["drafted"],
-            )
 
     # Memory. A standalone server shares its device with nobody, and stays awake.
 

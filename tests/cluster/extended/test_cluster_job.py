@@ -45,7 +45,7 @@ def start(tiny_model_path: Path, tmp_path: Path) -> Iterator:
         "sampling.max_new_tokens=60", "sampling.ignore_eos=true", "sampling.seed=11",
         "memory.max_kv_tokens=2048", "scheduler.max_running=4", "scheduler.max_step_tokens=16",
         "scheduler.chunk_len=8", "num_threads=1", "spec.corpus_bytes=1048576",
-        f"log.jsonl={tmp_path / 'log.jsonl'}", f"hydra.run.dir={tmp_path / 'hydra'}",
+        f"hydra.run.dir={tmp_path / 'hydra'}",
     ]  # fmt: skip
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "PYTHONPATH": path}
@@ -80,7 +80,6 @@ def test_stopped_by_ctrl_c_and_resumed_while_a_replica_is_killed(start, tmp_path
     process = start(alone)
     process.join(HANG_SECONDS)
     assert process.exitcode == 0, log.read_text()
-    (tmp_path / "log.jsonl").unlink()
 
     process = start(output, *RAY, "parallel=tensor", "parallel.size=2", stops_after=20)
     wait_until_stopped(process, log)
@@ -105,7 +104,7 @@ def test_stopped_by_ctrl_c_and_resumed_while_a_replica_is_killed(start, tmp_path
     wait_until_gone(replicas)
     assert "died and is started anew" in log.read_text()
     assert output.read_bytes() == alone.read_bytes()
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in Path(f"{output}.log.jsonl").read_text().splitlines()]
     assert {line["kind"] for line in lines} >= {"run", "step", "rollout", "totals"}
     assert sum(line["kind"] == "rollout" for line in lines) == NUM_PROMPTS * N
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 
-from rollout.offline import LogConfig
 from rollout.report import write_report
 from rollout.types import SamplingParams
 from tests.helpers.browser import Tab, browser
@@ -22,11 +20,11 @@ def log(tiny_model_path, tmp_path_factory):
     """The log of a job on the tiny model, with what a longer one would have learned, and with a
     rollout whose text is an attack."""
     folder = tmp_path_factory.mktemp("run")
-    path = folder / "run.jsonl"
     prompts = [{"prompt": [5 + i, 6, 7]} for i in range(6)]
     params = SamplingParams(temperature=0.6, max_new_tokens=40, n=4, seed=3)
     config = small_job(tiny_model_path, folder, prompts, params)
-    run(replace(config, log=LogConfig(jsonl=str(path))), "ngram")
+    run(config, "ngram")
+    path = folder / "rollouts.jsonl.log.jsonl"
     with path.open("a") as file:
         file.write(json.dumps(learned_line()) + "\n")
     output = folder / "rollouts.jsonl"

@@ -1,10 +1,6 @@
 """Agents' own clients, unmodified, against the server.
 
-They run in an environment of their own, which the tests skip without::
-
-    python -m venv build/venv-agents
-    build/venv-agents/bin/pip install verifiers langchain-openai -e '.[demo,server]'
-    build/venv-agents/bin/pip install --no-deps skyrl
+Each runs in a process of its own. `make test-agents` makes the environment that has them all.
 """
 
 from __future__ import annotations
@@ -12,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,9 +27,6 @@ from tests.server.test_openai_tools import CHAIN, OTHERS, TEMPLATE
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[2] / "examples"
-PYTHON = Path(os.environ.get("AGENTS_PYTHON", HERE.parents[2] / "build/venv-agents/bin/python"))
-
-pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason=f"{PYTHON} is not there")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +45,6 @@ def tools_live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def grammar_live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    pytest.importorskip("llguidance")
     model = save_byte_model(tmp_path_factory.mktemp("byte-model"), max_positions=1024)
     settings = json.loads((model / "tokenizer_config.json").read_text())
     settings["chat_template"] += "{% if tools %}{% endif %}"
@@ -62,15 +55,9 @@ def grammar_live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         yield live
 
 
-def require(module: str) -> None:
-    """Skip where the environment lacks a package."""
-    if not list(PYTHON.parents[1].glob(f"lib/python*/site-packages/{module}")):
-        pytest.skip(f"{module} is not in {PYTHON}'s environment")
-
-
 def run(script: str, *arguments: str) -> Any:
     found = subprocess.run(
-        [PYTHON, HERE / script, *arguments],
+        [sys.executable, HERE / script, *arguments],
         capture_output=True,
         text=True,
         timeout=HANG_SECONDS,
@@ -101,7 +88,6 @@ def test_verifiers(tools_live: Live) -> None:
 
 
 def test_renderers(tmp_path: Path) -> None:
-    require("renderers")
     model = save_text_model(tmp_path / "policy", max_positions=512)
     with run_server(model, {"num_threads": 1}, {}) as live, live.client() as client:
         first, second = run("renderers_client.py", live.url, str(model))
@@ -123,7 +109,6 @@ def test_renderers(tmp_path: Path) -> None:
 
 
 def test_skyrl(tmp_path: Path) -> None:
-    require("skyrl")
     model = save_text_model(tmp_path / "policy", max_positions=512)
     second = save_tiny_llama(tmp_path / "second", max_positions=512, seed=1)
     adapter = tmp_path / "adapter"
@@ -136,13 +121,16 @@ def test_skyrl(tmp_path: Path) -> None:
     tensors = {f"{layer}.{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
     save_file(tensors, adapter / "adapter_model.safetensors")
     with run_server(model, {"num_threads": 1}, {"weights_root": str(tmp_path)}) as live:
-        answer = run("skyrl_client.py", live.url, str(second / "model.safetensors"), str(adapter))
+        paths = [model, second / "model.safetensors", adapter]
+        answer = run("skyrl_client.py", live.url, *map(str, paths))
     ids, logprobs, texts = answer["before"]
     assert [len(each) for each in ids] == [len(each) for each in logprobs] == [9, 9]
     assert all(texts)
-    policies = [answer[name] for name in ("before", "updated", "adapted")]
+    policies = [answer[name] for name in ("before", "sent", "updated", "adapted")]
     assert all(policies.count(each) == 1 for each in policies)
     assert answer["updated"] == answer["awake"] == answer["unloaded"]
+    for sampled, rows in zip(answer["cut"], answer["support"], strict=True):
+        assert all(token in row for token, row in zip(sampled, rows, strict=True))
     assert answer["sampled"] == [3, 3]
     assert answer["text"] == ["one two"]
 
@@ -179,7 +167,8 @@ COSTS = ("accept_length", "cached", "rollout_seconds", "train_seconds", "sync_se
 def train(model: Path, log: Path, *options: str) -> list[dict[str, Any]]:
     """The events of a short run of the example."""
     command = [
-        PYTHON, "-W", "ignore", EXAMPLES / "agents_grpo.py", "--model", model, "--output", log,
+        sys.executable, "-W", "ignore", EXAMPLES / "agents_grpo.py", "--model", model,
+        "--output", log,
         "--port", str(free_port()), "--steps", "2", "--prompts", "2", "--samples", "2",
         "--held-out", "2", "--max-new-tokens", "120", "--lr", "1e-3", *options,
     ]  # fmt: skip

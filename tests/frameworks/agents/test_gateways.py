@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.frameworks.agents.test_agents import PYTHON, require
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.ports import free_port
 from tests.helpers.text_model import save_text_model
@@ -22,8 +22,6 @@ GATEWAYS = ("sglang_router", "smg", "vllm_router")
 CHAT = {"messages": [{"role": "user", "content": "one two"}], "max_tokens": 9, "seed": 3}
 LOGPROBS = {"logprobs": True, "top_logprobs": 2, "temperature": 0.8}
 TOKENS = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 9, "seed": 3, "logprobs": 0}}
-
-pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason=f"{PYTHON} is not there")
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +36,9 @@ def gateway(
     request: pytest.FixtureRequest, server: Live, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[httpx.Client]:
     """A client of the gateway, whose one worker is the server."""
-    require(request.param)
     port, log = free_port(), tmp_path_factory.mktemp("gateway") / "log"
     command = [
-        PYTHON, "-m", f"{request.param}.launch_router", "--worker-urls", server.url,
+        sys.executable, "-m", f"{request.param}.launch_router", "--worker-urls", server.url,
         "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port()),
         "--policy", "round_robin",
     ]  # fmt: skip

@@ -1,32 +1,24 @@
-"""AReaL's own remote engine, unmodified, against the server: what it asks for and reads back.
-
-Needs areal==1.0.4 (``pip install --no-deps``) and what its modules import: aiohttp, pybase64,
-torchdata, tensordict, flask, lark, numba, orjson, ...
-"""
+"""AReaL's own remote engine, unmodified, against the server: what it asks for and reads back."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
-
-pytest.importorskip("areal")
-
 from areal.api import ModelAllocation, ModelRequest, ParamSpec, WeightUpdateMeta
 from areal.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
 from areal.engine.core.distributed import init_custom_process_group
 from areal.engine.sglang_remote import RemoteSGLangEngine, SGLangBackend
 from areal.infra.remote_inf_engine import _init_weights_update_group_remote
+from safetensors.torch import load_file
 
 from rollout import RolloutEngine, SamplingParams
-from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.ports import free_port
 from tests.helpers.text_model import save_text_model
 from tests.server.conftest import Live, run_server
@@ -87,13 +79,13 @@ def test_generation(remote, live, root):
     assert response.stop_reason == "length"
 
 
-def test_a_rollout_that_a_pause_cuts_goes_on_after_it(remote):
+def test_a_rollout_that_a_pause_cuts_goes_on_after_it(remote, live):
     """AReaL resubmits the prompt with what it has, and gets the tokens of an undisturbed one."""
     whole = generate(remote, 300).output_tokens
     cut = threading.Thread(target=lambda: found.append(generate(remote, 300)))
     found: list = []
     cut.start()
-    time.sleep(0.1)
+    wait_until(lambda: live.serving.loop.num_unfinished)
     remote.pause()  # its clients wait before they submit again
     remote.pause_generation()
     remote.continue_generation()

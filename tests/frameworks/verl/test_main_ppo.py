@@ -55,11 +55,9 @@ def test_two_replicas_and_one_of_two_ranks(checkpoint, tmp_path):
         for size in (1, 2)
     )
     reward = runpy.run_path(str(EXAMPLE))["compute_score"]
-    for outcome, replicas in ((two, {"0", "1"}), (one, {"0"})):
+    for outcome in (two, one):
         assert_probabilities_are_the_trainers(outcome, steps=2)
-        accepted = re.findall(r"replica (\d), step \d: .* (\d+) of \d+ draft", outcome.worker_logs)
-        assert {replica for replica, _ in accepted} == replicas
-        assert sum(int(count) for _, count in accepted) > 0
+        assert all(step["specrollout/accept_length"] > 1 for step in outcome.steps)
         for sample in outcome.samples:
             rated = reward(sample["input"], sample["output"], sample["gts"])
             assert sample["score"] == pytest.approx(rated)
@@ -80,10 +78,12 @@ def test_colocate_async_on_a_replica_of_two_ranks(checkpoint, tmp_path):
         "trainer.v1.trainer_mode=colocate_async",
         TWO_RANKS,
         NO_LEARNING,
+        f"{ROLLOUT}.engine_kwargs.specrollout.spec_options.budget=learned",
         workers=2,
     )
     assert_probabilities_are_the_trainers(outcome, steps=2)
-    assert re.search(r"replica 0, step \d: ", outcome.worker_logs)
+    assert all(step["specrollout/accept_length"] >= 1 for step in outcome.steps)
+    assert all("specrollout/saved_seconds" in step for step in outcome.steps)
 
 
 def test_separate_async_with_rollouts_cut_by_updates(checkpoint, tmp_path):
@@ -106,3 +106,4 @@ def test_separate_async_with_rollouts_cut_by_updates(checkpoint, tmp_path):
     assert re.search(r"replica 1: cut \d+ requests", outcome.worker_logs)
     spans = [step["training/off_policy/trajectory_spans/max"] for step in outcome.steps]
     assert spans[2] == 2  # what was held went on under later weights
+    assert all(step["specrollout/accept_length"] > 1 for step in outcome.steps)

@@ -10,8 +10,8 @@ import pytest
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.errors import InvalidInputError
-from rollout.offline.compare.command import run_compare
-from rollout.offline.compare.comparison import Comparison, Work
+from rollout.offline.compare.command import ComparedRow, advice, run_compare
+from rollout.offline.compare.comparison import Compared, Comparison, Work
 from rollout.offline.compare.paired_times import PairedTimes, SpeedupVerdict
 from tests.helpers.tiny_draft import save_tiny_eagle3
 
@@ -55,6 +55,22 @@ def test_too_few_pairs_say_nothing():
     assert times.verdict is SpeedupVerdict.PAYS
     assert str(times) == "2.00x \N{PLUS-MINUS SIGN} 0.00"
     assert PairedTimes().speedup == 1.0
+
+
+@pytest.mark.parametrize(
+    ("speedup", "noise", "tokens", "says"),
+    [
+        (1.4, 0.02, 150, "temperature 1: spec=ngram pays with 4 requests together"),
+        (1.0, 0.02, 110, "No speedup at temperature 1: outputs rarely repeat, so drafting stops"),
+        (1.0, 0.02, 150, "No speedup at temperature 1"),
+        (1.0, 1.0, 150, "Inconclusive at temperature 1: raise --minutes, or use an idle machine"),
+    ],
+)
+def test_advice(speedup, noise, tokens, says):
+    times = drawn(np.random.default_rng(3), speedup, 24, noise)
+    compared = Compared(times=times, tokens=tokens, target_forwards=100)
+    row = ComparedRow(kind="ngram", temperature=1.0, width=4, compared=compared)
+    assert advice([row]) == says
 
 
 def test_two_engines_step_in_turns_and_change_sides(tiny_model_path):

@@ -1,0 +1,89 @@
+"""Experiment trackers, which show the counters of a run's steps beside those of other runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollout.errors import MetricsError
+from rollout.offline.config import Tracker
+
+PROJECT = "specrollout"
+"""The project of runs, for trackers that need one and where no environment variable names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrackerRun:
+    """One run of a tracker."""
+
+    log: Callable[[dict[str, float], int], None]  # counters by name, and the step they are of
+    close: Callable[[], None]
+
+
+def open_tracker(
+    tracker: Tracker, folder: Path, name: str, settings: Mapping[str, Any]
+) -> TrackerRun:
+    """A new run of ``tracker``. Where it goes is the tracker's own configuration.
+
+    Args:
+        folder: TensorBoard's event files are written here; other trackers have places of their own.
+        name: the run's, for people.
+        settings: JSON-able; shown beside the run.
+
+    Raises MetricsError with the tracker's own reason: no key, no server, ...
+    """
+    try:
+        return _OPENERS[tracker](folder, name, dict(settings))
+    except Exception as error:  # each has classes of its own
+        raise MetricsError(f"log.tracker={tracker} cannot be opened: {error}") from error
+
+
+def _tensorboard(folder: Path, name: str, settings: dict[str, Any]) -> TrackerRun:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(folder))
+
+    def log(values: dict[str, float], step: int) -> None:
+        for counter, value in values.items():
+            writer.add_scalar(counter, value, step)
+
+    return TrackerRun(log, writer.close)
+
+
+def _wandb(folder: Path, name: str, settings: dict[str, Any]) -> TrackerRun:
+    import wandb
+
+    project = os.environ.get("WANDB_PROJECT", PROJECT)
+    run = wandb.init(project=project, name=name, config=settings)
+    return TrackerRun(run.log, run.finish)
+
+
+def _trackio(folder: Path, name: str, settings: dict[str, Any]) -> TrackerRun:
+    import trackio
+
+    run = trackio.init(PROJECT, name=name, config=settings)
+    return TrackerRun(run.log, run.finish)
+
+
+def _mlflow(folder: Path, name: str, settings: dict[str, Any]) -> TrackerRun:
+    import mlflow
+
+    mlflow.start_run(run_name=name)
+    mlflow.log_params(settings)
+
+    def log(values: dict[str, float], step: int) -> None:
+        # Into a database of this machine, a call that waits takes 34 ms.
+        mlflow.log_metrics(values, step, synchronous=False)
+
+    return TrackerRun(log, mlflow.end_run)
+
+
+_OPENERS: dict[Tracker, Callable[[Path, str, dict[str, Any]], TrackerRun]] = {
+    Tracker.tensorboard: _tensorboard,
+    Tracker.wandb: _wandb,
+    Tracker.trackio: _trackio,
+    Tracker.mlflow: _mlflow,
+}
