@@ -12,8 +12,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from rollout import RolloutEngine
-from rollout.trainers.trl import SpecRollout, specrollout_generation
+from rollout.trainers.trl import specrollout_generation
 from tests.helpers.text_model import WORDS
 
 PROMPTS = [f"{first} {second} {first}" for first in WORDS[:4] for second in WORDS[:4]]
@@ -74,34 +73,6 @@ def spec_options(spec: str) -> dict[str, Any]:
     return {"budget": "fixed", "calibration_seconds": 0.0} if spec == "ngram" else {}
 
 
-def small_engine(model: Path, spec: str = "ngram", **options: Any) -> RolloutEngine:
-    return RolloutEngine.from_pretrained(
-        str(model), spec, spec_options=spec_options(spec), dtype="float32", **options
-    )
-
-
-def by_rollout_func(
-    model: Path,
-    folder: Path,
-    spec: str = "ngram",
-    *,
-    arguments: dict[str, Any] | None = None,
-    sleep: bool = False,
-    **options: Any,
-) -> GRPOTrainer:
-    """``options`` are the config's, ``arguments`` the trainer's."""
-    return GRPOTrainer(
-        **{
-            "model": str(model),
-            "reward_funcs": WordReward(),
-            "args": config(folder, **options),
-            "train_dataset": conversations(),
-            "rollout_func": SpecRollout(small_engine(model, spec), sleep=sleep),
-        }
-        | (arguments or {})
-    )
-
-
 def by_generation(
     model: Path,
     folder: Path,
@@ -113,7 +84,7 @@ def by_generation(
     **options: Any,
 ) -> Any:
     """``options`` are the config's, ``arguments`` the trainer's, ``ours`` the context's."""
-    with specrollout_generation(spec, spec_options=spec_options(spec), **(ours or {})):
+    with specrollout_generation(spec, **{"spec_options": spec_options(spec)} | (ours or {})):
         return trainer(
             **{
                 "model": str(model),
@@ -150,14 +121,8 @@ def run(trainer: Any, resume_from_checkpoint: str | None = None) -> RunRecord:
             name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()
         },
         logs=trainer.state.log_history,
-        accepted=engine_of(trainer).metrics().accepted,
+        accepted=trainer.vllm_generation.engine.status().total.accepted,
     )
-
-
-def engine_of(trainer: Any) -> RolloutEngine:
-    if getattr(trainer, "rollout_func", None) is not None:
-        return trainer.rollout_func.engine
-    return trainer.vllm_generation.engine
 
 
 class _BatchWatcher(TrainerCallback):

@@ -1,8 +1,9 @@
-"""Trainers with ``use_vllm=True`` inside specrollout_generation, and SpecRollout, without vLLM."""
+"""Trainers with ``use_vllm=True`` inside specrollout_generation, without vLLM."""
 
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,21 +14,17 @@ import torch
 pytest.importorskip("trl")
 
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer, rloo_trainer
 
+from rollout.cluster.config import ClusterConfig
 from rollout.errors import InvalidInputError
 from rollout.trainers.trl import specrollout_generation
 from rollout.trainers.trl.engine_options import model_folder
 from rollout.trainers.trl.generation import SpecGeneration
-from tests.helpers.trl_runs import (
-    assert_same_run,
-    by_generation,
-    by_rollout_func,
-    run,
-    spec_options,
-)
+from tests.cluster.thread_pool import ThreadPool
+from tests.helpers.trl_runs import assert_same_run, by_generation, run, spec_options
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
@@ -38,6 +35,7 @@ def test_trl_is_as_it_was_outside() -> None:
         assert rloo_trainer.VLLMGeneration is not VLLMGeneration
     assert grpo_trainer.VLLMGeneration is VLLMGeneration
     assert rloo_trainer.VLLMGeneration is VLLMGeneration
+    assert not hasattr(Trainer, "vllm_generation")
 
 
 def test_speculation_cannot_be_seen_and_the_correction_sees_our_logprobs(
@@ -47,6 +45,8 @@ def test_speculation_cannot_be_seen_and_the_correction_sees_our_logprobs(
     drafted = run(by_generation(model, tmp_path / "ngram", "ngram", temperature=0.9))
     assert drafted.accepted > 10
     assert_same_run(plain, drafted)
+    assert plain.column("specrollout/accept_length") == [1.0] * 3
+    assert min(drafted.column("specrollout/accept_length")) > 1
     differences = drafted.column("sampling/sampling_logp_difference/max")
     assert len(differences) == 3
     assert all(0 < difference < 2e-5 for difference in differences)
@@ -54,8 +54,13 @@ def test_speculation_cannot_be_seen_and_the_correction_sees_our_logprobs(
     assert ratios == pytest.approx([1.0] * 3, abs=1e-4)
     untrained = AutoModelForCausalLM.from_pretrained(model).lm_head.weight
     assert not torch.equal(untrained, drafted.weights["lm_head.weight"])
-    other = run(by_rollout_func(model, tmp_path / "func", max_steps=1, temperature=0.9))
-    assert other.completion_ids == drafted.completion_ids[:1]
+    usual = {"ours": {"spec_options": {}}}  # with the learned budget
+    trainer = by_generation(model, tmp_path / "learned", temperature=0.9, **usual)
+    learned = run(trainer)
+    assert_same_run(plain, learned)
+    saved = trainer.vllm_generation.engine.metrics().saved_seconds
+    assert saved != 0
+    assert sum(learned.column("specrollout/saved_seconds")) == pytest.approx(saved)
 
 
 def test_adapters_come_merged_or_alone(model: Path, tmp_path: Path) -> None:
@@ -68,33 +73,21 @@ def test_adapters_come_merged_or_alone(model: Path, tmp_path: Path) -> None:
     assert_same_run(merged, run(by_generation(model, tmp_path / "alone", **peft, **ours)))
 
 
-def test_a_rollout_func_that_cannot_be_honoured_runs_nothing(model: Path, tmp_path: Path) -> None:
-    trainer = by_rollout_func(model, tmp_path, generation_kwargs={"num_beams": 2})
-    serve = trainer.rollout_func
-    with pytest.raises(InvalidInputError, match="num_beams"):
-        serve(["one two"], trainer)
-    trainer.tools = [print]
-    with pytest.raises(InvalidInputError, match=r"tools.*specrollout_generation"):
-        serve(["one two"], trainer)
-    trainer.tools, trainer.args.generation_kwargs = [], {}
-    pictured = [[{"role": "user", "content": [{"type": "image"}]}]]
-    with pytest.raises(InvalidInputError, match="content must be text"):
-        serve(pictured, trainer)
-    assert serve.engine.metrics().steps == 0
-    with pytest.raises(InvalidInputError, match="serves one trainer"):
-        serve(["one two"], by_rollout_func(model, tmp_path))
+def test_a_run_with_replicas_is_that_of_one_engine(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray")
 
+    def on_threads(config: Any, factory: Any, cluster: ClusterConfig) -> ThreadPool:
+        return ThreadPool(config, factory, [f"replica-{i}" for i in range(cluster.replicas)])
 
-def test_what_stands_for_an_empty_completion_is_not_trained_on(model: Path, tmp_path: Path) -> None:
-    """A model whose logits are no numbers can emit nothing at all."""
-    trainer = by_rollout_func(model, tmp_path)
-    assert min(map(min, trainer.rollout_func(["one two"] * 4, trainer)["env_mask"])) == 1
-    with torch.no_grad():
-        trainer.model.lm_head.weight.fill_(math.nan)
-    trainer.state.global_step = 1
-    found = trainer.rollout_func(["one two"] * 4, trainer)
-    assert found["completion_ids"] == [[2]] * 4
-    assert (found["logprobs"], found["env_mask"]) == ([[None]] * 4, [[0]] * 4)
+    monkeypatch.setattr("rollout.cluster.ray.pool.RayPool", on_threads)
+    one = run(by_generation(model, tmp_path / "one"))
+    ours = {"cluster": "ray", "cluster_options": {"replicas": 2}}
+    trainer = by_generation(model, tmp_path / "two", ours=ours, vllm_enable_sleep_mode=True)
+    with closing(trainer.vllm_generation.engine) as cluster:
+        assert_same_run(one, run(trainer))
+        assert cluster.weight_version == 3
 
 
 OURS: dict[str, Any] = {

@@ -23,6 +23,8 @@ OPTIONS: dict[str, Any] = {
     "repetition_penalty": 1.1,
     "max_completion_length": 12,
     "eos_token_ids": [2, 5],
+    "top_logprobs": 0,
+    "generation_kwargs": {},
 }
 
 
@@ -52,7 +54,7 @@ def test_generation_kwargs_go_over_the_others() -> None:
     plain = sampling_params(**OPTIONS)
     for name, value, changed in CHANGES:
         expected = {field: getattr(plain, field) for field in SamplingParams.__slots__} | changed
-        found = sampling_params(**OPTIONS, generation_kwargs={name: value})
+        found = sampling_params(**OPTIONS | {"generation_kwargs": {name: value}})
         assert found == SamplingParams(**expected), name
 
 
@@ -62,7 +64,7 @@ def test_what_cannot_be_honoured_is_refused_by_name() -> None:
         ("do_sample", False),
     ):
         with pytest.raises(InvalidInputError, match=rf"generation_kwargs\['{name}'\]"):
-            sampling_params(**OPTIONS, generation_kwargs={name: value})
+            sampling_params(**OPTIONS | {"generation_kwargs": {name: value}})
     with pytest.raises(InvalidInputError, match="temperature=0"):
         sampling_params(**OPTIONS | {"temperature": 0.0})
 

@@ -19,7 +19,8 @@ from rollout.trainers.trl.colocated import ColocatedEngine
 from rollout.trainers.trl.server_engine import ServerEngine
 from rollout.types import Rollout, SamplingParams
 from tests.helpers.hang import HANG_SECONDS
-from tests.helpers.trl_runs import by_generation, run, small_engine
+from tests.helpers.trainer_checks import engine_of
+from tests.helpers.trl_runs import by_generation, run
 from tests.server.conftest import run_server
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -47,7 +48,7 @@ def test_rollouts_are_those_of_an_engine_in_the_process(
         ignore_eos=True, logit_bias={7: 1.0}, repetition_penalty=1.1,
     )  # fmt: skip
     prompts, seeds = [[7, 8], [7, 8], [9, 10, 11]], [2**63 + 5, 2**63 + 6, 7]
-    own = ColocatedEngine(small_engine(model), torch.nn.Linear(1, 1))
+    own = ColocatedEngine(engine_of(model), torch.nn.Linear(1, 1))
     wanted = own.generate(prompts, params, seeds, samples_per_prompt=1)
     found = ServerEngine(url, HANG_SECONDS).generate(prompts, params, seeds)
     assert seen(found) == seen(wanted)
@@ -65,6 +66,8 @@ def test_a_run_is_that_of_an_engine_in_the_process(model: Path, url: str, tmp_pa
     trainer.train()
     assert trainer.reward_funcs[0].completion_ids == own.completion_ids
     assert trainer.vllm_generation.engine.weight_version == 3
+    accept_lengths = [each["specrollout/accept_length"] for each in trainer.state.log_history[:3]]
+    assert min(accept_lengths) >= 1
 
 
 def test_an_update_that_fails_is_abandoned(model: Path, url: str) -> None:

@@ -1,6 +1,5 @@
-"""TRL 1.16: generation for its trainers. The asynchronous one's part is in ``async_grpo``."""
+"""TRL 1.16: generation for its trainers."""
 
 from rollout.trainers.trl.patch import specrollout_generation
-from rollout.trainers.trl.rollout_func import SpecRollout
 
-__all__ = ["SpecRollout", "specrollout_generation"]
+__all__ = ["specrollout_generation"]

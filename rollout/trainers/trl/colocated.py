@@ -17,6 +17,8 @@ from rollout.sampling.seeds import derive_seed
 from rollout.trainers.hook import RolloutHook
 from rollout.types import FinishReason, MemoryTag, Rollout, SamplingParams
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(slots=True)
 class TrlSampleSeeds:
@@ -54,9 +56,6 @@ class TrlSampleSeeds:
             derive_seed(round_seed, *divmod(first + index, samples_per_prompt))
             for index in range(size)
         ]
-
-
-_log = logging.getLogger(__name__)
 
 
 class ColocatedEngine:
@@ -160,7 +159,7 @@ class ColocatedEngine:
         engine = self.engine
         if engine.has_unfinished:
             raise InvalidInputError(
-                "engine", "busy", "requests of others are in it; give the trainer one of its own"
+                "engine", "busy", "requests of others are in it; let them end first"
             )
         index_of: dict[int, int] = {}
         try:

@@ -142,7 +142,7 @@ def require_supported(
         raise InvalidInputError(
             "fsdp_version",
             1,
-            "must be 2: FSDP1 wraps what the trainer hands over later; or use rollout_func",
+            "must be 2: FSDP1 wraps the model later than the trainer hands it over",
         )
     if model_impl not in ("auto", "vllm"):
         raise InvalidInputError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,8 @@ from rollout.trainers.trl.engine_options import (
     require_servers_own,
     require_supported,
 )
-from rollout.trainers.trl.sampling import completion_of, sampling_params
+from rollout.trainers.trl.metrics import DraftMetrics
+from rollout.trainers.trl.sampling import sampling_params
 from rollout.trainers.trl.server_engine import ServerEngine, ServerGeneration
 from rollout.types import Rollout
 
@@ -80,7 +80,9 @@ class SpecGeneration:
         )
         self._model = model
         self._with_logprobs = logprobs is not None
-        self._filler_id = _eos_token_ids(model, processing_class)[0]
+        eos_token_ids = _eos_token_ids(model, processing_class)
+        self._filler_id = eos_token_ids[0]  # TRL reads the last token of each completion
+        own_sampling = generation_kwargs or {}
         self._params = sampling_params(
             temperature=temperature,
             top_p=top_p,
@@ -88,12 +90,12 @@ class SpecGeneration:
             min_p=min_p,
             repetition_penalty=repetition_penalty,
             max_completion_length=max_completion_length,
-            eos_token_ids=_eos_token_ids(model, processing_class),
+            eos_token_ids=eos_token_ids,
             top_logprobs=logprobs or 0,
-            generation_kwargs=generation_kwargs,
+            generation_kwargs=own_sampling,
         )
         rank = accelerator.process_index
-        run_seed = (generation_kwargs or {}).get("seed")
+        run_seed = own_sampling.get("seed")
         if run_seed is None:  # most trainers have seeded torch with their seed plus the rank
             run_seed = torch.initial_seed() - rank
         self._seeds = TrlSampleSeeds(run_seed, rank)
@@ -137,7 +139,9 @@ class SpecGeneration:
             self._generation = ColocatedEngine(
                 engine, model, sleep=enable_sleep_mode, adapters_only=adapters_only
             )
+        self._metrics = DraftMetrics(None if isinstance(self.engine, ServerEngine) else self.engine)
         self._num_syncs = 0
+        self.trainer: Any = None  # whose log gets the metrics; set when it takes this over
         # Where TRL's tool loop looks up how long a conversation may become.
         limit = self.engine.max_context_len
         self.llm = SimpleNamespace(
@@ -179,31 +183,31 @@ class SpecGeneration:
             rollouts = self._generation.generate(
                 prompts, self._params, seeds, samples_per_prompt=num_generations
             )
-        completions = [completion_of(rollout, self._filler_id) for rollout in rollouts]
-        completion_ids = [each.token_ids for each in completions]
+        if self.trainer is not None:
+            self._metrics.add(self.trainer, rollouts)
+        completion_ids = [rollout.token_ids or [self._filler_id] for rollout in rollouts]
         if not self._with_logprobs:
             return prompts, completion_ids, None, None
-        ranked = [
-            _ranked(rollout, each.token_ids, each.logprobs)
-            for rollout, each in zip(rollouts, completions, strict=True)
-        ]
+        ranked = [self._ranked(rollout) for rollout in rollouts]
         logprobs = [[[logprob for _, logprob in token] for token in each] for each in ranked]
         token_ids = [[[token_id for token_id, _ in token] for token in each] for each in ranked]
         return prompts, completion_ids, logprobs, token_ids
 
+    def _ranked(self, rollout: Rollout) -> list[list[tuple[int, float | None]]]:
+        """Per token: (id, logprob) of the sampled one and of the most likely ones, those first.
 
-def _ranked(
-    rollout: Rollout, token_ids: Sequence[int], logprobs: Sequence[float | None]
-) -> list[list[tuple[int, float | None]]]:
-    """Per token: (id, logprob) of the sampled one and of the most likely ones, those first."""
-    sampled = list(zip(token_ids, logprobs, strict=True))
-    if not rollout.extras.top_logprobs:
-        return [[token] for token in sampled]
-    ranked: list[list[tuple[int, float | None]]] = []
-    for token, likely in zip(sampled, rollout.extras.top_logprobs, strict=True):
-        among_them = any(token_id == token[0] for token_id, _ in likely)
-        ranked.append([*likely] if among_them else [*likely, token])
-    return ranked
+        None: unknown, which TRL takes for the trainer's own.
+        """
+        if not rollout.token_ids:
+            return [[(self._filler_id, None)]]
+        sampled = zip(rollout.token_ids, rollout.logprobs, strict=True)
+        if not rollout.extras.top_logprobs:
+            return [[token] for token in sampled]
+        ranked: list[list[tuple[int, float | None]]] = []
+        for token, likely in zip(sampled, rollout.extras.top_logprobs, strict=True):
+            among_them = any(token_id == token[0] for token_id, _ in likely)
+            ranked.append([*likely] if among_them else [*likely, token])
+        return ranked
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> list[int]:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from transformers import Trainer
 from trl.generation import vllm_generation
 
 from rollout.trainers.trl.generation import SpecGeneration
@@ -38,7 +39,7 @@ def specrollout_generation(
 
     TRL has no extension point here: the name ``VLLMGeneration`` is exchanged in its loaded modules
     (GRPO, RLOO, distillation and the experimental trainers that use it), and put back on leaving.
-    Not for two threads at once.
+    Not for two threads at once, nor inside another.
     """
     original = vllm_generation.VLLMGeneration
     ours = partial(
@@ -52,10 +53,20 @@ def specrollout_generation(
         overrides=overrides,
     )
     _exchange(original, ours)
+    Trainer.vllm_generation = _Owned()
     try:
         yield
     finally:
+        del Trainer.vllm_generation
         _exchange(ours, original)  # in modules imported meanwhile too
+
+
+class _Owned:
+    """The attribute in which trainers keep their generation: it tells that whose it is."""
+
+    def __set__(self, trainer: Trainer, generation: SpecGeneration) -> None:
+        vars(trainer)["vllm_generation"] = generation
+        generation.trainer = trainer
 
 
 def _exchange(present: object, wanted: object) -> None:

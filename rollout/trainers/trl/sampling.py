@@ -1,14 +1,13 @@
-"""TRL's sampling options as SamplingParams, and rollouts as its trainers take them."""
+"""TRL's sampling options as SamplingParams."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rollout.errors import InvalidInputError
 from rollout.sampling.parameter_names import FIELD_OF, our_fields, refuse_unhonoured
-from rollout.types import Rollout, SamplingParams
+from rollout.types import SamplingParams
 
 
 def sampling_params(
@@ -20,8 +19,8 @@ def sampling_params(
     repetition_penalty: float,
     max_completion_length: int,
     eos_token_ids: Sequence[int],
-    top_logprobs: int = 0,
-    generation_kwargs: Mapping[str, Any] | None = None,
+    top_logprobs: int,
+    generation_kwargs: Mapping[str, Any],
 ) -> SamplingParams:
     """One set of parameters for every sample of a run.
 
@@ -29,8 +28,7 @@ def sampling_params(
     ``eos_token_ids``, whatever the checkpoint calls so. Raises InvalidInputError, naming the
     option, for what cannot be honoured.
     """
-    own = {} if generation_kwargs is None else generation_kwargs
-    refuse_unhonoured(own, lambda name: f"generation_kwargs[{name!r}]")
+    refuse_unhonoured(generation_kwargs, lambda name: f"generation_kwargs[{name!r}]")
     chosen = our_fields(
         {
             "temperature": temperature,
@@ -40,7 +38,7 @@ def sampling_params(
             "repetition_penalty": repetition_penalty,
             "max_new_tokens": max_completion_length,
         }
-        | {FIELD_OF.get(name, name): value for name, value in own.items()}
+        | {FIELD_OF.get(name, name): value for name, value in generation_kwargs.items()}
     )
     if "temperature" in chosen and not chosen["temperature"] > 0:
         raise InvalidInputError(
@@ -54,33 +52,3 @@ def sampling_params(
     return SamplingParams(
         **chosen, stop_token_ids=stops, ignore_eos=True, top_logprobs=top_logprobs
     )
-
-
-def params_of(args: Any, eos_token_ids: Sequence[int]) -> SamplingParams:
-    """The sampling parameters of a trainer's config. Raises what `sampling_params` does."""
-    return sampling_params(
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        max_completion_length=args.max_completion_length,
-        eos_token_ids=eos_token_ids,
-        generation_kwargs=getattr(args, "generation_kwargs", None),  # not in every config
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One sample for TRL, of at least one token: TRL reads the last one of each."""
-
-    token_ids: list[int]
-    logprobs: list[float | None]  # None: unknown, which TRL takes for the trainer's own
-    mask: list[int]  # 1: sampled, to be trained on
-
-
-def completion_of(rollout: Rollout, filler_id: int) -> Completion:
-    """The rollout's tokens; ``filler_id``, masked, for one that failed before its first token."""
-    if not rollout.token_ids:
-        return Completion([filler_id], [None], [0])
-    return Completion(rollout.token_ids, [*rollout.logprobs], [1] * len(rollout.token_ids))

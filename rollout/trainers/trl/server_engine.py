@@ -111,10 +111,7 @@ class ServerEngine:
             "top_logprobs_num": params.top_logprobs,
         }
         answers = self._call("POST", "/generate", body)
-        return [
-            _rollout(prompt, seed, answer)
-            for prompt, seed, answer in zip(prompts, seeds, answers, strict=True)
-        ]
+        return [_rollout(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         return self._answer(method, path, json=body).json()
@@ -146,7 +143,7 @@ def _copied(
         yield bucket
 
 
-def _rollout(prompt: Sequence[int], seed: int, answer: dict[str, Any]) -> Rollout:
+def _rollout(prompt: Sequence[int], answer: dict[str, Any]) -> Rollout:
     """Raises RolloutError for a request that somebody has aborted."""
     meta = answer["meta_info"]
     reason = meta["finish_reason"]
@@ -157,7 +154,7 @@ def _rollout(prompt: Sequence[int], seed: int, answer: dict[str, Any]) -> Rollou
         request_id=0,
         prompt_index=0,
         sample_index=0,
-        seed=seed,
+        seed=meta["request_seed"],
         prompt_ids=list(prompt),
         token_ids=answer["output_ids"],
         logprobs=[logprob for logprob, *_ in meta["output_token_logprobs"]],
@@ -171,7 +168,11 @@ def _rollout(prompt: Sequence[int], seed: int, answer: dict[str, Any]) -> Rollou
         extras=TokenExtras(
             top_logprobs=[[(token, logprob) for logprob, token, *_ in top] for top in tops]
         ),
-        stats=RequestStats(),
+        stats=RequestStats(
+            verify_steps=meta["spec_verify_ct"],
+            drafted=meta["spec_draft_token_num"],
+            accepted=meta["spec_accept_token_num"],
+        ),
         error=reason.get("message"),
     )
 

@@ -1,4 +1,4 @@
-"""Options of TRL's trainers, resumed runs, adapters, sleep and evaluation, in short runs."""
+"""Options of TRL's trainers, resumed runs, sleep and evaluation, in short runs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,7 @@ pytest.importorskip("trl")
 
 from trl import RLOOConfig, RLOOTrainer
 
-from tests.helpers.trl_runs import (
-    by_generation,
-    by_rollout_func,
-    config,
-    conversations,
-    engine_of,
-    run,
-)
+from tests.helpers.trl_runs import by_generation, config, conversations, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
@@ -43,7 +36,7 @@ def test_options_of_a_trainer_with_vllms_names(model: Path, tmp_path: Path) -> N
     record = run(trainer)
     assert min(len(ids) for batch in record.completion_ids for ids in batch) >= 2
     assert len(record.column("eval_reward")) == 2
-    engine_config = engine_of(trainer).config
+    engine_config = trainer.vllm_generation.engine.config
     assert engine_config.model.max_context_len == 64
     assert engine_config.memory.kv_fraction == 0.2
     assert engine_config.scheduler.max_running == 8
@@ -51,28 +44,15 @@ def test_options_of_a_trainer_with_vllms_names(model: Path, tmp_path: Path) -> N
 
 
 def test_a_resumed_run_is_the_run_it_would_have_been(model: Path, tmp_path: Path) -> None:
-    """And both ways in give the same run, awake or asleep between batches."""
-    wholes = []
-    for build, options, sleep in (
-        (by_rollout_func, {}, {"sleep": True}),
-        (
-            by_generation,
-            {"vllm_importance_sampling_correction": False},
-            {"vllm_enable_sleep_mode": True},
-        ),
-    ):
-        folder = tmp_path / build.__name__
-        saving = {"save_strategy": "steps", "save_steps": 2}
-        whole = run(build(model, folder, max_steps=4, **options, **saving))
-        resumed = run(
-            build(model, folder / "again", max_steps=4, **options, **sleep),
-            resume_from_checkpoint=str(folder / "checkpoint-2"),
-        )
-        assert resumed.completion_ids == whole.completion_ids[2:]
-        for name, weight in whole.weights.items():
-            assert torch.equal(weight, resumed.weights[name])
-        wholes.append(whole)
-    assert wholes[0].completion_ids == wholes[1].completion_ids
+    """Awake or asleep between batches."""
+    whole = run(by_generation(model, tmp_path, max_steps=4, save_strategy="steps", save_steps=2))
+    resumed = run(
+        by_generation(model, tmp_path / "again", max_steps=4, vllm_enable_sleep_mode=True),
+        resume_from_checkpoint=str(tmp_path / "checkpoint-2"),
+    )
+    assert resumed.completion_ids == whole.completion_ids[2:]
+    for name, weight in whole.weights.items():
+        assert torch.equal(weight, resumed.weights[name])
 
 
 def test_rloo(model: Path, tmp_path: Path) -> None:
@@ -80,28 +60,4 @@ def test_rloo(model: Path, tmp_path: Path) -> None:
     trainer = by_generation(model, tmp_path, trainer=RLOOTrainer, arguments={"args": args})
     trainer.train()
     assert len(trainer.reward_funcs[0].completion_ids) == 3
-    assert engine_of(trainer).weight_version == 3
-
-
-def test_weights_that_change_without_a_step_are_taken(model: Path, tmp_path: Path) -> None:
-    """At the end of training the best ones may be loaded, and training may begin again."""
-    trainer = by_rollout_func(
-        model,
-        tmp_path,
-        max_steps=1,
-        eval_strategy="steps",
-        eval_steps=1,
-        num_generations_eval=2,
-        per_device_eval_batch_size=4,
-        arguments={"eval_dataset": conversations().select(range(2))},
-    )
-    trainer.train()
-    engine = trainer.rollout_func.engine
-    with torch.no_grad():
-        trainer.model.lm_head.weight.mul_(0.9)
-    trainer.evaluate()
-    served = engine.get_weights_by_name("lm_head.weight", 100)
-    assert served == trainer.model.lm_head.weight.flatten()[:100].tolist()
-    assert engine.weight_version == 3
-    trainer.train()
-    assert engine.weight_version == 5
+    assert trainer.vllm_generation.engine.weight_version == 3

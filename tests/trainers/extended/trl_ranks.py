@@ -15,7 +15,7 @@ import torch
 from torch import distributed
 
 from rollout.trainers.deepspeed import prepare_deepspeed
-from tests.helpers.trl_runs import by_generation, by_rollout_func, engine_of, run
+from tests.helpers.trl_runs import by_generation, run
 
 ZERO3 = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
@@ -25,9 +25,9 @@ ZERO3 = {
 }
 # Engines sleep while a trainer that is sharded steps, and where both processes are their ranks.
 WAYS: dict[str, dict[str, Any]] = {
-    "rollout_func": {},
+    "replicated": {},
     "tensor": {"vllm_tensor_parallel_size": 2, "vllm_enable_sleep_mode": True},
-    "generation": {"deepspeed": ZERO3, "vllm_enable_sleep_mode": True},
+    "zero3": {"deepspeed": ZERO3, "vllm_enable_sleep_mode": True},
 }
 # Two steps of one prompt, half of its samples on each process.
 SHARES: dict[str, Any] = {"per_device_train_batch_size": 4, "num_generations": 8, "max_steps": 2}
@@ -35,23 +35,20 @@ SHARES: dict[str, Any] = {"per_device_train_batch_size": 4, "num_generations": 8
 
 def samples_by(way: str, folder: Path) -> list[list[int]]:
     """This process's samples of the first step."""
-    build = by_rollout_func if way == "rollout_func" else by_generation
-    trainer = build(folder / "model", folder / way, **SHARES, **WAYS[way])
+    trainer = by_generation(folder / "model", folder / way, **SHARES, **WAYS[way])
     record = run(trainer)
-    engine = engine_of(trainer)
-    assert trainer.is_deepspeed_enabled == (way == "generation")
+    engine = trainer.vllm_generation.engine
+    assert trainer.is_deepspeed_enabled == (way == "zero3")
     assert engine.worker.ranks.tensor.size == (2 if way == "tensor" else 1)
-    if way != "rollout_func":
-        # As when its samples alone called a tool; ranks of one model do so together.
-        if way == "generation" and distributed.get_rank() == 0:
-            trainer.vllm_generation.generate([[7, 8]], None, 1)
-        engine.resume_memory()
-        differences = record.column("sampling/sampling_logp_difference/max")
-        assert len(differences) == 2
-        assert max(differences) < 2e-5
+    differences = record.column("sampling/sampling_logp_difference/max")
+    assert len(differences) == 2
+    assert max(differences) < 2e-5
     assert engine.weight_version == 2
     if way == "tensor":  # it sleeps without the weights, which nothing is sharded of
         trainer.vllm_generation.sync_weights()
+    elif distributed.get_rank() == 0:  # as when its samples alone called a tool
+        trainer.vllm_generation.generate([[7, 8]], None, 1)
+    engine.resume_memory()
     digests = [None, None]
     distributed.all_gather_object(digests, engine.weights_digest())
     assert digests[0] == digests[1]
