@@ -134,10 +134,11 @@ def test_few_rows_see_weights_that_were_written_and_woken() -> None:
         linear.pack()
         least = make_row_invariant([linear], 64)
         assert not linear.multiplies_few_rows or least == 1
-        address = linear.memory
+        assert linear.writes_in_place
+        packed = linear._packed
         linear.weight_rows(3, 66).write(random(63, 1536, seed=5).float())  # of another dtype
         weight[3:66] = random(63, 1536, seed=5)
-        assert linear.memory == address
+        assert linear._packed is packed
         assert torch.equal(linear.weight_rows(0, 70).read(), weight)
         expected = (x.float() @ weight.float().T + bias.float()).bfloat16()
         torch.testing.assert_close(linear(x), expected, rtol=2e-2, atol=2e-1)

@@ -93,7 +93,6 @@ def test_an_engine_chooses_as_it_starts_unless_it_is_told_a_number(tiny_model_pa
     caplog.set_level("INFO", "spec_workers.target.cpu_threads")
     target = TargetWorker(engine_config(str(tiny_model_path), {"max_kv_tokens": 1024}))
     assert "ms with 1, " in caplog.text
-    assert f", {torch.get_num_threads()} threads" in target.description
     assert target.memory.usage.used == 0
     target.memory.check_integrity()
     caplog.clear()
