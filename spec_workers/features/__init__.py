@@ -1,1 +1,1 @@
-"""Hidden states of rollouts in shared memory, for draft training."""
+"""Hidden states of rollouts, for draft training."""

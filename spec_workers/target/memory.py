@@ -140,9 +140,12 @@ def bytes_of_steps(
 ) -> int:
     """The bytes that steps and graphs will need on a GPU, where KV is sized by free memory; else 0.
 
-    This compiles all kernels that they run. ``draft_nodes``: most of a request in one step.
+    On a GPU this compiles all kernels that they run. ``draft_nodes``: most of a request in one
+    step.
     """
     device = steps.model.device
+    if device.type != "cuda":
+        return 0
     nodes = limits.max_running * draft_nodes
     rows = limits.max_step_tokens + nodes
     scored = min(limits.chunk_len, limits.max_step_tokens)

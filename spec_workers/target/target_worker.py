@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from rollout.config import EngineConfig, LoadFormat
+from rollout.config import EngineConfig
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.checkpoint import Progress
-from rollout.models.layers.linear import sum_in_float32
-from rollout.models.layers.row_invariance import check_outputs, make_row_invariant
-from rollout.models.loader import load_model, resolve_device
+from rollout.models.loader import resolve_device
 from rollout.models.spec import ModelSpec
-from rollout.ops import gpu
 from rollout.parallel import local_rank, open_ranks
 from rollout.runner.dummy_run import DummyRun
 from rollout.runner.graphs import ForwardGraphs, graphs_of_model
@@ -22,7 +18,6 @@ from rollout.runner.graphs.capture import Capture
 from rollout.runner.memory_saver import MemorySaver
 from rollout.runner.model_runner import Forwarded, ModelRunner
 from rollout.sampling.sampler import PendingSamples, Sampled, TreeSamples, sample_trees
-from rollout.scheduler.step_limits import StepLimits
 from rollout.types import (
     MAX_TREE_NODES,
     NO_EXTRAS,
@@ -33,17 +28,18 @@ from rollout.types import (
     Request,
     TokenExtras,
 )
-from rollout.weights.transaction import WeightTransaction
 from spec_workers.rank_agreement import check_settings
+from spec_workers.target.builders import (
+    agreed_limits,
+    agreed_minimum_rows,
+    open_model,
+    open_weights,
+)
 from spec_workers.target.cpu_threads import choose_threads, may_choose_threads
 from spec_workers.target.draft_sizing import NO_DRAFT, DraftBytes
 from spec_workers.target.memory import bytes_of_steps, routes_spec, target_memory
 from spec_workers.target.scorer import Scorer, joined
 from spec_workers.target.trial_forwards import trial_forwards
-
-_QUICKEST_ROWS = 4
-"""The fewest rows of a step, padding included, that oneDNN multiplies. Its products of fewer are
-slower: with the demo model in bf16 a step of one row took 16.0 ms, a step of four 14.2."""
 
 
 class TargetWorker:
@@ -76,67 +72,21 @@ class TargetWorker:
         with self.ranks.all_or_none("while it started"):
             check_settings(self.ranks.all, config, device)
             self.checks_ranks = config.parallel.check and self.ranks.tensor.size > 1
-            self.model = load_model(
-                config.model.path,
-                config.model.dtype,
-                device,
-                config.model.max_context_len,
-                load_format=config.model.load_format,
-                ranks=self.ranks,
-                progress=progress,
-            )
-            spec = self.model.spec
-            self.vocab_size = spec.vocab_size
-            self.max_context_len = spec.max_context_len
-            self.eos_token_ids = spec.eos_token_ids
-            self.weights = WeightTransaction(
-                {"target": self.model},
-                passes_over=spec.passes_over,
-                ranks=self.ranks.all,
-            )
-            if config.model.load_format is LoadFormat.dummy:
-                self.weights.tear(["target"], "model.load_format=dummy loads none")
-            limits = StepLimits.of(
-                config.scheduler,
-                gpu.total_bytes(device),
-                recurrent=spec.linear_attention is not None,
-            )
-            limits = StepLimits(  # ranks may have GPUs of several sizes, and schedule alike
-                **{
-                    name: min(self.ranks.all.all_gather_int(each))
-                    for name, each in asdict(limits).items()
-                }
-            )
-            self.limits = limits
+            self.model = open_model(config, device, self.ranks, progress)
+            self.vocab_size = self.model.spec.vocab_size
+            self.max_context_len = self.model.spec.max_context_len
+            self.eos_token_ids = self.model.spec.eos_token_ids
+            self.weights = open_weights(config, self.model, self.ranks)
+            self.limits = limits = agreed_limits(config, self.model, self.ranks)
             self.longest_step = limits.max_step_tokens + limits.max_running * (MAX_TREE_NODES - 1)
-            exact_rows = 1
-            if config.exact:
-                max_rows = self.longest_step * self.ranks.rows.size
-                exact_rows = make_row_invariant(self.model.linears(), max_rows)
-                if self.ranks.all.size > 1:
-                    check_outputs(self.model.linears())
-            elif device.type == "cuda":
-                sum_in_float32()
-            quickest_rows = 1
-            linears = self.model.linears()
-            if device.type == "cpu" and not all(it.multiplies_few_rows for it in linears):
-                quickest_rows = _QUICKEST_ROWS
-            # Ranks' processors may differ, and their steps have the same rows.
-            self.minimum_rows = max(self.ranks.all.all_gather_int(max(exact_rows, quickest_rows)))
-            padding = DummyRun(self.model, features, exact=config.exact)
-            reserved = (
-                bytes_of_steps(config.memory, limits, padding, draft_nodes)
-                if device.type == "cuda"
-                else 0
+            self.minimum_rows = agreed_minimum_rows(
+                config, self.model, self.ranks, self.longest_step
             )
+            steps = DummyRun(self.model, features, exact=config.exact)
             memory = target_memory(
-                config,
-                limits,
-                self.model,
-                self.ranks.all,
-                draft_bytes=draft_bytes,
-                reserved_bytes=reserved,
-            )
+                config, limits, self.model, self.ranks.all, draft_bytes=draft_bytes,
+                reserved_bytes=bytes_of_steps(config.memory, limits, steps, draft_nodes),
+            )  # fmt: skip
             self.memory, self.kv_pool = memory.index, memory.kv_pool
             self.state_pool = memory.state_pool
             self.graphs: ForwardGraphs | None = None
@@ -157,7 +107,7 @@ class TargetWorker:
                 device=device,
                 features=features,
                 graphs=self.graphs,
-                chunked_kernel=padding.chunked_kernel,
+                chunked_kernel=steps.chunked_kernel,
             )
             self._scorer = Scorer(
                 self.memory,
@@ -165,13 +115,18 @@ class TargetWorker:
                 self.ranks.rows,
                 chunk_len=min(limits.chunk_len, limits.max_step_tokens),
             )
-            is_alone = device.type == "cpu" and self.ranks.all.size == 1
-            if is_alone and config.num_threads is None and may_choose_threads():
-                # The tail of a batch counts as much as its beginning.
-                with trial_forwards(self.memory, self.runner, (1, limits.max_running)) as forwards:
-                    choose_threads(forwards)
-                if self.graphs is not None:
-                    self.graphs.graph_runner.drop()  # those of other numbers of threads
+            self._choose_threads(config)
+
+    def _choose_threads(self, config: EngineConfig) -> None:
+        is_alone = self.model.device.type == "cpu" and self.ranks.all.size == 1
+        if not is_alone or config.num_threads is not None or not may_choose_threads():
+            return
+        # The tail of a batch counts as much as its beginning.
+        sizes = (1, self.limits.max_running)
+        with trial_forwards(self.memory, self.runner, sizes) as forwards:
+            choose_threads(forwards)
+        if self.graphs is not None:
+            self.graphs.graph_runner.drop()  # those of other numbers of threads
 
     @property
     def row_buckets(self) -> tuple[int, ...]:
