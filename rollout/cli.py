@@ -13,7 +13,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -26,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.markup import escape
 
+from rollout import __version__
 from rollout.engine.spmd import launch_ranks
 from rollout.engine.worker_factory import factory_of
 from rollout.errors import InvalidInputError, RolloutError
@@ -57,7 +57,7 @@ SUBCOMMANDS = {
 class _Pipe(io.FileIO):
     """Standard output. Where it takes no more, the command ends.
 
-    Whoever reads it may leave early, as `head` does: that ends the command without a word and with
+    Whoever reads it may leave early, as `head` does: the command then exits silently with
     SIGPIPE's exit code, as shells have it. The signal itself stays ignored, for it would also end a
     server whose client leaves.
     """
@@ -112,7 +112,7 @@ def _run_command() -> NoReturn:
         _print_error(_no_command(first))
         sys.exit(EXIT_BAD_INPUT)
     if arguments == ["--version"]:
-        print(f"specrollout {version('specrollout')}")
+        print(f"specrollout {__version__}")
         sys.exit()
     register_schema("run_schema", RunConfig)
     command = _Command(arguments)

@@ -35,7 +35,7 @@ def check_settings(group: RankGroup, config: EngineConfig, device: torch.device)
     settings: dict[str, object] = {name: version(name) for name in ("specrollout", "torch")}
     for section, part in sections.items():
         fields = part if isinstance(part, dict) else {"": part}
-        settings |= {f"{section}.{name}".rstrip("."): it for name, it in fields.items()}
+        settings |= {f"{section}.{name}".rstrip("."): value for name, value in fields.items()}
     for own in ("model.path", "model.tokenizer", "num_threads"):
         del settings[own]
     check_alike(group, settings | {"model.device": device.type})

@@ -93,19 +93,14 @@ class SpecWorker:
                 selected = self._draft(batch)
             with timer.forward():
                 forwarded = self.target.verify(batch, selected.trees)
-            with timer.sampling():
-                samples = self.target.sample(batch, selected.trees, forwarded.logits_RV)
-            with timer.booking():
-                self._learning.catch_up()  # while a GPU computes
+            samples = self.target.sample(batch, selected.trees, forwarded.logits_RV)
+            self._learning.catch_up()  # while a GPU computes
             # Nobody reads logits again: their memory is free for what a draft network computes.
             forwarded = replace(forwarded, logits_RV=forwarded.logits_RV.new_empty(0))
             steady = self._steady_phases()
-            with timer.waiting():
-                read = samples.read()
-            with timer.booking():
-                results = self._accept(batch, read)
-                self.target.commit(batch, results)
-                step = self._observation(batch, selected, forwarded, results)
+            results = self._accept(batch, samples.read())
+            self.target.commit(batch, results)
+            step = self._observation(batch, selected, forwarded, results)
             with timer.drafting():
                 self.observe(step)
         times = timer.end()
@@ -135,7 +130,7 @@ class SpecWorker:
         return selected
 
     def _steady_phases(self) -> SteadyPhases:
-        """Whether the phases of the last step were steady-state, with nothing compiled or
+        """Whether the phases of this step were steady-state, with nothing compiled or
         captured."""
         graphs = self.target.graphs
         return SteadyPhases(
@@ -223,7 +218,7 @@ class SpecWorker:
             runner.features = features
 
     def score_idle(self) -> None:
-        """Enter the forwards of ranks in lockstep that score, with nothing to score."""
+        """Join other ranks' scoring forwards with an empty batch."""
         self.target.score_idle()
 
     def weights_changed(self) -> None:

@@ -92,21 +92,28 @@ class ClusterCorpora:
     def remove_external_corpus(self, name: str) -> None:
         self._require_known(name)
         calls = self._replicas.call_all("remove_external_corpus", name)
-        self._replicas.outcomes(calls)  # one that lacks it refuses, and is as it should be
+        _, failed = self._replicas.outcomes(calls)
+        for error in failed.values():
+            if not isinstance(error, InvalidInputError):  # a replica that lacks it refuses
+                raise error
         self._changes = [each for each in self._changes if each.name != name]
         self._record("remove_external_corpus", {"name": name})
 
     def publish_external_corpus(self, name: str) -> None:
         self._require_known(name)
         self._replicas.on_all("publish_external_corpus", name=name)
-        for index, each in enumerate(self._changes):
-            if each.name == name and each.method == "add_external_corpus":
-                arguments = {**each.arguments, "publish": Publishing.WHEN_READY}
-                self._changes[index] = replace(each, arguments=arguments)
+        for each in self._changes.copy():
+            if each.name == name and each.arguments.get("publish") == Publishing.ON_REQUEST:
+                self._changes.remove(each)
+                # A replica that starts may have it already, to be published on request.
+                self._record("remove_external_corpus", {"name": name})
+                self._record(each.method, {**each.arguments, "publish": Publishing.WHEN_READY})
 
     def external_corpora(self) -> list[ExternalCorpus]:
         """All corpora by name, each as on the replica that is least far with it."""
-        return merged(self._replicas.on_all("external_corpora"))
+        while not (by_replica := self._replicas.on_all("external_corpora")):
+            self._replicas.poll(WAIT_SECONDS)  # until one joins
+        return merged(by_replica)
 
     def load_corpus(self, path: str | os.PathLike[str]) -> None:
         """Load a file on every replica, also on those that start later, under the same path."""
@@ -122,7 +129,9 @@ class ClusterCorpora:
 
     def _wait(self, name: str) -> None:
         while True:
-            (own,) = (each for each in self.external_corpora() if each.name == name)
+            own = {each.name: each for each in self.external_corpora()}.get(name)
+            if own is None:
+                raise InvalidInputError("name", name, "could not be loaded: no replica has it")
             if own.state is ExternalState.FAILED:
                 self.remove_external_corpus(name)
                 raise InvalidInputError("name", name, f"could not be loaded: {own.error}")
@@ -142,7 +151,7 @@ class ClusterCorpora:
         before, sent = self._sent.get(replica.name, (None, 0))
         sent = sent if before is replica else 0
         self._sent[replica.name] = replica, self._count
-        answers = [each.call(replica) for each in self._changes if each.number > sent]
+        answers = [(each, each.call(replica)) for each in self._changes if each.number > sent]
         return on_thread(f"corpora of {replica.name}", partial(_await, replica.name, answers))
 
 
@@ -163,9 +172,10 @@ def _merged(on: Mapping[str, ExternalCorpus], lacking: Iterable[str]) -> Externa
     return replace(least, error="; ".join(problems) or None)
 
 
-def _await(name: str, answers: Sequence[Future[Any]]) -> None:
-    for answer in answers:
+def _await(name: str, answers: Sequence[tuple[_Change, Future[Any]]]) -> None:
+    for change, answer in answers:
         try:
             answer.result()
         except (InvalidInputError, OSError, MemoryError) as error:
-            log.warning("%s starts without a change of corpora: %s", name, error)
+            if change.method != "remove_external_corpus":  # what is not there need not be removed
+                log.warning("%s starts without a change of corpora: %s", name, error)

@@ -42,17 +42,17 @@ class ReplicaWeightSync:
             return any(not future.done() for future in self._bringing)
 
     def hold(self) -> None:
-        """The weights are changing: nobody joins until `release`, whatever it was brought."""
+        """An update has begun; no replica joins until `release`."""
         self._is_held = True
         self._replicas.repeat_joins()
 
     def release(self) -> None:
-        """The weights change no more: whoever waited begins to join."""
+        """The update has finished; waiting replicas may join."""
         self._is_held = False
         self.try_again()
 
     def note_commit(self) -> None:
-        """A commit begins: from now on the weights in use may not be the checkpoint's."""
+        """A commit begins: the weights may differ from the checkpoint's from here on."""
         self._updated = True
 
     def note_update(self, options: UpdateOptions) -> None:

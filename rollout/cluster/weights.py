@@ -347,7 +347,7 @@ class ClusterWeights:
         return self._groups[group_name]
 
     def _on_all(self, method: str, *args: Any, **kwargs: Any) -> dict[Replica, Any]:
-        """Raises what the first that failed raised, and WeightUpdateError where none lives."""
+        """Re-raises the first failure; WeightUpdateError if no replica is alive."""
         return self._send_all(method, *args, **kwargs)()
 
     def _send_all(self, method: str, *args: Any, **kwargs: Any) -> Callable[[], dict[Replica, Any]]:

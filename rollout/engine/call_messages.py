@@ -36,7 +36,7 @@ def decoded_call(message: bytes, group: RankGroup) -> tuple[str, list[Any], dict
     """The name, arguments and options of a call; reads the bytes that follow its message."""
     name, arguments, options = json.loads(message)
     decoded_arguments = [_decoded(each, group) for each in arguments]
-    return name, decoded_arguments, {option: _decoded(it, group) for option, it in options.items()}
+    return name, decoded_arguments, {name: _decoded(each, group) for name, each in options.items()}
 
 
 def _encoded(value: Any) -> list[Any]:
@@ -54,8 +54,11 @@ def _encoded(value: Any) -> list[Any]:
         return ["bucket", value.layout]
     if _are_deltas(value):
         return ["deltas", len(value)]
-    if isinstance(value, Mapping) and all(isinstance(it, TensorSpec) for it in value.values()):
-        return ["manifest", [[name, it.shape, dtype_name(it.dtype)] for name, it in value.items()]]
+    if isinstance(value, Mapping) and all(isinstance(spec, TensorSpec) for spec in value.values()):
+        return [
+            "manifest",
+            [[name, spec.shape, dtype_name(spec.dtype)] for name, spec in value.items()],
+        ]
     return ["", value]
 
 
@@ -91,7 +94,9 @@ def _decoded(encoded: list[Any], group: RankGroup) -> Any:
         value["logit_bias"] = {int(token): bias for token, bias in value["logit_bias"]}
         return SamplingParams(**value)
     if kind == "manifest":
-        return {name: TensorSpec(tuple(shape), named_dtype(it, name)) for name, shape, it in value}
+        return {
+            name: TensorSpec(tuple(shape), named_dtype(dtype, name)) for name, shape, dtype in value
+        }
     if kind == "weights":
         stored, manifest = value
         known = None if manifest is None else _decoded(manifest, group)

@@ -59,7 +59,6 @@ class Corpora:
         path = None if corpus is None else corpus.initial_path
         if path is not None:
             self._restore_lengths(learned_file(path))
-        worker.calibrate()
 
     def add_external_corpus(
         self,

@@ -85,6 +85,7 @@ class RolloutEngine:
         self.generation = Generation(
             worker, self.encoder, self.requests, self.steps, self.lifecycle, self.corpora
         )
+        worker.calibrate()
 
     @classmethod
     def from_config(

@@ -16,9 +16,6 @@ from rollout.scheduler.step_limits import StepLimits
 from rollout.types import Batch, Request, StepResult, TokenExtras
 from rollout.weights.transaction import WeightTransaction
 
-"""Waits for the tokens of a step, commits accepted ones' KV into ``memory.req_to_token`` and
-observes. Called once; a step that nobody finishes leaves nothing behind but reserved slots."""
-
 
 class Worker(Protocol):
     """The protocol of a speculative worker: all that the engine knows of speculation.
@@ -81,7 +78,7 @@ class Worker(Protocol):
         ...
 
     def calibrate(self) -> None:
-        """Called once before the first step."""
+        """Learn what forwards cost by timing some. Called once, before the first step."""
         ...
 
     def learned(self) -> dict[str, Any]:
@@ -97,7 +94,10 @@ class Worker(Protocol):
         ...
 
     def step(self, batch: Batch) -> StepResult:
-        """Run a whole step."""
+        """Run a step: emit tokens, and commit accepted ones' KV into ``memory.req_to_token``.
+
+        A step that raises leaves nothing behind but reserved slots.
+        """
         ...
 
     def release(self, request: Request) -> None:

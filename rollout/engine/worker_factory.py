@@ -91,6 +91,8 @@ def shared_settings(factory: WorkerFactory, worker: Worker) -> dict[str, object]
     found: dict[str, object] = {"model.dtype": str(worker.model_dtype)}
     if isinstance(factory, partial):
         found["spec"] = factory.func.__module__
-        options = {name: it for name, it in factory.keywords.items() if name not in _OF_A_HOST}
+        options = {
+            name: value for name, value in factory.keywords.items() if name not in _OF_A_HOST
+        }
         found |= {f"spec.{name}": value for name, value in options.items()}
     return found

@@ -38,8 +38,9 @@ def copy_prompts(config: DataConfig, copy: IO[bytes]) -> bool:
     with file:
         original = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
         try:
-            if ".json" in path.suffixes:
-                _copy_json(config, original.read(), copy)
+            start = original.peek(_CHUNK_BYTES).lstrip(_BYTE_ORDER_MARK_AND_SPACES)
+            if ".json" in path.suffixes and start.startswith(b"["):
+                _copy_items(config, original.read(), copy)
             else:
                 shutil.copyfileobj(original, copy, _CHUNK_BYTES)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -47,11 +48,8 @@ def copy_prompts(config: DataConfig, copy: IO[bytes]) -> bool:
     return path.suffix == ".parquet"
 
 
-def _copy_json(config: DataConfig, content: bytes, copy: IO[bytes]) -> None:
-    """The items of a list as lines; anything else is taken for lines already."""
-    if not content.lstrip(_BYTE_ORDER_MARK_AND_SPACES).startswith(b"["):
-        copy.write(content)
-        return
+def _copy_items(config: DataConfig, content: bytes, copy: IO[bytes]) -> None:
+    """Write the items of a JSON list as lines."""
     try:
         items = json.loads(content)
     except (ValueError, RecursionError) as error:

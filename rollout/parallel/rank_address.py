@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-import psutil
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAddress:
@@ -17,7 +15,7 @@ class RankAddress:
 
     host: str
     pid: int
-    started: float
+    started: int | None  # clock ticks since boot, which setting the host's clock does not change
 
     @classmethod
     def here(cls) -> Self:
@@ -26,8 +24,7 @@ class RankAddress:
         host = ""  # not Linux: nobody can look
         if kernel.exists():
             host = f"{kernel.read_text().strip()}/{os.readlink(namespace)}"
-        process = psutil.Process()
-        return cls(host=host, pid=process.pid, started=process.create_time())
+        return cls(host=host, pid=os.getpid(), started=_start_ticks(os.getpid()))
 
     @classmethod
     def of(cls, text: str) -> Self:
@@ -43,9 +40,13 @@ class RankAddress:
         """Whether the process has ended, as ``here`` can see it; False on another host."""
         if not self.host or self.host != here.host:
             return False
-        try:
-            process = psutil.Process(self.pid)
-            ended = process.status() == psutil.STATUS_ZOMBIE
-            return ended or process.create_time() != self.started
-        except psutil.NoSuchProcess:
-            return True
+        return _start_ticks(self.pid) != self.started
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Clock ticks from the boot to the start of a process; None for one that has ended."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state in (b"Z", b"X") else int(fields[18])

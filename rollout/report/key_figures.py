@@ -59,7 +59,7 @@ _SPECS = {
     "none": "no drafts",
     "ngram": "n-gram drafts",
     "eagle": "EAGLE drafts",
-    "multi_layer_eagle": "MTP drafts",
+    "mtp": "MTP drafts",
     "hybrid": "n-gram and neural drafts",
 }
 

@@ -58,7 +58,7 @@ def tables(log: Log, texts: RolloutTexts) -> list[Table]:
         found = [table.without("run") for table in found]
     values = [_draft_values(run) for run in log.runs]
     known = [table for table in values if table is not None]
-    return [*found, *(replace(it, name=f"{it.name}-{index}") for index, it in enumerate(known))]
+    return [*found, *(replace(run, name=f"{run.name}-{index}") for index, run in enumerate(known))]
 
 
 def _rollouts(log: Log, texts: RolloutTexts) -> Table:

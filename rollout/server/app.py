@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.security import HTTPBearer
 from starlette.routing import Route
 
+from rollout import __version__
 from rollout.server import generate, metrics, status
 from rollout.server.body_fields import ERRORS
 from rollout.server.errors import add_error_handlers
@@ -63,7 +63,7 @@ def make_app(serving: Serving) -> FastAPI:
     config = serving.config
     app = FastAPI(
         title="specrollout",
-        version=version("specrollout"),
+        version=__version__,
         redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
         redirect_slashes=False,

@@ -60,10 +60,10 @@ class BoundedHttp(HttpToolsProtocol):
                 return
             if excess > 0:
                 self.app, self.seconds = _refuse, min(self.seconds, _REFUSED_SECONDS)
-        self._hurry()
+        self._start_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._take_your_time()
+        self._cancel_deadline()
         waiting = [cycle for cycle, _ in self.pipeline]
         self.pipeline.clear()
         # uvicorn would tell the last alone.
@@ -74,7 +74,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if not self._in_message and not self._answers:
-            self._hurry()
+            self._start_deadline()
         self._unparsed_bytes += len(data)
         if not self._reads_no_more:
             self._parse(data)
@@ -109,7 +109,7 @@ class BoundedHttp(HttpToolsProtocol):
         if self.parser.should_upgrade() or self._reads_no_more:
             return
         self._unparsed_bytes, self._in_message = 0, True
-        self._take_your_time()
+        self._cancel_deadline()
         super().on_headers_complete()
         if self.pipeline:
             self.flow.resume_reading()
@@ -126,14 +126,14 @@ class BoundedHttp(HttpToolsProtocol):
         if self.parser.should_upgrade() or self._reads_no_more:
             return
         self._unparsed_bytes, self._in_message = 0, False
-        self._take_your_time()
+        self._cancel_deadline()
         super().on_message_complete()
         self._reads_no_more = len(self.pipeline) >= self.max_waiting
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if (self._in_message or self._unparsed_bytes) and not self.transport.is_closing():
-            self._hurry()
+            self._start_deadline()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
@@ -143,11 +143,11 @@ class BoundedHttp(HttpToolsProtocol):
     def _answers(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _hurry(self) -> None:
+    def _start_deadline(self) -> None:
         if self._deadline is None:
             self._deadline = self.loop.call_later(self.seconds, self.transport.abort)
 
-    def _take_your_time(self) -> None:
+    def _cancel_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None

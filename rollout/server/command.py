@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from rollout.engine.spmd import OpenEngine, launch_ranks, run_spmd
-from rollout.errors import EngineStateError, InvalidInputError, RolloutError
+from rollout.errors import InvalidInputError, RolloutError
 from rollout.offline.hydra_config import checked_config, register_schema, run_hydra
 from rollout.offline.progress import loading_model
 from rollout.open_engine import open_engine
@@ -152,7 +152,7 @@ async def _until_stopped(server: _Server, serving: Serving, listener: socket.soc
         server.should_exit = True
     await running
     load_log.cancel()
-    with contextlib.suppress(asyncio.CancelledError, EngineStateError):
+    with contextlib.suppress(asyncio.CancelledError, RolloutError):
         await load_log
     if draining is not None and not draining.cancelled():
         draining.result()

@@ -33,8 +33,7 @@ _encode = msgspec.json.Encoder(enc_hook=np.generic.item).encode  # numpy's scala
 
 
 def json_bytes(value: Any) -> bytes:
-    """UTF-8. Half of a surrogate pair, which has no encoding, stays the escape that it is in JSON;
-    infinities and NaN, which JSON does not have, become null."""
+    """JSON in UTF-8. Lone surrogates stay escaped; infinities and NaN become null."""
     try:
         return _encode(value)
     except UnicodeEncodeError:

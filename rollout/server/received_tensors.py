@@ -179,7 +179,9 @@ def _header(file: ReceivedFile) -> dict[str, TensorSpec]:
     try:
         with safe_open(file.path, framework="pt", device="cpu") as opened:
             found = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            stored = {name: (tuple(it.get_shape()), it.get_dtype()) for name, it in found.items()}
+            stored = {
+                name: (tuple(part.get_shape()), part.get_dtype()) for name, part in found.items()
+            }
     except (SafetensorError, OSError, ValueError) as error:
         raise file.refuse(error) from None
     for name, (_, dtype) in stored.items():

@@ -1,4 +1,4 @@
-"""The engine as the routes see it: asynchronous doors, limits, and the way to an end."""
+"""The async API over one engine: admission, limits, shutdown."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ def _is_own(path: Path) -> bool:
 def _may_be_remote(path: Path) -> bool:
     """Whether processes of other machines may hold it: it is on a network's or a user's mount."""
     mounts = psutil.disk_partitions(all=True)
-    of_path = (it for it in mounts if path.resolve().is_relative_to(it.mountpoint))
+    of_path = (mount for mount in mounts if path.resolve().is_relative_to(mount.mountpoint))
     mount = max(of_path, key=lambda it: len(it.mountpoint), default=None)
     return mount is not None and (":" in mount.device or mount.fstype.startswith("fuse"))
 

@@ -72,7 +72,7 @@ class ShardExchange:
     ) -> dict[str, list[torch.Tensor]]:
         me, ranks = self._rank, range(len(self._needed))
         sent = [
-            [piece for name, it in shards.items() for piece in self._cut(it, rank, name)]
+            [piece for name, shard in shards.items() for piece in self._cut(shard, rank, name)]
             if rank != me
             else []
             for rank in ranks
@@ -80,8 +80,8 @@ class ShardExchange:
         to_send = [sum(map(len, pieces)) for pieces in sent]
         lengths = [
             [
-                sum(map(len, self._common(it.held[rank], me, name))) if rank != me else 0
-                for name, it in shards.items()
+                sum(map(len, self._common(shard.held[rank], me, name))) if rank != me else 0
+                for name, shard in shards.items()
             ]
             for rank in ranks
         ]

@@ -131,7 +131,6 @@ class StepTimes:
     draft: float = 0.0  # worker: propose, observe and learn
     forward: float = 0.0  # worker: hidden states and logits
     sample: float = 0.0  # worker: sampling, acceptance, commit
-    waited: float = 0.0  # worker: part of the others in which the host waited for the device
     total: float = 0.0  # engine
 
 

@@ -172,7 +172,9 @@ class TensorChanges:
             self._waiting[base] = {kind: tensor.clone()}  # valid until the next tensor alone
             return None
         found[kind] = tensor
-        self.last_manifest = {_joined(base, each): TensorSpec.of(it) for each, it in found.items()}
+        self.last_manifest = {
+            _joined(base, each): TensorSpec.of(tensor) for each, tensor in found.items()
+        }
         if found.keys() == {LORA_A, LORA_B}:
             own = scaling.get(base) if isinstance(scaling, Mapping) else scaling
             return LoraChange(base, found[LORA_A], found[LORA_B], own)

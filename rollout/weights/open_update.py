@@ -140,7 +140,7 @@ class OpenUpdate:
         ``for_all``: what other ranks need of them too.
         """
         loaders = self.weight_loaders
-        tied = {name for name, it in loaders.items() if it.alias_of is not None}
+        tied = {name for name, loader in loaders.items() if loader.alias_of is not None}
         tied |= {loaders[name].alias_of or name for name in tied}
         twins: dict[str, torch.Tensor] = {}
         changes = TensorChanges()
@@ -177,8 +177,8 @@ class OpenUpdate:
         if manifest is not None and isinstance(source, SlicedSource):
             offered = self.taken(source.manifest())
             loaders = {name: self.weight_loaders.get(name) for name in offered}
-            shards = {name: it.shard if it else None for name, it in loaders.items()}
-            slices = {name: it.where if it else None for name, it in shards.items()}
+            shards = {name: each.shard if each else None for name, each in loaders.items()}
+            slices = {name: shard.where if shard else None for name, shard in shards.items()}
             self._load_slices(source, slices, check_finite)
             return
         with closed_iterator(source) as tensors:

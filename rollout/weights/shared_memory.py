@@ -170,7 +170,9 @@ class SharedMemoryReceiver:
 
     def release_removed(self) -> None:
         """Let go of the segments that their owners have removed."""
-        self._mapped = {name: it for name, it in self._mapped.items() if not it.is_removed}
+        self._mapped = {
+            name: segment for name, segment in self._mapped.items() if not segment.is_removed
+        }
 
     def _current(self, handle: SharedMemoryHandle, field: str) -> MappedSegment:
         name, num_bytes = handle.segment, handle.layout.num_bytes
@@ -217,7 +219,7 @@ class HandleReceiver:
             if isinstance(handle, SharedMemoryHandle):
                 self._segments.check(handle, field)
         cuda_ipc.check_handles(
-            {field: it for field, it in parsed.items() if isinstance(it, CudaIpcHandle)}
+            {field: handle for field, handle in parsed.items() if isinstance(handle, CudaIpcHandle)}
         )
         return _HandleSource(parsed, self)
 

@@ -16,7 +16,7 @@ _LONGEST_FIRST_INTERVAL = 128
 """Steps until the first probe after a change of weights, at most. Trainers change them every few
 dozen steps: where probes of one policy after the other are fruitless, they come more seldom."""
 _TEMPERATURE_STEP = 0.25  # batches whose mean temperatures differ by more are of two kinds
-_PAYS = 0.02
+_MIN_GAIN = 0.02
 """The share of the time that drafts must gain by the estimates, which leave out cold caches, wider
 sampling, and that requests which end early may only wait for the slowest."""
 
@@ -139,7 +139,7 @@ class _KindGate:
     @property
     def _excess(self) -> float:
         """Milliseconds gained beyond what it takes to draft on."""
-        return self._gained - _PAYS * self._spent
+        return self._gained - _MIN_GAIN * self._spent
 
     def _judge_probe(self) -> None:
         self._probing = False

@@ -31,7 +31,7 @@ _SAVED_TOGETHER = 0.9
 """The share of the saved time that the gate counts where several requests decode: those that
 accept more than others end sooner, and the batch that is left takes more than its share."""
 
-_BELIEVED = 2.0
+_MAX_OUTLIER = 2.0
 """The time of one step's drafting counts as at most this multiple of the usual time."""
 
 
@@ -119,7 +119,7 @@ class LearnedBudget:
             return SelectedDrafts(trees=trees, values_N=values_N, proposed=None, forecast=forecast)
         if proposed.num_nodes:
             trees, values_N = self._chosen(batch, prices, proposed)
-        drafting_ms = self.cost.of_drafting(prices.width)
+        drafting_ms = self.cost.draft_ms(prices.width)
         forecast = self._forecast(prices, trees.num_nodes, float(values_N.sum()), drafting_ms)
         return SelectedDrafts(trees=trees, values_N=values_N, proposed=proposed, forecast=forecast)
 
@@ -151,7 +151,7 @@ class LearnedBudget:
         could_draft = prices.with_nodes_N1.size > 1
         teaches = is_plain_turn and could_draft
         if self._reads_while_open and not is_open:  # no other steps tell what following takes
-            teaches = not self.cost.of_following(prices.width)
+            teaches = not self.cost.idle_draft_ms(prices.width)
         if steps := self._schedule.end_step(is_open, teaches=teaches):
             self.cost.observe(
                 width=prices.width,
@@ -210,9 +210,9 @@ class LearnedBudget:
     def _plain_forecast(self, prices: Prices) -> StepForecast | None:
         """The forecast of a step that proposes nothing."""
         if self._reads:
-            return self._forecast(prices, 0, 0.0, self.cost.of_reading(prices.width))
+            return self._forecast(prices, 0, 0.0, self.cost.read_ms(prices.width))
         if prices.plain_forecast is None:
-            following_ms = self.cost.of_following(prices.width)
+            following_ms = self.cost.idle_draft_ms(prices.width)
             prices.plain_forecast = self._forecast(prices, 0, 0.0, following_ms)
         return prices.plain_forecast
 
@@ -222,7 +222,7 @@ class LearnedBudget:
         """The forecast of a step. ``expected``: accepted nodes."""
         if not prices.width or not self.cost.is_known:
             return None
-        plain_ms = float(prices.with_nodes_N1[0]) + self.cost.of_following(prices.width)
+        plain_ms = float(prices.with_nodes_N1[0]) + self.cost.idle_draft_ms(prices.width)
         predicted_ms = float(prices.with_nodes_N1[num_nodes]) + drafting_ms
         token_ms = prices.decode_ms / prices.width
         return StepForecast(
@@ -281,7 +281,7 @@ class LearnedBudget:
         if selected.proposed is None:
             if self._gate.is_open and prices.is_hopeless:
                 plain_ms = float(prices.with_nodes_N1[0])
-                lost_ms = max(0.0, self.cost.of_reading(width) - self.cost.of_following(width))
+                lost_ms = max(0.0, self.cost.read_ms(width) - self.cost.idle_draft_ms(width))
                 self._gate.observe(width, -lost_ms, plain_ms, prices.temperature)
             else:
                 self._gate.skip(width, prices.temperature)
@@ -292,7 +292,7 @@ class LearnedBudget:
             saved_ms *= _SAVED_TOGETHER
         plain = float(prices.with_nodes_N1[0])
         extra_ms = float(prices.with_nodes_N1[selected.trees.num_nodes]) - plain
-        usual = self.cost.of_drafting(width)
+        usual = self.cost.draft_ms(width)
         if math.isnan(times.draft) and not usual:
             return  # the time that drafting takes is not known yet
         if not usual:
@@ -300,7 +300,7 @@ class LearnedBudget:
         elif math.isnan(times.draft) or runs_prompts:
             spent = usual
         else:
-            spent = min(times.draft, _BELIEVED * usual)
-        drafting = spent - self.cost.of_following(width)
+            spent = min(times.draft, _MAX_OUTLIER * usual)
+        drafting = spent - self.cost.idle_draft_ms(width)
         gained = saved_ms - extra_ms - max(0.0, drafting)
         self._gate.observe(width, gained, plain, prices.temperature)

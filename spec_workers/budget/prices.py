@@ -99,13 +99,13 @@ def _prices(batch: Batch, cost: StepCost, step: int, accept_rate: float) -> Pric
     if not width:
         return Prices(step + every, 0, longest, 0.0, 0.0, np.zeros(1), np.zeros(len(entries)))
     alone = np.array([width])
-    decode_ms = float(cost.of_rows(alone, alone, longest)[0])
-    with_nodes_N1 = cost.of_rows(batch.num_run_tokens + nodes, width + nodes, longest)
+    decode_ms = float(cost.forward_ms(alone, alone, longest)[0])
+    with_nodes_N1 = cost.forward_ms(batch.num_run_tokens + nodes, width + nodes, longest)
     temperature = sum(e.request.params.temperature for e in entries if e.samples) / width
     token_ms_B = np.full(len(entries), decode_ms / width)
     if batch.tail is not None and nodes.size > 1 and len(entries) > 1:
         one = np.array([1])
-        alone_ms = float(cost.of_rows(one, one, longest)[0])
+        alone_ms = float(cost.forward_ms(one, one, longest)[0])
         remaining_B = [batch.tail.remaining(entry.request) for entry in entries]
         last_alone_B = last_alone(remaining_B, accept_rate)
         replaced = batch.tail.replaced

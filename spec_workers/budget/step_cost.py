@@ -82,7 +82,7 @@ class StepCost:
         """Whether any forward was timed."""
         return self.curve.is_known
 
-    def of_rows(
+    def forward_ms(
         self, rows: NDArray[np.int64], sampled: NDArray[np.int64], longest_context: int
     ) -> NDArray[np.float64]:
         """Milliseconds of forward and sampling, for each number of ``rows``.
@@ -93,16 +93,16 @@ class StepCost:
         more = self._sampling.each * (sampled - sampled[0])
         return self.curve.milliseconds(rows, longest_context) + (sampling + more)
 
-    def of_drafting(self, width: int) -> float:
+    def draft_ms(self, width: int) -> float:
         """The drafting time of a step that proposes, of so many requests."""
         return self._drafting.milliseconds(width)
 
-    def of_following(self, width: int) -> float:
+    def idle_draft_ms(self, width: int) -> float:
         """The drafting time of a step that proposes nothing and only takes tokens in, as every step
         does while drafting is shut."""
         return self._following.milliseconds(width)
 
-    def of_reading(self, width: int) -> float:
+    def read_ms(self, width: int) -> float:
         """The drafting time of a step that proposes nothing, but whose tokens a draft reads."""
         return self._reading.milliseconds(width)
 

@@ -55,7 +55,9 @@ def trainable_draft(engine: RolloutEngine) -> TrainableDraft:
         target.embed,
     )
     weights = checked_weights(draft, DraftSwap(engine).read())
-    draft.load_state_dict({name.removeprefix(SENT_PREFIX): it for name, it in weights.items()})
+    draft.load_state_dict(
+        {name.removeprefix(SENT_PREFIX): weight for name, weight in weights.items()}
+    )
     return draft.to(target.device)
 
 

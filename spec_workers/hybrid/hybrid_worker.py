@@ -167,7 +167,7 @@ def build(config: EngineConfig, progress: Progress | None, options: HybridOption
     """A worker with a corpus and a neural draft.
 
     ``progress`` is told how far the target's weights are read. Raises what the builds of
-    `spec_workers.ngram`, `spec_workers.eagle` and `spec_workers.multi_layer_eagle` do.
+    `spec_workers.ngram`, `spec_workers.eagle` and `spec_workers.mtp` do.
     """
     corpus, path = open_corpus(config, options), options.draft_path
     is_chain = path is None or is_separate_chain(Path(path))

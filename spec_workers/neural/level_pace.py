@@ -21,7 +21,7 @@ _NEW = 0.1
 _FIRST_TIMES = 5
 """Times of which the least is taken: the first ones are slow."""
 
-_BELIEVED = 3.0
+_MAX_OUTLIER = 3.0
 """The time of one level counts as at most this multiple of the usual time."""
 
 _FORGOTTEN = 0.002
@@ -81,4 +81,4 @@ class LevelPace:
         if self._times[trees] <= _FIRST_TIMES:
             self._milliseconds[trees] = min(usual, milliseconds)
         else:
-            self._milliseconds[trees] += _NEW * (min(milliseconds, _BELIEVED * usual) - usual)
+            self._milliseconds[trees] += _NEW * (min(milliseconds, _MAX_OUTLIER * usual) - usual)

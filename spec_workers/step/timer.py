@@ -20,20 +20,18 @@ class SteadyPhases(NamedTuple):
 
 
 class StepTimer:
-    """Times each phase of one step that is entered as a context, then sums them up in `end`.
+    """Times one step: drafting and forward are contexts, the rest until `end` counts as sampling.
 
-    On a GPU forward and sampling are timed there, from when they are begun, or from when the GPU is
-    done with what came before, to their last kernel: so laying out inputs counts where the GPU
-    waits for them. On the CPU they are timed by the clock on the wall.
+    On a GPU the forward is timed there, from when it is begun, or from when the GPU is done with
+    what came before, to its last kernel: so laying out inputs counts where the GPU waits for them.
+    On the CPU it is timed by the clock on the wall.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._draft_ms = self._launch_ms = self._waited_ms = 0.0  # of the host
-        self._wall = [0.0, 0.0, 0.0]
+        self._started = time.perf_counter()
+        self._draft_ms = self._forward_ms = 0.0  # of the host
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._events = (
-            [torch.cuda.Event(enable_timing=True) for _ in self._wall] if self._stream else []
-        )
+        self._events: list[torch.cuda.Event] = []  # on a GPU: the forward's begin and end
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
@@ -44,55 +42,28 @@ class StepTimer:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Count the context as launching the forward, which may end later."""
+        """Count the context as the forward, or as launching it: then it may end later."""
         started = time.perf_counter()
-        self._mark(0)
+        self._mark()
         yield
-        self._mark(1)
-        self._launch_ms += _ms_since(started)
-
-    @contextmanager
-    def sampling(self) -> Iterator[None]:
-        """Count the context as launching sampling, which may end later."""
-        started = time.perf_counter()
-        yield
-        self._mark(2)
-        self._launch_ms += _ms_since(started)
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the context as waiting for the device."""
-        started = time.perf_counter()
-        yield
-        self._waited_ms += _ms_since(started)
-
-    @contextmanager
-    def booking(self) -> Iterator[None]:
-        """Count the context, other work of the host before the step's end, as launching."""
-        started = time.perf_counter()
-        yield
-        self._launch_ms += _ms_since(started)
+        self._mark()
+        self._forward_ms = _ms_since(started)
 
     def end(self) -> StepTimes:
         """Milliseconds by phase. Called once, when the step is done."""
-        forward_ms = self._between(0, 1)
-        return StepTimes(
-            draft=self._draft_ms,
-            forward=forward_ms,
-            sample=max(0.0, self._launch_ms + self._waited_ms - forward_ms),
-            waited=self._waited_ms,
-        )
-
-    def _between(self, begin: int, end: int) -> float:
+        total_ms, forward_ms = _ms_since(self._started), self._forward_ms
         if self._events:
-            self._events[end].synchronize()
-            return self._events[begin].elapsed_time(self._events[end])
-        return (self._wall[end] - self._wall[begin]) * 1e3
+            begin, end = self._events
+            end.synchronize()
+            forward_ms = begin.elapsed_time(end)
+        sample_ms = max(0.0, total_ms - self._draft_ms - forward_ms)
+        return StepTimes(draft=self._draft_ms, forward=forward_ms, sample=sample_ms)
 
-    def _mark(self, which: int) -> None:
-        self._wall[which] = time.perf_counter()
-        if self._events:
-            self._events[which].record(self._stream)
+    def _mark(self) -> None:
+        if self._stream is not None:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(self._stream)
+            self._events.append(event)
 
 
 def _ms_since(started: float) -> float:

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 _TURNS = 5  # of which the median counts: two may meet a busy moment
 _SECONDS = 1.0  # no forward begins later than this: a start takes some six
-_CLEARLY = 0.9  # of the time with torch's own number: the process may have other work as well
+_SWITCH_RATIO = 0.9  # of the time with torch's own number: the process may have other work as well
 _CPUS = Path("/sys/devices/system/cpu")
 
 
@@ -46,7 +46,7 @@ def choose_threads(forwards: TrialForwards) -> None:
     if before not in times or len(times) < 2:
         return
     best = min(times, key=times.__getitem__)
-    if times[best] < _CLEARLY * times[before]:
+    if times[best] < _SWITCH_RATIO * times[before]:
         torch.set_num_threads(best)
     log.info(
         "CPU threads: %d (num_threads=N overrides); a forward takes %s",

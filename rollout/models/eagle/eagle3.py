@@ -188,7 +188,7 @@ class Eagle3(DraftModel):
         found = linear_weight_loaders("draft", self.fc, {"fc": self.spec.hidden_size})
         found |= self.layer.weight_loaders("draft.midlayer")
         found |= {
-            f"draft.{name}.weight": WeightLoader.of(it) for name, it in self._tables().items()
+            f"draft.{name}.weight": WeightLoader.of(table) for name, table in self._tables().items()
         }
         if self.head is not None:
             head = self.head.weight_rows(0, self.spec.draft_vocab_size)

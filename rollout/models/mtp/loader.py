@@ -162,7 +162,9 @@ class MtpChain:
         return token_ids_D.to(device)
 
     def _read_into(self, steps: list[MtpStep]) -> None:
-        weight_loaders = {name: it for step in steps for name, it in step.weight_loaders().items()}
+        weight_loaders = {
+            name: loader for step in steps for name, loader in step.weight_loaders().items()
+        }
         prefixes = tuple(f"{step.names.decoder}." for step in steps)
         passed_over = {name for names in self.steps for name in (names.embedding, names.head)}
         names = {

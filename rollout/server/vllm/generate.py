@@ -191,10 +191,10 @@ class _SkyrlAnswer(_TokenAnswer):
             top_k = self._body.sampling_params.top_k or 0
             rows = np.full((len(masks), top_k), -1, np.int32)
             logprobs = list(tokens.logprobs)
-            for index, mask in enumerate(masks):
+            for t, mask in enumerate(masks):
                 if len(mask) <= top_k:
-                    rows[index, : len(mask)] = mask
-                    logprobs[index] = tokens.extras.sampling_logprobs[index]
+                    rows[t, : len(mask)] = mask
+                    logprobs[t] = tokens.extras.sampling_logprobs[t]
             choice["logprobs"] = {"content": [{"logprob": each} for each in logprobs]}
             support = _packed(rows)
         return choice | {"rollout_sample_support": support}

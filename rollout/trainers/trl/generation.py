@@ -1,4 +1,4 @@
-"""Stands where TRL's trainers have a VLLMGeneration: `use_vllm=True`, without vLLM."""
+"""Drop-in replacement for TRL's VLLMGeneration: `use_vllm=True`, without vLLM."""
 
 from __future__ import annotations
 

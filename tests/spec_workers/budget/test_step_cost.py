@@ -38,19 +38,19 @@ def show(cost, steps=300, *, speed=1.0, outliers=0.0, widths=(1, 16), seed=1):
     return cost
 
 
-def of_rows(cost):
+def forward_ms(cost):
     rows = 8 + np.arange(33)
-    return cost.of_rows(rows, rows, 200)
+    return cost.forward_ms(rows, rows, 200)
 
 
 def check_learned(cost, speed=1.0):
     rows, sampled = 48 + np.arange(33), 8 + np.arange(33)
     expected = speed * (10 + 0.2 * rows + 0.5 + 0.05 * sampled)
-    np.testing.assert_allclose(cost.of_rows(rows, sampled, 200), expected, rtol=0.1)
+    np.testing.assert_allclose(cost.forward_ms(rows, sampled, 200), expected, rtol=0.1)
     for width in (2, 8, 16):
-        assert cost.of_drafting(width) == pytest.approx(speed * (0.4 + 0.05 * width), rel=0.25)
-        assert cost.of_following(width) == pytest.approx(speed * (0.1 + 0.02 * width), rel=0.25)
-    assert cost.of_reading(8) == 0
+        assert cost.draft_ms(width) == pytest.approx(speed * (0.4 + 0.05 * width), rel=0.25)
+        assert cost.idle_draft_ms(width) == pytest.approx(speed * (0.1 + 0.02 * width), rel=0.25)
+    assert cost.read_ms(8) == 0
 
 
 def test_all_phases_are_learned_in_spite_of_hiccups_and_changes_are_followed():
@@ -68,11 +68,11 @@ def test_no_time_is_negative_and_none_falls_with_the_count():
         observe(curved, StepTimes(draft=0.01 * width**2), width=width)
         times = StepTimes(draft=5.0 - 0.1 * width, sample=5.0 - 0.1 * width)
         observe(falling, times, width=width, rows=width)
-    times = [curved.of_following(width) for width in range(17)]
+    times = [curved.idle_draft_ms(width) for width in range(17)]
     assert min(times) >= 0
     assert times == sorted(times)
-    assert falling.of_following(1000) == 0
-    more = falling.of_rows(np.array([8, 8]), np.array([8, 90]), 200)
+    assert falling.idle_draft_ms(1000) == 0
+    more = falling.forward_ms(np.array([8, 8]), np.array([8, 90]), 200)
     assert more[0] == more[1]
 
 

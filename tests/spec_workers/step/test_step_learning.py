@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -101,15 +102,13 @@ def test_gains_are_those_of_the_forecast_and_none_without_drafts():
 def test_every_phase_is_counted_once() -> None:
     started = time.perf_counter()
     timer = StepTimer(torch.device("cpu"))
-    phases = (timer.drafting, timer.forward, timer.sampling, timer.waiting, timer.booking,
-              timer.drafting)  # fmt: skip
+    phases = (timer.drafting, timer.forward, nullcontext, timer.drafting, nullcontext)
     for milliseconds, phase in enumerate(phases, start=1):
         with phase():
             time.sleep(milliseconds / 1e3)
     times = timer.end()
     total_ms = (time.perf_counter() - started) * 1e3
-    assert times.draft >= 1 + 6
+    assert times.draft >= 1 + 4
     assert times.forward >= 2
-    assert times.sample >= 3 + 4 + 5
-    assert 4 <= times.waited <= times.sample
+    assert times.sample >= 3 + 5
     assert times.draft + times.forward + times.sample <= total_ms
