@@ -116,7 +116,7 @@ GPU_SECONDS ?= 1700
 gpu-session: $(STAMP)  ## checks and times for half an hour on a GPU, the most telling first; in runs/gpu
 	$(BIN)/python benchmarks/gpu_session.py --output runs/gpu --seconds $(GPU_SECONDS)
 
-# For a machine without a registry: few MiB, to be brought along; see docs/kernels.md.
+# For a machine without a registry: few MiB, to be brought along; see docs/gpu.md.
 GPU_WHEELS := build/gpu-wheels
 
 .PHONY: gpu-wheels

@@ -42,7 +42,7 @@ def check_contents(wheel: Path) -> None:
 
 
 def check_installed(wheel: Path) -> None:
-    """Import the packages, the extensions and the entry points, none of them from the clone."""
+    """Import the packages, the extensions and the command, none of them from the clone."""
     version = distribution("specrollout").version
     if not wheel.name.startswith(f"specrollout-{version}-"):
         sys.exit(f"error: specrollout {version} is installed, not {wheel.name}")
@@ -50,10 +50,9 @@ def check_installed(wheel: Path) -> None:
         found = importlib.import_module(name).__file__
         if ROOT in Path(found).parents:
             sys.exit(f"error: {name} comes from the clone: {found}")
-    for group in ("console_scripts", "vllm.general_plugins"):
-        for point in entry_points(group=group):
-            if point.module.split(".")[0] in PACKAGES:
-                point.load()
+    for point in entry_points(group="console_scripts"):
+        if point.module.split(".")[0] in PACKAGES:
+            point.load()
 
 
 def check_generation(folder: Path) -> None:

@@ -7,7 +7,7 @@ do draft nodes add to it?
 A model of random weights decodes `--batch` requests at `--context` tokens each, or of `--lengths`
 about that. A step is everything: scheduling, the forward, sampling, commit. Its floor is the least
 time in which the device can move the weights and keys, or do the arithmetic. Bars, on an H100 or
-H200 (docs/kernels.md): floor / time 0.7 up to 32 requests, 8 nodes each 1.15x and 1.5x a step
+H200 (docs/gpu.md): floor / time 0.7 up to 32 requests, 8 nodes each 1.15x and 1.5x a step
 without, exactness 1.6x, 1.2 ms for the demo model.
 
 Without a GPU the shape is `tiny` and no bar of these applies. A kind of step that fails leaves its

@@ -1,8 +1,8 @@
 """The stages of a session on a GPU, in the order of what they tell.
 
-Is it right, does it reach its bars, where does time go; then operators, rollouts and halves that
-take turns; tests last. Where there is no GPU stages that need none run at a size that shows that
-they do, and the others are skipped.
+Is it right, does it reach its bars, where does time go; then operators and rollouts; tests last.
+Where there is no GPU stages that need none run at a size that shows that they do, and the others
+are skipped.
 """
 
 from __future__ import annotations

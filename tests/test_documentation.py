@@ -22,6 +22,7 @@ from rollout.offline.config import RunConfig
 from rollout.offline.hydra_config import register_schema
 from rollout.server.config import ServeConfig
 from spec_workers.draft_training.arguments import train_draft_parser
+from tests.helpers.config_keys import key_defaults
 from tests.helpers.text_model import save_text_model
 
 ROOT = Path(__file__).parents[1]
@@ -135,6 +136,12 @@ def test_keys_in_the_text_exist():
     for page in PAGES:
         named = {key for key in pattern.findall(prose_of(page)) if not key.endswith(".py")}
         assert named <= known, f"{name_of(page)}: there are no keys {named - known}"
+
+
+@pytest.mark.usefixtures("composing")
+def test_the_page_of_keys_has_every_key_with_its_default():
+    text = (ROOT / "docs" / "keys.md").read_text(encoding="utf-8")
+    assert dict(re.findall(r"^\| `([\w.]+)` \| (.*?) \|", text, re.MULTILINE)) == key_defaults()
 
 
 def test_the_page_on_moving_names_what_stands_for_a_key():

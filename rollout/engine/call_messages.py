@@ -20,7 +20,7 @@ from rollout.weights.manifest import TensorSpec, dtype_name, named_dtype
 from rollout.weights.rank_stream import RankStream
 
 
-def encoded_call(name: str, *arguments: Any, **options: Any) -> bytes:
+def encoded_call(name: str, /, *arguments: Any, **options: Any) -> bytes:
     """The message of a call. Raises InvalidInputError for an argument that cannot be sent."""
     encoded_options = {option: _encoded(each) for option, each in options.items()}
     call = [name, [*map(_encoded, arguments)], encoded_options]

@@ -126,7 +126,7 @@ class Publishing(enum.StrEnum):
     """The time from which drafts are made from an external corpus that has been loaded."""
 
     WHEN_READY = "when_ready"  # the next step, or look at it
-    ON_REQUEST = "on_request"  # `publish_external_corpus`: at one point on several engines
+    ON_REQUEST = "on_request"  # the call of `publish_external_corpus`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,11 +117,7 @@ class MetricsRecorder:
         self._pace = PlainPace()
 
     def record(
-        self,
-        batch: Batch,
-        result: StepResult,
-        step: StepMetrics,
-        ended: list[Rollout],
+        self, batch: Batch, result: StepResult, step: StepMetrics, ended: list[Rollout]
     ) -> None:
         """Add one step; ``step`` comes with what only the engine knows filled in.
 
@@ -164,8 +160,7 @@ class MetricsRecorder:
             saved_ms = forecast.plain_ms
             saved_ms += forecast.decode_ms * step.accepted / max(1, step.sampling)
             if not decodes_alone:
-                # A step with prefill is predicted less well than what drafts gain or lose in it,
-                # and of one that took turns the clock tells another's time too.
+                # A step with prefill is predicted less well than what drafts gain or lose in it.
                 saved_ms, took_ms = saved_ms - forecast.predicted_ms, 0.0
             step.gain_ms = pace.record_saved(saved_ms) - took_ms
         self.total.gain_variance_ms2 = pace.variance_ms2

@@ -206,7 +206,7 @@ class Rank0Engine:
             self._engine.close()
         self.others.close()
 
-    def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
+    def _call(self, name: str, /, *arguments: Any, **options: Any) -> Any:
         with self._engine.calls:  # refused before the others hear of it, or done by all
             self._group.broadcast_bytes(encoded_call(name, *arguments, **options))
             for argument in arguments:

@@ -35,7 +35,8 @@ class StepRunner:
     ) -> None:
         self.scheduler = scheduler
         self.metrics = MetricsRecorder(worker.memory.slots.num_slots)
-        self.accept_lengths = AcceptLengths(worker.weights.parts)
+        parts = {} if worker.ranks.tensor.rank else worker.weights.parts  # rank 0 warns for all
+        self.accept_lengths = AcceptLengths(parts)
         self.guard = guard
         self.worker = worker
         self._requests = requests

@@ -19,7 +19,7 @@ PROJECT = "specrollout"
 class TrackerRun:
     """One run of a tracker."""
 
-    log: Callable[[dict[str, float], int], None]  # counters by name, and the step they are of
+    log: Callable[[dict[str, float], int], None]  # counters by name, and their step
     close: Callable[[], None]
 
 

@@ -201,7 +201,7 @@ class ProcessRanks:
 
     def _others(self) -> tuple[list[int], dict[int, str]]:
         """The ranks that do not say soon that a call failed for them too, and the reasons of those
-        that left for one. None, where the store is gone."""
+        that left for one. All of them, and no reasons, where the store is gone with its host."""
         others = [rank for rank in range(self.size) if rank != self.rank]
 
         def ask() -> tuple[list[int], dict[int, str]]:
@@ -217,5 +217,5 @@ class ProcessRanks:
 
         try:
             return answered(ask, _FAILED_SECONDS)
-        except (RuntimeError, TimeoutError):  # its host is gone as well
-            return [], {}
+        except (RuntimeError, TimeoutError):
+            return others, {}

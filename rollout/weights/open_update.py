@@ -47,7 +47,7 @@ class OpenUpdate:
     num_loads: int = 0  # calls that brought tensors
     checked: dict[str, TensorSpec] = field(default_factory=dict)  # fit, and may come
     loaded: dict[str, TensorSpec] = field(default_factory=dict)
-    passed_over: set[str] = field(default_factory=set)  # names that came
+    passed_over: set[str] = field(default_factory=set)  # names that came for no selected part
     changes: TensorChanges = field(default_factory=TensorChanges)
     lora_bases: dict[str, torch.Tensor] = field(default_factory=dict)  # by name, this rank's
     adapted: set[str] = field(default_factory=set)  # whose adapter has come

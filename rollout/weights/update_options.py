@@ -28,7 +28,7 @@ class UpdateOptions:
     # The version that what comes is the difference to: refused unless it is the one in use. Then
     # `partial`, and places of tensors may come (`delta`).
     base_version: int | None = None
-    lora_scaling: LoraScaling | None = None  # LoRA adapters come (`lora`), so; then `partial`
+    lora_scaling: LoraScaling | None = None  # adapters come (`lora`), scaled so; then `partial`
     check_finite: bool = False  # refuse NaN and infinities
     timeout: float = 300.0  # seconds without a call after which an open update counts as abandoned
 

@@ -1,10 +1,11 @@
-"""Replicas draft from what all committed, and have the same external corpora."""
+"""Replicas draft from what all committed, and each takes every change of external corpora."""
 
 from __future__ import annotations
 
 import json
 import random
 import threading
+from concurrent.futures import Future
 
 import pytest
 
@@ -13,7 +14,14 @@ from rollout.cluster.cluster import RolloutCluster
 from rollout.engine.worker_factory import worker_factory
 from rollout.errors import InvalidInputError
 from tests.cluster.thread_pool import ThreadReplica, intercept, kill
-from tests.cluster.workload import always_drafts, drain, generated, rejoined, submit_all
+from tests.cluster.workload import (
+    always_drafts,
+    drain,
+    generated,
+    poll_until,
+    rejoined,
+    submit_all,
+)
 from tests.helpers.gated_list import GatedList
 from tests.helpers.hang import wait_until
 
@@ -93,6 +101,27 @@ def test_on_request_it_waits_for_the_request(make):
     for method in ("publish_external_corpus", "remove_external_corpus"):
         with pytest.raises(InvalidInputError, match="name='other': is unknown; there are texts"):
             getattr(cluster, method)("other")
+
+
+def test_a_request_to_publish_reaches_a_replica_that_is_starting(make):
+    cluster, pool = make(2)
+    cluster.add_external_corpus("texts", **CHUNKS, publish="on_request", wait=True)
+    begun, may_join = [], Future()
+    cluster.replicas.on_join(lambda _: may_join)
+    kill(cluster, pool, "replica-0")
+    intercept(pool.living["replica-0"], "add_external_corpus", lambda *_: begun.append(True))
+    poll_until(cluster, lambda: begun)
+    cluster.publish_external_corpus("texts")
+    may_join.set_result(None)
+    rejoined(cluster)
+    wait_until(lambda: states(cluster) == {"texts": "published"}, cluster.step)
+
+
+def test_while_no_replica_lives_a_corpus_is_not_lost(make):
+    cluster, pool = make(1)
+    cluster.add_external_corpus("texts", **CHUNKS)
+    kill(cluster, pool, "replica-0")
+    assert states(cluster).keys() == {"texts"}
 
 
 def test_a_corpus_that_one_replica_refuses_or_cannot_load_is_on_none(make, tmp_path):

@@ -49,6 +49,8 @@ def test_a_call_is_told_to_all_ranks_or_refused():
         tensors = [{}] if name == "update_weights_from_tensor" else []
         with pytest.raises(error, match=name):
             getattr(engine, name)(*tensors)
+    with pytest.raises(ZeroDivisionError, match="remove_external_corpus"):
+        engine.remove_external_corpus(name="texts")  # an argument of that name
     with pytest.raises(InvalidInputError, match=r"update_weights_from_ipc.*list_iterator"):
         engine.update_weights_from_ipc(iter([]))  # what cannot be sent
 

@@ -103,7 +103,7 @@ def feature_ns(tile: Tile, rows: int, outputs: int, processors: int) -> float:
     """Estimated nanoseconds per input feature of a product, by four ceilings of a Hopper GPU.
 
     These are memory, the loads in flight of one multiprocessor, shared memory and tensor cores. A
-    last wave that is not full counts whole. docs/kernels.md has the figures.
+    last wave that is not full counts whole.
     """
     share = tile.share(outputs, processors)
     num_blocks, slower = (2, _TWO_BLOCKS) if tile.more_rows else (1, 1.0)

@@ -186,7 +186,7 @@ class _SkyrlAnswer(_TokenAnswer):
         masks = choice.pop("sampling_mask", None)
         support = None
         if masks is not None:
-            # Its trainer renormalises over a row, or over all tokens where the row is empty: as it
+            # SkyRL's trainer renormalises over a row, or over all tokens if the row is empty, as it
             # is where so many tie for the last place that they do not fit.
             top_k = self._body.sampling_params.top_k or 0
             rows = np.full((len(masks), top_k), -1, np.int32)

@@ -34,7 +34,7 @@ class InitInfo(Body):
     packed_num_buffers: int = 2  # unread: the sender's own
     nccl_unique_id_b64: Any = None  # refused
     local_checkpoint_dir: str | None = None
-    # Unread, of SkyRL's deltas: checksums tell another base, and this server reads as it does
+    # Unread, of SkyRL's deltas: checksums reveal another base, and files are read in our own way
     base_model_path: str | None = None
     cloud_download_workers: int | None = None
     checkpoint_load_format: str | None = None

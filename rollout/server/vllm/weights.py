@@ -140,6 +140,7 @@ class _Transfer:
             )  # fmt: skip
             return await refuse(self._serving, wrong)
         source = body.sync_dir or (body.uri or "").rstrip("/").rpartition("/")[0]
+        self._fetched = None  # meanwhile the folder holds neither version
         answer = await self._puller.pull(self._checkpoint, "sync_dir", source, body.target_version)
         if answer.status_code == 200:
             self._fetched = body.target_version
@@ -176,7 +177,9 @@ class _Transfer:
             info = last
         self._announced[name, selector] = info
         joined = self._joined.get(name)
-        is_packed = joined is not None and joined.packed if info.packed is None else info.packed
+        is_packed = info.packed
+        if is_packed is None and info.num_updates_list is None:  # sparse updates are not packed
+            is_packed = joined is not None and joined.packed
         num_bytes = 2**30 if joined is None else joined.packed_buffer_size_bytes
         if info.num_updates_list is not None:
             options.setdefault("base_version", self._known_version)

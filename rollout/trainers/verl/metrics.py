@@ -1,4 +1,4 @@
-"""What drafts brought, in the log of verl's trainer.
+"""Metrics of drafts in the log of verl's trainer.
 
 verl's current trainer reads the counters of responses for its own MTP alone, and its asynchronous
 client drops them. It has no extension point for metrics of servers.
@@ -18,7 +18,7 @@ _TRAINER = "verl.trainer.ppo.v1.trainer_base"
 
 
 class DraftMetrics:
-    """Metrics of what drafts brought since the last call, on all servers together:
+    """Metrics of drafts since the last call, on all servers together:
 
     - ``specrollout/accept_length``: tokens per forward of the model;
     - ``specrollout/saved_seconds``: the time that drafts saved over plain decoding, the mean of the
@@ -32,7 +32,7 @@ class DraftMetrics:
         self._saved_seconds = 0.0
 
     def take(self, servers: Sequence[Any]) -> dict[str, float]:
-        """``servers``: the handles of the trainer's; always the same ones."""
+        """``servers``: Ray's handles of them, the same ones in every call."""
         totals = ray.get([server.metrics.remote() for server in servers])
         tokens = sum(each.generated_tokens for each in totals)
         forwards = sum(each.target_forwards for each in totals)
@@ -56,15 +56,15 @@ def log_with_trainer() -> None:
     if _TRAINER not in sys.modules:
         return
     trainer_class = sys.modules[_TRAINER].PPOTrainer
-    of_weights = trainer_class._consume_sync_metrics  # called once at the end of each step
-    if hasattr(of_weights, "__wrapped__"):
+    consume = trainer_class._consume_sync_metrics  # called once at the end of each step
+    if hasattr(consume, "__wrapped__"):
         return
     drafts = DraftMetrics()
 
-    @wraps(of_weights)
-    def of_weights_and_drafts(trainer: Any) -> dict[str, float]:
+    @wraps(consume)
+    def consume_with_drafts(trainer: Any) -> dict[str, float]:
         managers = trainer._rollout_server_managers()
         servers = [server for manager in managers for server in manager.server_handles]
-        return of_weights(trainer) | drafts.take(servers)
+        return consume(trainer) | drafts.take(servers)
 
-    trainer_class._consume_sync_metrics = of_weights_and_drafts
+    trainer_class._consume_sync_metrics = consume_with_drafts

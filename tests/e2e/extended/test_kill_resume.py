@@ -76,4 +76,5 @@ def test_killed_at_random_moments(config, suffix, spec):
         assert pq.read_table(output).to_pylist() == whole
     names = sorted(path.name for path in output.parent.glob("killed*"))
     saved = [f"{output.name}.corpus", f"{output.name}.corpus.learned.json"]
-    assert names == [output.name, *(saved if spec == "ngram" else []), f"{output.name}.run.json"]
+    saved = saved if spec == "ngram" else []
+    assert names == [output.name, *saved, f"{output.name}.log.jsonl", f"{output.name}.run.json"]
