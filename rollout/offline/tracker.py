@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,28 @@ def open_tracker(
         name: the run's, for people.
         settings: JSON-able; shown beside the run.
 
-    Raises MetricsError with the tracker's own reason: no key, no server, ...
+    Raises MetricsError with the tracker's own reason, as the run's calls do: no key, no server, ...
     """
+    with _named(tracker, "cannot be opened"):
+        run = _OPENERS[tracker](folder, name, dict(settings))
+
+    def log(values: dict[str, float], step: int) -> None:
+        with _named(tracker, "takes no more values"):
+            run.log(values, step)
+
+    def close() -> None:
+        with _named(tracker, "cannot be closed"):
+            run.close()
+
+    return TrackerRun(log, close)
+
+
+@contextmanager
+def _named(tracker: Tracker, problem: str) -> Iterator[None]:
     try:
-        return _OPENERS[tracker](folder, name, dict(settings))
-    except Exception as error:  # each has classes of its own
-        raise MetricsError(f"log.tracker={tracker} cannot be opened: {error}") from error
+        yield
+    except Exception as error:  # each tracker has classes of its own
+        raise MetricsError(f"log.tracker={tracker} {problem}: {error}") from error
 
 
 def _tensorboard(folder: Path, name: str, settings: dict[str, Any]) -> TrackerRun:

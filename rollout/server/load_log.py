@@ -28,7 +28,8 @@ async def log_load(serving: Serving, seconds: float = _SECONDS) -> None:
         await asyncio.sleep(seconds)
         known = await serving.status_cache.latest()
         status, taken = known.status, time.monotonic() - known.age
-        tokens = status.total.generated_tokens - before.generated_tokens
+        # Totals fall where a replica has died.
+        tokens = max(0, status.total.generated_tokens - before.generated_tokens)
         forwards = status.total.target_forwards - before.target_forwards
         if tokens or serving.num_unfinished:
             log.info(
