@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from rollout.errors import InvalidInputError
+from rollout.errors import InvalidInputError, UnknownOptionError
 from rollout.hub import model_folder
 from rollout.validation import (
     checked_flag,
@@ -237,7 +237,7 @@ def engine_config(path: str, overrides: dict[str, Any]) -> EngineConfig:
             ours["tensor_parallel_size"] = "parallel"
             hint = did_you_mean(name, [*known, *ours], ours)
             remedy = f"unknown{hint}; there are {', '.join(known)}"
-            raise InvalidInputError(f"overrides[{name!r}]", value, remedy)
+            raise UnknownOptionError(name, value, remedy)
     parallel = chosen["engine"].pop("parallel", {})
     if not isinstance(parallel, ParallelConfig):
         names = [f.name for f in fields(ParallelConfig)]

@@ -23,6 +23,10 @@ class InvalidInputError(RolloutError, ValueError):
         return type(self), (self.field, self.value, self.remedy)
 
 
+class UnknownOptionError(InvalidInputError):
+    """An engine has no option of that name."""
+
+
 class PromptTooLongError(InvalidInputError):
     """A prompt has more tokens than the context, or a configured limit, leaves for it.
 
@@ -35,8 +39,8 @@ class PromptTooLongError(InvalidInputError):
         return cls(
             "len(prompt)",
             length,
-            "is longer than the model's context length or server.max_prompt_len allows; "
-            f"it must be 1 to {max_tokens} tokens",
+            "is longer than the model's context length or server.max_prompt_len allows: at most "
+            f"{max_tokens} tokens",
         )
 
 

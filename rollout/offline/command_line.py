@@ -100,9 +100,8 @@ def hydra_arguments(arguments: Sequence[str], kind: type) -> list[str]:
     overrides, rest = take_flags(arguments, kind)
     given, unknown = get_args_parser().parse_known_intermixed_args(rest)
     for flag in unknown:
-        name, _, value = flag.partition("=")
-        hint = key_hint(name.lstrip("-").replace("-", "_"), kind)
-        raise InvalidInputError(name, value or None, f"no such flag{hint} (see --help)")
+        hint = key_hint(flag.partition("=")[0].lstrip("-").replace("-", "_"), kind)
+        raise InvalidInputError("arguments", flag, f"no such flag{hint} (see --help)")
     options = [each for each in rest if each not in given.overrides]
     return [*options, *words_as_overrides(given.overrides, kind), *overrides]
 

@@ -53,6 +53,7 @@ class Summary:
         for name, value in [*self.lines(), *(self.details() if self.verbose else [])]:
             table.add_row(name, Text(value))  # no markup: paths and stops have brackets
         console.print(table)
+        console.print(f"more: {self._more()}", soft_wrap=True, highlight=False, markup=False)
 
     def lines(self) -> list[tuple[str, str]]:
         """The totals that matter most, by name, as text."""
@@ -69,7 +70,6 @@ class Summary:
                               "request"),
             ("speculation", self._speedup()),
             *self.corpus[:1],
-            ("more", self._more()),
         ]  # fmt: skip
 
     def details(self) -> list[tuple[str, str]]:
@@ -178,11 +178,11 @@ class SweepTable:
         longest = max(len(each) for settings in own for each in ["settings", *settings])
         table.add_column("settings", overflow="fold", min_width=min(longest, _MAX_SETTING))
         table.add_column("rollouts", justify="right")
-        for name in ("seconds", "tokens/s", "speedup"):
+        for name in ("seconds", "tokens/s"):
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("accept length", justify="right")
-        for index, (overrides, result) in enumerate(self._rows):
-            cells = map(Text, _cells(result, self._plain(overrides)))
+        for index, (_, result) in enumerate(self._rows):
+            cells = map(Text, _cells(result))
             table.add_row(str(index), Text("\n".join(own[index])), *cells)
         console.print(table)
         for index, (_, result) in enumerate(self._rows):
@@ -190,15 +190,7 @@ class SweepTable:
                 console.print(
                     f"job {index}: {_shown(result)}", highlight=False, markup=False, soft_wrap=True
                 )
-        console.print("speedup: tokens/s over those of spec=none with the same other settings")
-
-    def _plain(self, overrides: Sequence[str]) -> Summary | None:
-        """The summary of the job that differs only in decoding plainly, if the sweep has one."""
-        others = _without_spec(overrides)
-        for each, result in self._rows:
-            if "spec=none" in each and _without_spec(each) == others and result is not None:
-                return result.summary
-        return None
+        console.print("specrollout compare says whether drafts pay")
 
 
 def _short(override: str) -> str:
@@ -207,31 +199,22 @@ def _short(override: str) -> str:
     return name.rpartition(".")[2] + equals + value
 
 
-def _without_spec(overrides: Sequence[str]) -> set[str]:
-    names = {each: each.lstrip("+~").partition("=")[0].split(".")[0] for each in overrides}
-    return {each for each, group in names.items() if group != "spec"}
-
-
 def _shown(result: JobResult) -> Path:
     path = result.output if result.summary is None else result.summary.output
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
-def _cells(result: JobResult | None, plain: Summary | None) -> tuple[str, ...]:
+def _cells(result: JobResult | None) -> tuple[str, ...]:
     if result is None:
         return ("failed",)
     summary = result.summary
     if summary is None:
         return (result.status.value,)
     stopped = ", stopped" if result.status is JobStatus.STOPPED else ""
-    speedup = ""  # of tokens/s: a job that went on generated only what was left
-    if plain is not None and plain.tokens_per_second:
-        speedup = f"{summary.tokens_per_second / plain.tokens_per_second:.2f}x"
     return (
         f"{summary.rollouts + summary.resumed:,}{stopped}",
         f"{summary.seconds:,.1f}",
         f"{summary.tokens_per_second:,.0f}",
-        speedup,
         f"{summary.metrics.accept_length:.3f}",
     )

@@ -125,7 +125,7 @@ REFUSED = (
     ("model=no/where", 2, "model.path='no/where': is no folder, and cannot be had from the hub: "),
     ("log.jsonl=/dev/full", 1, "log.jsonl='/dev/full' cannot be written: No space left"),
     ("output.path=folder.jsonl", 1, "[Errno 21] Is a directory: 'folder.jsonl.run.json'"),
-    ("--hots=3", 2, "--hots='3': no such flag"),
+    ("--hots=3", 2, "'--hots=3': no such flag"),
     # What Hydra refuses:
     ("sampling.max_tokens=3", 2, "did you mean sampling.max_new_tokens?"),
     ("sampling.n=many", 2, "sampling.n='many': Value 'many' of type"),

@@ -193,7 +193,7 @@ ENGINES: list[tuple[dict[str, Any], str]] = [
     ({"tokenizer": "nowhere"}, "model.tokenizer"),
     ({"num_threads": 0}, "num_threads"),
     ({"max_running": True}, "scheduler.max_running"),
-    ({"max_runing": 4}, "overrides['max_runing']"),
+    ({"max_runing": 4}, "max_runing"),
     ({"exact": "no"}, "exact"),
     ({"load_format": "x"}, "model.load_format"),
     ({"record_routes": 1}, "model.record_routes"),

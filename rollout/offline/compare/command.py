@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -34,6 +35,8 @@ from rollout.offline.prompt_check import check_rows
 from rollout.offline.prompt_tokens import check_tokens
 from rollout.offline.prompts import PromptFile
 from rollout.types import Prompt
+
+log = logging.getLogger(__name__)
 
 _WIDE = 1.1
 """An interval that holds 1 and goes up to this leaves open whether drafts pay."""
@@ -133,6 +136,10 @@ def compare_options(arguments: Sequence[str]) -> CompareOptions:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="the rows, a JSON object a line")
     flags, others = take_flags(arguments, RunConfig)
+    for flag in flags:
+        if flag.startswith("sampling.temperature=") and "," in flag:
+            several = flag.partition("=")[2]
+            raise InvalidInputError("--temperature", several, "compare takes --temperatures")
     given = parser.parse_intermixed_args(others)
     overrides = [*words_as_overrides(given.overrides, RunConfig), *flags]
     kinds = [each for each in overrides if each.startswith("spec=")]
@@ -228,6 +235,7 @@ def _compare(
             # A corpus that one engine was taught serves both.
             teaching = Comparison(*(engines[:1] if learns else engines))
             for epoch in range(options.epochs - 1):
+                log.info("temperature %g: epoch %d, which teaches the drafts", temperature, epoch)
                 whole = Work(prompts=prompts, params=sampling, width=engines[0].max_running)
                 teaching.teach(whole.of_epoch(epoch))
             if learns:
@@ -237,6 +245,10 @@ def _compare(
                     for engine in engines:
                         engine.load_corpus(taught)
                 work = Work(prompts=prompts, params=sampling, width=width)
+                log.info(
+                    "comparing at temperature %g, %d at a time, for about %.0f s",
+                    temperature, width, seconds,
+                )  # fmt: skip
                 compared = Comparison(*engines).run(work.of_epoch(options.epochs - 1), seconds)
                 yield ComparedRow(
                     kind=kind, temperature=temperature, width=width, compared=compared
@@ -296,7 +308,8 @@ def _print_result(cells: Sequence[ComparedRow], console: Console) -> None:
     """The line that a reader should remember, of the row that gains most."""
     best = max(cells, key=lambda cell: cell.compared.times.interval()[0])
     line = best.compared.line(cell.compared for cell in cells)
-    console.print(f"{line} ({_name(best)})", highlight=False, soft_wrap=True)
+    doubt = "" if best.compared.times.verdict is SpeedupVerdict.PAYS else ", no certain speedup"
+    console.print(f"{line} ({_name(best)}){doubt}", highlight=False, soft_wrap=True)
 
 
 def _row(cell: ComparedRow) -> dict[str, object]:

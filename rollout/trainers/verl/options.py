@@ -8,7 +8,7 @@ from typing import Any
 
 from rollout.config import EngineConfig, engine_config
 from rollout.engine.worker_factory import WorkerFactory, worker_factory
-from rollout.errors import InvalidInputError
+from rollout.errors import InvalidInputError, UnknownOptionError
 from rollout.hub import model_folder
 from rollout.trainers.tensor_parallel import tensor_parallel
 from rollout.trainers.verl.sampling import ResponseLimits
@@ -92,12 +92,9 @@ class ServerOptions:
         """The configuration of the server's engine. Raises InvalidInputError."""
         try:
             return engine_config(self.model_path, dict(self.engine))
-        except InvalidInputError as error:
-            if not error.field.startswith("overrides["):
-                raise
-            name = error.field.removeprefix("overrides['").removesuffix("']")
+        except UnknownOptionError as error:
             remedy = f"{error.remedy}, spec, spec_options, sleep_level"
-            raise InvalidInputError(f"{OWN}.{name}", error.value, remedy) from None
+            raise InvalidInputError(f"{OWN}.{error.field}", error.value, remedy) from None
 
     def worker_factory(self) -> WorkerFactory:
         """The factory of the engine's worker. Raises InvalidInputError."""
