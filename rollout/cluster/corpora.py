@@ -77,6 +77,7 @@ class ClusterCorpora:
         source = {
             key: self._replicas.share(value) for key, value in given.items() if value is not None
         }
+        self._replicas.await_one()  # whoever refuses it says so now
         method, arguments = "add_external_corpus", {"name": name, "publish": publish, **source}
         self._replicas.on_all(
             method, undo=lambda replica: replica.call("remove_external_corpus", name), **arguments
@@ -111,9 +112,8 @@ class ClusterCorpora:
 
     def external_corpora(self) -> list[ExternalCorpus]:
         """All corpora by name, each as on the replica that is least far with it."""
-        while not (by_replica := self._replicas.on_all("external_corpora")):
-            self._replicas.poll(WAIT_SECONDS)  # until one joins
-        return merged(by_replica)
+        self._replicas.await_one()
+        return merged(self._replicas.on_all("external_corpora"))
 
     def load_corpus(self, path: str | os.PathLike[str]) -> None:
         """Load a file on every replica, also on those that start later, under the same path."""

@@ -64,6 +64,7 @@ class ReplicaManager:
         self._newcomers: dict[str, _Newcomer] = {}
         self._joined: dict[str, Replica] = {}
         self._joiners: list[Joiner] = []
+        self._is_closed = False
 
     @property
     def joined(self) -> Mapping[str, Replica]:
@@ -144,14 +145,20 @@ class ReplicaManager:
         """Call an engine's method on each replica that has joined, and wait for none."""
         return {each: each.call(method, *args, **kwargs) for each in self._joined.values()}
 
+    def await_one(self) -> None:
+        """Wait until a replica has joined. Raises ClusterError once all were ended by `close`."""
+        while not self._joined:
+            if self._is_closed:
+                raise ClusterError("the cluster is closed")
+            self.poll(WAIT_SECONDS)
+
     def on_one(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """The result of an engine's method on one replica; on another, if that one dies meanwhile.
 
         Raises ClusterError where several die one after the other: the call may be what kills them.
         """
         for _ in range(_MAX_TRIES):
-            while not self._joined:
-                self.poll(WAIT_SECONDS)
+            self.await_one()
             replica = next(iter(self._joined.values()))
             try:
                 return replica.call(method, *args, **kwargs).result()
@@ -188,6 +195,7 @@ class ReplicaManager:
         """End all replicas, those that start too."""
         self._joined = {}
         self._newcomers = {}
+        self._is_closed = True
         self._pool.close()
 
     def _handle(self, event: Event) -> None:

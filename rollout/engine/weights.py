@@ -161,6 +161,12 @@ class WeightUpdates:
             if not is_adapter_folder(folder):
                 return self._load(weights.parts.source(folder, given.selector), options)
             adapter = AdapterFolder(folder)
+            if not adapter.keeps_ties and (tied := weights.parts.tied(adapter.whole)):
+                raise InvalidInputError(
+                    "model_path", str(folder),
+                    f"replaces {', '.join(tied)}, which the model ties to another tensor: train "
+                    "with ensure_weight_tying=True, or send merged weights",
+                )  # fmt: skip
             if given.lora_scaling not in (None, adapter.scaling) or (
                 weights.is_under_way and given.lora_scaling is None
             ):

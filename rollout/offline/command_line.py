@@ -75,16 +75,23 @@ def take_flags(arguments: Sequence[str], kind: type) -> tuple[list[str], list[st
     return overrides, rest
 
 
-def words_as_overrides(words: Sequence[str], kind: type) -> list[str]:
-    """KEY=VALUE as they are; the first other word is the model, of a job the second the prompts.
+def words_as_overrides(words: Sequence[str], kind: type, given: Sequence[str] = ()) -> list[str]:
+    """KEY=VALUE as they are; the first other word is the model, of a job the second the prompts,
+    as far as neither they nor the overrides ``given`` set those.
 
     Raises InvalidInputError for a further one.
     """
-    keys = iter([key for key in _WORDS if key in keys_of(kind)])
+    are_overrides = {
+        word: with_model_path(word)
+        for word in words
+        if not _is_path(word) and (word.find("=") > 0 or word.startswith("~"))
+    }
+    named = {each.partition("=")[0] for each in (*given, *are_overrides.values())}
+    keys = iter([key for key in _WORDS if key in keys_of(kind) and key not in named])
     overrides = []
     for word in words:
-        if not _is_path(word) and ("=" in word or word.startswith("~")):
-            overrides.append(with_model_path(word))
+        if word in are_overrides:
+            overrides.append(are_overrides[word])
         elif (key := next(keys, None)) is not None:
             overrides.append(_override(key, word))
         else:
@@ -103,7 +110,7 @@ def hydra_arguments(arguments: Sequence[str], kind: type) -> list[str]:
         hint = key_hint(flag.partition("=")[0].lstrip("-").replace("-", "_"), kind)
         raise InvalidInputError("arguments", flag, f"no such flag{hint} (see --help)")
     options = [each for each in rest if each not in given.overrides]
-    return [*options, *words_as_overrides(given.overrides, kind), *overrides]
+    return [*options, *words_as_overrides(given.overrides, kind, overrides), *overrides]
 
 
 def key_hint(name: str, kind: type) -> str:

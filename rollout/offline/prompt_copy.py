@@ -24,8 +24,13 @@ def copy_prompts(config: DataConfig, copy: IO[bytes]) -> bool:
     Files keep their format, but a list of JSON becomes a line for each item. Datasets become
     Parquet. Raises InvalidInputError for what cannot be read, and OSError where ``copy`` is full.
     """
+    if not config.path:
+        raise _unreadable(config, "must name a file or a dataset")
     if not is_prompt_file(config.path):
-        _load_dataset(config).to_parquet(copy)
+        dataset = _load_dataset(config)
+        if not len(dataset):
+            raise _unreadable(config, "has no rows")
+        dataset.to_parquet(copy)
         return True
     _refuse_split(config)
     path = Path(config.path)
@@ -75,7 +80,7 @@ def _load_dataset(config: DataConfig) -> Any:
         return load_dataset(path, config.name, split=config.split or "train", revision=revision)
     except InvalidInputError:
         raise
-    except (DatasetsError, OSError, ValueError) as error:
+    except (DatasetsError, OSError, ValueError, EOFError) as error:
         raise _unreadable(
             config, f"is no file, and cannot be loaded as a dataset: {error}"
         ) from None

@@ -25,6 +25,7 @@ from rollout.types import Rollout
 
 _SECONDS_BETWEEN_SNAPSHOTS = 60.0
 _SECONDS_BETWEEN_COUNTERS = 1.0  # an engine's status takes as long as ten lines of the log
+_FIRST_BYTES = b'{"kind":'
 _encode = msgspec.json.Encoder(enc_hook=np.generic.item).encode  # numpy's scalars as Python's
 
 
@@ -39,6 +40,7 @@ class JsonlLog:
         self._path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            _require_log(path)
             torn = _ends_inside_a_line(path)
             self._file = path.open("ab", buffering=0)  # readers see each line at once
         except OSError as error:
@@ -66,6 +68,18 @@ class JsonlLog:
         return MetricsError(
             f"log.jsonl={str(self._path)!r} cannot be written: {error.strerror}. Give another "
             "path or none; finished rollouts are safe"
+        )
+
+
+def _require_log(path: Path) -> None:
+    """Raise MetricsError for a file that holds something else than a log."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        start = file.read(len(_FIRST_BYTES))
+    if start and start != _FIRST_BYTES:
+        raise MetricsError(
+            f"log.jsonl={str(path)!r} is no log of a run: give another path, or null"
         )
 
 

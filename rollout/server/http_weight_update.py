@@ -9,6 +9,8 @@ from typing import Any
 
 from rollout.engine.protocol import Engine
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
+from rollout.models.checkpoint import listed
+from rollout.weights.adapter_folder import AdapterFolder
 from rollout.weights.manifest import Manifest
 from rollout.weights.update_counts import UpdateCounts
 from rollout.weights.update_options import UpdateOptions
@@ -50,9 +52,16 @@ class HttpWeightUpdate:
     def load_adapter(self, engine: Engine, name: str, folder: Path) -> None:
         """Put PEFT's adapter in a folder into the weights, in place of an earlier one.
 
-        Raises what `RolloutEngine.update_weights_from_disk` does.
+        Raises InvalidInputError for one that replaces tensors of the base, and what
+        `RolloutEngine.update_weights_from_disk` does.
         """
         self._require_none()
+        if whole := AdapterFolder(folder).whole:
+            raise InvalidInputError(
+                "lora_path", str(folder),
+                f"replaces {listed(whole)} of the base, which unloading could not restore: send "
+                "merged weights",
+            )  # fmt: skip
         engine.update_weights_from_disk(folder)
         self.adapter_name = name
 

@@ -7,7 +7,7 @@ Each sum is rounded where PEFT's own merge rounds it, so the stream is bitwise w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,17 +71,21 @@ class AddBiases:
 
 
 def adapter_weights(model: nn.Module, refs: Sequence[ParamRef]) -> list[Weight]:
-    """A and B of each adapted weight, and whole what else is trained, and biases with an adapter's
-    added: for an engine that has the base.
+    """A and B of each adapted weight, and whole what else is trained, or what some adapter of the
+    model replaces or adds a bias to: for an engine that has the base.
+
+    The whole tensors are the same ones whichever adapter is active, so that none of an earlier
+    adapter stays in the engine.
 
     Raises what `merged_weights` does, and InvalidInputError for what only a merge can express.
     """
     _require_engines_base(model)
     found: list[Weight] = []
+    is_replaced = _replaced(model)
     for weight in merged_weights(model, refs):
         match weight.combine, weight.inputs:
             case None, (ref,):
-                found += [weight] if ref.parameter.requires_grad else []
+                found += [weight] if ref.parameter.requires_grad or is_replaced(ref) else []
             case Merge(adapters=(Adapter(is_embedding=False, fan_in_fan_out=False),)), (_, a, b):
                 stem = weight.name.removesuffix("weight")
                 found.append(Weight(f"{stem}{LORA_A}.weight", (a,)))
@@ -253,6 +257,26 @@ def _refuse_other_tuners(model: nn.Module) -> None:
         if config is not None and config.peft_type != PeftType.LORA:
             kind = type(config).__name__
             raise InvalidInputError("model", kind, "only LoRA adapters can be merged into weights")
+
+
+def _replaced(model: nn.Module) -> Callable[[ParamRef], bool]:
+    """Whether some adapter of the model, active or not, has its own value for a parameter, or a
+    bias to add."""
+    saved: set[int] = set()
+    biased: set[int] = set()
+    trains_biases = False
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            saved |= {id(inner) for inner in module.modules()}
+        elif isinstance(module, LoraLayer) and any(module.lora_bias.values()):
+            biased.add(id(unwrapped(module.get_base_layer())))
+        elif isinstance(configs := getattr(module, "peft_config", None), dict):
+            kinds = {getattr(each, "bias", "none") for each in configs.values()}
+            trains_biases |= kinds != {"none"}
+    return lambda ref: (
+        id(ref.module) in saved
+        or (ref.attribute == "bias" and (trains_biases or id(ref.module) in biased))
+    )
 
 
 def _require_engines_base(model: nn.Module) -> None:

@@ -73,6 +73,8 @@ def _alpha(config: Mapping[str, Any], module: str) -> Any:
     """``lora_alpha`` of a module, by PEFT's rule: the first pattern that matches the end of its
     path, from a dot on."""
     patterns = config.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise InvalidInputError(f"{_CONFIG}.alpha_pattern", patterns, "must be an object")
     try:
         matching = [key for key in patterns if re.match(rf"(.*\.)?({key})$", module)]
     except (TypeError, re.error) as error:
@@ -103,3 +105,6 @@ class AdapterFolder(CheckpointSource):
                 own = {"r": (*spec.shape, 0)[0], "lora_alpha": alpha}
                 scalings[weight] = adapter_scaling(plain | own, _CONFIG)
         self.scaling = joined_scaling(scalings) if scalings else scaling
+        self.whole = sorted(name for name in self.manifest() if not split_lora_name(name))
+        """Names of the tensors that replace the base's."""
+        self.keeps_ties = bool(config.get("ensure_weight_tying"))

@@ -141,6 +141,13 @@ class WeightParts(Mapping[str, WeightPart]):
         first = next(part for part in self if part in parts)  # the target, where it is among them
         return self._readers[first](folder, parts)
 
+    def tied(self, names: Iterable[str]) -> list[str]:
+        """Those of the names whose tensor has another name too."""
+        loaders = self.weight_loaders(frozenset(self))
+        ties = {name: loader.alias_of for name, loader in loaders.items() if loader.alias_of}
+        both = ties.keys() | set(ties.values())
+        return [name for name in names if name in both]
+
     def weight_loaders(self, parts: frozenset[str]) -> dict[str, WeightLoader]:
         """The loaders that an update of these parts writes to. Tensors they borrow from other parts
         may come too, unchanged."""

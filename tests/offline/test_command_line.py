@@ -43,7 +43,8 @@ REFUSED = (
     ("m/m p.jsonl more", "arguments='more': must be KEY=VALUE"),
     ("m/m --mem-fraction-static=0.9",
      "arguments='--mem-fraction-static=0.9': no such flag, did you mean memory.kv_fraction?"),
-    ("--temprature=1", "arguments='--temprature=1': no such flag, did you mean sampling.temperature?"),
+    ("--temprature=1",
+     "arguments='--temprature=1': no such flag, did you mean sampling.temperature?"),
     ("--port 3", "arguments='--port': no such flag"),  # of a server
     ("--seed", "--seed=None: expected one argument"),
 )  # fmt: skip

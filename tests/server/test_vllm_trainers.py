@@ -278,6 +278,11 @@ def test_prime_rl_with_an_adapter(client, policies, weights_root):
     post(client, "/v1/unload_lora_adapter", {"lora_name": "policy"})
     assert output_ids(client) == policies[1].output_ids
     assert is_named(False)
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    peft.get_peft_model(model.unload(), config).save_pretrained(weights_root / "adapter")
+    refused = client.post("/load_lora_adapter", json=load)
+    assert refused.status_code == 400
+    assert "replaces lm_head.weight of the base" in refused.text
 
 
 def test_a_refused_call_is_named_and_commits_nothing(client, policies):

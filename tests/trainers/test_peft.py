@@ -92,6 +92,10 @@ def test_a_module_saved_beside_its_tied_twin_leaves_the_twin_as_it_was(tmp_path)
             weight_source(model).stream_adapters_only()
         options = {"modules_to_save": [name], "ensure_weight_tying": True}
         weight_source(with_lora(loaded_tied(tmp_path), **options)).stream_adapters_only()
+    model = with_lora(loaded_tied(tmp_path), modules_to_save=["embed_tokens"])
+    model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(InvalidInputError, match=r"embed_tokens\.weight, which the model ties"):
+        engine_of(tmp_path).update_weights_from_disk(tmp_path / "adapter")
 
 
 def merged_in_place(model):
@@ -135,6 +139,27 @@ def test_every_trained_parameter_reaches_the_engine(tmp_path, options, adapters_
         folder, merged_by_peft(model), "float32"
     )
     assert gap(engine, logprobs_of(model)) < 1e-4
+
+
+def test_whole_tensors_of_an_adapter_come_though_frozen_and_go_with_it(tmp_path):
+    folder = save_biased_llama(tmp_path / "base")
+    for options, trained in (
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"lora_bias": True}, "lora_B.default.bias"),
+        ({"bias": "all"}, "bias"),
+    ):
+        model = with_lora(AutoModelForCausalLM.from_pretrained(folder), **options)
+        model.add_adapter("plain", LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+        for name, parameter in model.named_parameters():
+            if trained in name:
+                parameter.data += 0.5
+        engine = engine_of(folder)
+        adapters = ["default"] if "bias" in options else ["default", "plain", "default"]
+        for adapter in adapters:
+            model.set_adapter(adapter)
+            model.requires_grad_(False)
+            RolloutHook(engine, model, adapters_only=True).sync()
+            assert gap(engine, logprobs_of(model)) < 1e-4, (options, adapter)
 
 
 def trained_whole(model):

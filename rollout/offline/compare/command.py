@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -35,8 +34,6 @@ from rollout.offline.prompt_check import check_rows
 from rollout.offline.prompt_tokens import check_tokens
 from rollout.offline.prompts import PromptFile
 from rollout.types import Prompt
-
-log = logging.getLogger(__name__)
 
 _WIDE = 1.1
 """An interval that holds 1 and goes up to this leaves open whether drafts pay."""
@@ -141,7 +138,7 @@ def compare_options(arguments: Sequence[str]) -> CompareOptions:
             several = flag.partition("=")[2]
             raise InvalidInputError("--temperature", several, "compare takes --temperatures")
     given = parser.parse_intermixed_args(others)
-    overrides = [*words_as_overrides(given.overrides, RunConfig), *flags]
+    overrides = [*words_as_overrides(given.overrides, RunConfig, flags), *flags]
     kinds = [each for each in overrides if each.startswith("spec=")]
     options = CompareOptions(
         kinds=kinds[-1].removeprefix("spec=").split(",") if kinds else ["ngram"],
@@ -235,7 +232,7 @@ def _compare(
             # A corpus that one engine was taught serves both.
             teaching = Comparison(*(engines[:1] if learns else engines))
             for epoch in range(options.epochs - 1):
-                log.info("temperature %g: epoch %d, which teaches the drafts", temperature, epoch)
+                console.print(f"epoch {epoch} at temperature {temperature:g} teaches the drafts")
                 whole = Work(prompts=prompts, params=sampling, width=engines[0].max_running)
                 teaching.teach(whole.of_epoch(epoch))
             if learns:
@@ -245,10 +242,10 @@ def _compare(
                     for engine in engines:
                         engine.load_corpus(taught)
                 work = Work(prompts=prompts, params=sampling, width=width)
-                log.info(
-                    "comparing at temperature %g, %d at a time, for about %.0f s",
-                    temperature, width, seconds,
-                )  # fmt: skip
+                console.print(
+                    f"comparing at temperature {temperature:g}, {width} at a time, for about "
+                    f"{seconds:.0f} s"
+                )
                 compared = Comparison(*engines).run(work.of_epoch(options.epochs - 1), seconds)
                 yield ComparedRow(
                     kind=kind, temperature=temperature, width=width, compared=compared
