@@ -83,7 +83,7 @@ def commands() -> Iterator[Any]:
             if language == "python":
                 continue
             for line in code.replace("\\\n", " ").splitlines():
-                if found := re.search(r"(?:^|\s)specrollout (.+)", line):
+                if found := re.search(r"(?:^|\s)specrollout (.+?)(?: &)?$", line):
                     given = shlex.split(re.sub(r"\$\(\(.*?\)\)", "1", found[1]), comments=True)
                     yield pytest.param(given, id=f"{name_of(page)}: {' '.join(given)}")
 

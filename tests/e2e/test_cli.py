@@ -53,7 +53,8 @@ def arguments(tmp_path, tiny_model_path):
 def specrollout(monkeypatch, capsys, tmp_path):
     """Runs the command in this process, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    handlers = list(logging.getLogger().handlers)
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["specrollout", *arguments])
@@ -66,7 +67,8 @@ def specrollout(monkeypatch, capsys, tmp_path):
 
     yield run
     GlobalHydra.instance().clear()
-    logging.getLogger().handlers[:] = handlers
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 def test_a_run_the_same_again_and_another(specrollout, arguments, tmp_path):
