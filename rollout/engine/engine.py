@@ -9,22 +9,26 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Concatenate, Never
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Concatenate, Never, TypeVar, cast
 
 import torch
 
 from rollout.config import EngineConfig, ParallelConfig, engine_config
 from rollout.engine.call_guard import CallGuard, exclusive
 from rollout.engine.corpora import Corpora
+from rollout.engine.draft_corpus import CorpusDelta, ExternalCorpus, Publishing
 from rollout.engine.empty_outputs import EmptyOutputs
+from rollout.engine.following_rank import FollowingRank
 from rollout.engine.generation import Generation
 from rollout.engine.lifecycle import Lifecycle
 from rollout.engine.metrics import EngineMetrics, EngineStatus, StepMetrics
-from rollout.engine.protocol import P, Part, T, part_call
+from rollout.engine.protocol import P, Part, part_call
 from rollout.engine.requests import RequestFactory
 from rollout.engine.step_runner import StepRunner
+from rollout.engine.streaming import RolloutStream
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.engine.weights import WeightUpdates
 from rollout.engine.worker import Worker
@@ -35,8 +39,18 @@ from rollout.parallel import RankGroup
 from rollout.parallel.rank_group import check_alike
 from rollout.scheduler import LengthForecast, Scheduler
 from rollout.scheduler.step_limits import StepLimits
-from rollout.types import MemoryTag, Prompt, Request, Rollout, SamplingParams
+from rollout.types import (
+    MemoryTag,
+    PauseMode,
+    Prompt,
+    Request,
+    Rollout,
+    SamplingParams,
+    TokenExtras,
+)
 from rollout.validation import checked_int, checked_path
+
+T = TypeVar("T")
 
 
 def _call(part: str, method: Callable[Concatenate[Part, P], T]) -> Callable[Concatenate[Any, P], T]:
@@ -53,7 +67,7 @@ class RolloutEngine:
     """
 
     def __init__(self, config: EngineConfig, worker: Worker) -> None:
-        # With several ranks an interrupt must end the others' waiting at once: see `all_or_none`.
+        # With several ranks an interrupt must end the others' waiting at once: see `telling`.
         self.calls = CallGuard(holds_interrupts=worker.ranks.all.size == 1)
         self.config = config
         self.worker = worker
@@ -85,17 +99,22 @@ class RolloutEngine:
         self.generation = Generation(
             worker, self.encoder, self.requests, self.steps, self.lifecycle, self.corpora
         )
-        worker.calibrate()
+        self.when_closed = ExitStack()
+        """What is closed after the engine."""
+        with worker.ranks.leader.leading():
+            worker.calibrate()
 
     @classmethod
     def from_config(
         cls, config: EngineConfig, factory: WorkerFactory, progress: Progress | None = None
     ) -> RolloutEngine:
         """Build the worker by its factory. ``progress`` is told how far the model's weights are
-        read."""
+        read. On tensor-parallel ranks other than the first it is a `FollowingRank`."""
         worker = factory(config, progress)
         with worker.ranks.all_or_none("while it started"):
             check_alike(worker.ranks.all, shared_settings(factory, worker))
+            if worker.ranks.tensor.rank:
+                return cast(RolloutEngine, FollowingRank(worker))
             return cls(config, worker)
 
     @classmethod
@@ -156,7 +175,8 @@ class RolloutEngine:
                 to 2,048 on a GPU.
             chunk_len: longest prefill chunk of one request in one step.
             parallel: ranks that run the model, which each make this call: a ParallelConfig or its
-                fields; default: one process.
+                fields; default: one process. Tensor-parallel ones but the first get a
+                `FollowingRank`, which has some of an engine's calls.
             exact: outputs are bitwise independent of batch, chunks, caches and drafts.
             num_threads: CPU threads; default: OMP_NUM_THREADS or torch's, where that is given, else
                 what is measured to be fast.
@@ -229,10 +249,61 @@ class RolloutEngine:
 
     # Requests that return when all is done
 
-    generate = _call("generation", Generation.generate)
-    stream = part_call("generation", Generation.stream)
-    score = _call("generation", Generation.score)
-    score_with_extras = _call("generation", Generation.score_with_extras)
+    @exclusive
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Rollout]:
+        """All samples of all prompts, in prompt order, the samples of one prompt together.
+
+        A prompt is text, which is taken as it stands, token ids, or chat messages such as
+        ``[{"role": "user", "content": "..."}]``, which go through the tokenizer's chat template:
+        chat models want messages.
+
+        With ``parallel.mode=lockstep`` every rank makes this call, with prompts of its own or none,
+        and takes part until those of all have ended. Tensor-parallel ranks all make it too; each
+        gets the rollouts of rank 0's prompts.
+        """
+        return self._led(partial(self.generation.generate, prompts, params))
+
+    def stream(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> RolloutStream:
+        """Each rollout as it finishes, in the order of plain decoding.
+
+        The order is that in which plain decoding of this stream alone, ``max_running`` requests at
+        a time in the order given, would finish them; each comes as soon as no other can come
+        before it. So whoever takes the first few gets the same ones whatever was drafted, whoever
+        was admitted first and however fast it went. An aborted one comes at once, and when a step
+        raises, those that had ended come before the error.
+
+        Every prompt is checked before anything is submitted; InvalidInputError names the first bad
+        one. Leaving the iterator early aborts what is unfinished; ``close()`` does it at once.
+        """
+        return self.generation.stream(prompts, params)
+
+    @exclusive
+    def score(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        params: SamplingParams | None = None,
+    ) -> list[float]:
+        """Logprobs of given output tokens, float32: bitwise those generation reports for them."""
+        return self.score_with_extras(prompt_ids, output_ids, params)[0]
+
+    @exclusive
+    def score_with_extras(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        params: SamplingParams | None = None,
+    ) -> tuple[list[float], TokenExtras]:
+        """`score`, with the other numbers ``params`` asks for (entropy, raw logprobs, ...).
+
+        Where this rank's call is refused, others in lockstep with it are served all the same.
+        """
+        score = self.generation.score_with_extras
+        return self._led(partial(score, prompt_ids, output_ids, params))
 
     # One step at a time, for servers
 
@@ -275,6 +346,21 @@ class RolloutEngine:
         self.steps.add([request])
         return request
 
+    @contextmanager
+    def leading(self) -> Iterator[None]:
+        """A context on rank 0 of tensor-parallel ranks, while the others are in
+        `FollowingRank.follow`: steps, streams and scores in it are run by all."""
+        with self.worker.ranks.leader.leading():
+            yield
+
+    def lead(self) -> None:
+        """Let tensor-parallel ranks follow from now on to `close`."""
+        self.worker.ranks.leader.lead()
+
+    def _led(self, call: Callable[[], T]) -> T:
+        """A call that tensor-parallel ranks follow, and whose result they have too."""
+        return self.worker.ranks.leader.run(call)
+
     def set_driver_thread(self) -> None:
         """Let the calling thread wait where another one is in a call, for as long as that takes."""
         self.calls.driver = threading.get_ident()
@@ -310,7 +396,13 @@ class RolloutEngine:
         """Rollouts that ended since the last step, as aborted ones do. Runs nothing."""
         return self.steps.take_ended()
 
-    any_rank_has_unfinished = _call("generation", Generation.any_rank_has_unfinished)
+    @exclusive
+    def any_rank_has_unfinished(self) -> bool:
+        """Whether any rank in lockstep with this one has something unfinished.
+
+        A call that each of them makes, before each `step`.
+        """
+        return self.generation.any_rank_has_unfinished()
 
     @exclusive
     def abort(self, request_id: int) -> None:
@@ -401,10 +493,57 @@ class RolloutEngine:
         """Whether a step can run now."""
         return not self.unavailable_reason
 
-    pause_generation = _call("lifecycle", Lifecycle.pause_generation)
-    continue_generation = _call("lifecycle", Lifecycle.continue_generation)
-    release_memory = _call("lifecycle", Lifecycle.release_memory)
-    resume_memory = _call("lifecycle", Lifecycle.resume_memory)
+    @exclusive
+    def pause_generation(self, mode: PauseMode | str = PauseMode.ABORT) -> None:
+        """Run nothing until `continue_generation`. Between two steps; again is the same as once.
+
+        Args:
+            mode: ``abort``: what is unfinished ends, with what it has. ``retract``: running
+                requests give their KV back and wait. ``in_place``: they keep it.
+
+        Requests can be submitted meanwhile; they wait.
+        """
+        self.lifecycle.pause_generation(mode)
+
+    @exclusive
+    def continue_generation(self) -> None:
+        """End a pause; does nothing where there is none."""
+        self.lifecycle.continue_generation()
+
+    @exclusive
+    def release_memory(
+        self, tags: Iterable[MemoryTag | str] = ("kv_cache", "weights"), keep_weights: bool = True
+    ) -> dict[str, int]:
+        """Give memory back, of the target and of drafts, until `resume_memory`; bytes by tag.
+
+        The operating system and other processes have it when this returns. Nothing can run without
+        weights and KV cache; requests can be submitted, and wait. Senders' shared memory is let go
+        of too, whatever the tags; it is not ours to count.
+
+        Args:
+            tags: ``kv_cache``: running requests go back to wait and compute theirs again, and the
+                prefix cache is dropped; the corpus stays. ``weights``. ``graphs``: of CUDA; none
+                is captured until `resume_memory`. They are dropped with either of the others too,
+                whose addresses they hold, and are then captured again by themselves.
+            keep_weights: on a GPU their values go to host memory, on the CPU to a temporary folder
+                (``TMPDIR``), and come back bitwise. Else they are lost, and after `resume_memory`
+                the engine refuses to run until a full update.
+
+        Raises InvalidInputError for an unknown tag, EngineStateError for one that is released,
+        WeightUpdateError during an update, OSError where the folder is too small; nothing was
+        released then.
+        """
+        return self.lifecycle.release_memory(tags, keep_weights)
+
+    @exclusive
+    def resume_memory(self, tags: Iterable[MemoryTag | str] | None = None) -> None:
+        """Take back released memory; by default all of it.
+
+        Weights may come first and be updated before the KV cache has its memory. Addresses may
+        change. Raises InvalidInputError for an unknown tag, EngineStateError for one that is not
+        released.
+        """
+        self.lifecycle.resume_memory(tags)
 
     @exclusive
     def flush_cache(self) -> None:
@@ -425,7 +564,8 @@ class RolloutEngine:
         """
         self.corpora.close()
         self.weights.close()
-        self.worker.ranks.close()
+        with self.when_closed:
+            self.worker.ranks.close()
 
     # Weights
 
@@ -478,14 +618,128 @@ class RolloutEngine:
         corpus = self.worker.draft_corpus
         return None if corpus is None else corpus.num_tokens
 
-    add_external_corpus = _call("corpora", Corpora.add_external_corpus)
-    remove_external_corpus = _call("corpora", Corpora.remove_external_corpus)
-    publish_external_corpus = _call("corpora", Corpora.publish_external_corpus)
-    external_corpora = _call("corpora", Corpora.external_corpora)
-    wait_for_external_corpora = _call("corpora", Corpora.wait_for_external_corpora)
-    share_corpus = _call("corpora", Corpora.share_corpus)
-    take_corpus_delta = _call("corpora", Corpora.take_corpus_delta)
-    learn_corpus_deltas = _call("corpora", Corpora.learn_corpus_deltas)
-    save_corpus = _call("corpora", Corpora.save_corpus)
-    load_corpus = _call("corpora", Corpora.load_corpus)
-    learned = _call("corpora", Corpora.learned)
+    @exclusive
+    def add_external_corpus(
+        self,
+        name: str | None = None,
+        *,
+        documents: Sequence[str] | None = None,
+        token_chunks: Sequence[Sequence[int]] | None = None,
+        file_path: str | os.PathLike[str] | None = None,
+        publish: Publishing | str = Publishing.WHEN_READY,
+        wait: bool = False,
+    ) -> str:
+        """Load a corpus to draft from, from exactly one source; its name.
+
+        Args:
+            name: not that of another, unless it failed; default: a random one.
+            documents: texts. As a file's texts, they are encoded as they stand, without special
+                tokens, since drafts continue running text.
+            token_chunks: token ids, a sequence per document.
+            file_path: JSONL, per line a JSON string or an object with ``text``.
+            publish: ``when_ready``, or ``on_request``: by `publish_external_corpus` alone.
+            wait: return when it is published, or ready where that is on request, and raise
+                InvalidInputError if it could not be loaded, its name being free again. Else
+                `external_corpora` says how far it is.
+
+        A document that cannot be used, or a limit exceeded, fails the whole load: none of the
+        documents is drafted from. They must not be changed while they load. Raises
+        InvalidInputError.
+        """
+        return self.corpora.add_external_corpus(
+            name,
+            documents=documents,
+            token_chunks=token_chunks,
+            file_path=file_path,
+            publish=publish,
+            wait=wait,
+        )
+
+    @exclusive
+    def remove_external_corpus(self, name: str) -> None:
+        """Forget an external corpus, or cancel its load. Raises InvalidInputError if unknown."""
+        self.corpora.remove_external_corpus(name)
+
+    @exclusive
+    def publish_external_corpus(self, name: str) -> None:
+        """Draft from an external corpus from the next step on; does nothing where it is published.
+
+        Raises InvalidInputError where it is unknown, loading or failed.
+        """
+        self.corpora.publish_external_corpus(name)
+
+    @exclusive
+    def external_corpora(self) -> list[ExternalCorpus]:
+        """All external corpora by name; publishes those that are ready and wait for no request."""
+        return self.corpora.external_corpora()
+
+    @exclusive
+    def wait_for_external_corpora(self, timeout: float | None = None) -> list[ExternalCorpus]:
+        """Wait until no external corpus loads; returns all of them, failed ones with the reason.
+
+        Raises TimeoutError after ``timeout`` seconds.
+        """
+        return self.corpora.wait_for_external_corpora(timeout)
+
+    @exclusive
+    def share_corpus(self, max_bytes: int = 8 << 20) -> None:
+        """Begin to exchange what is committed with other engines of the same model.
+
+        Requests that run are shared whole, ended ones are not. Off until it is called.
+
+        Args:
+            max_bytes: bound on the tokens that wait to be taken, and on those that wait to be
+                learned. Beyond it whole rollouts are left out, the oldest first, and counted.
+
+        Raises InvalidInputError the second time.
+        """
+        self.corpora.share_corpus(max_bytes)
+
+    @exclusive
+    def take_corpus_delta(self) -> CorpusDelta:
+        """The tokens this engine's own requests committed since the last delta, each once.
+
+        Raises InvalidInputError before `share_corpus`.
+        """
+        return self.corpora.take_corpus_delta()
+
+    @exclusive
+    def learn_corpus_deltas(self, deltas: Sequence[CorpusDelta]) -> None:
+        """Take in what other engines committed, as if it had been rolled out here.
+
+        One sender's deltas come in the order in which they were taken, deltas of several senders in
+        any order; the engine's own are passed over. The next steps feed the corpus, each a bounded
+        number of tokens. Raises InvalidInputError, also before `share_corpus`.
+        """
+        self.corpora.learn_corpus_deltas(deltas)
+
+    @exclusive
+    def save_corpus(self, path: str | os.PathLike[str]) -> None:
+        """Write rollouts, published external corpora, calibration and weight version to a file.
+
+        The file, for a trainer's checkpoint, is written whole or not at all. The lengths of
+        rollouts go into ``<path>.learned.json``. Raises OSError, and InvalidInputError where
+        ``path`` is a folder or a device.
+        """
+        self.corpora.save_corpus(path)
+
+    @exclusive
+    def load_corpus(self, path: str | os.PathLike[str]) -> None:
+        """Go on with the corpus that `save_corpus` wrote, in place of the one held.
+
+        Bring the engine to the weights and weight version of the checkpoint first: rollouts of
+        another version count as those of an older policy. External corpora that are loading go on
+        and replace the file's of the same name, as configured ones do. Before the first step the
+        latter have not begun, so that the file finds the room it was saved from.
+
+        Raises InvalidInputError for a file that is damaged, of another vocabulary or of another
+        ``spec.corpus_bytes``, OSError for one that cannot be read; the corpus is as it was then.
+        Trouble with the file beside it is logged and left at that.
+        """
+        self.corpora.load_corpus(path)
+
+    @exclusive
+    def learned(self) -> dict[str, Any]:
+        """The learned costs of steps and worth of drafts, JSON-able: the cost curve, calibration,
+        ..."""
+        return self.corpora.learned()

@@ -1,8 +1,6 @@
 """The protocols of an engine: what its callers ask of it, and what a cluster asks of replicas.
 
-`RolloutEngine` is the engine of one process, and documents the calls. Two others stand for several
-of those: `RolloutCluster` for replicas, and `Rank0Engine` for ranks that run one model together,
-which reads off the protocol's methods which of them make a call.
+`RolloutEngine` documents the calls; `RolloutCluster` stands for several replicas.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
-from inspect import getmembers, isfunction
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
@@ -33,28 +30,9 @@ from rollout.weights.bucket import PackedBucket
 from rollout.weights.manifest import Manifest, TensorSpec
 from rollout.weights.update_counts import UpdateCounts
 
-M = TypeVar("M", bound=Callable[..., Any])
 P = ParamSpec("P")
 Part = TypeVar("Part")
 T = TypeVar("T")
-
-
-def first_rank_only(method: M) -> M:
-    """Mark a protocol's method that rank 0 of a model calls alone: it reads what is alike on all
-    ranks, and waits for none. Every rank makes all other calls: they change what ranks share, or
-    wait in their collectives."""
-    method.__dict__["first_rank_only"] = True
-    return method
-
-
-def calls_of(protocol: type, *, all_ranks: bool) -> frozenset[str]:
-    """The names of the protocol's methods that all ranks call, or those that rank 0 calls alone."""
-    methods = getmembers(protocol, isfunction)
-    return frozenset(
-        name
-        for name, method in methods
-        if name[0] != "_" and hasattr(method, "first_rank_only") != all_ranks
-    )
 
 
 def part_call(
@@ -100,10 +78,8 @@ class Engine(Protocol):
 
     # Requests
 
-    @first_rank_only
     def check(self, prompt: Prompt, params: SamplingParams) -> int: ...
 
-    @first_rank_only
     def compile_grammar(self, params: SamplingParams) -> None: ...
 
     def submit(
@@ -119,12 +95,10 @@ class Engine(Protocol):
         """The request's tokens, logprobs, versions and extras grow from `step` to `step`."""
         ...
 
-    @first_rank_only
     def set_driver_thread(self) -> None:
         """The calling thread drives the engine from now on: it waits for calls of other threads."""
         ...
 
-    @first_rank_only
     def watch(self, request_id: int) -> None:
         """The request's tokens are wanted from step to step; called right after `submit`.
 
@@ -139,7 +113,6 @@ class Engine(Protocol):
         """Returns within milliseconds to a few tenths of a second, whether any ended or not."""
         ...
 
-    @first_rank_only
     def take_ended(self) -> list[Rollout]: ...
     def abort(self, request_id: int) -> None: ...
 
@@ -152,9 +125,7 @@ class Engine(Protocol):
 
     # State
 
-    @first_rank_only
     def status(self) -> EngineStatus: ...
-    @first_rank_only
     def metrics(self) -> EngineMetrics: ...
     @property
     def last_step(self) -> StepMetrics: ...
@@ -173,7 +144,6 @@ class Engine(Protocol):
     ) -> dict[str, int]: ...
     def resume_memory(self, tags: Iterable[MemoryTag | str] | None = None) -> None: ...
     def flush_cache(self) -> None: ...
-    @first_rank_only
     def check_integrity(self) -> None: ...
     def close(self) -> None: ...
 
@@ -237,17 +207,14 @@ class Engine(Protocol):
     def external_corpora(self) -> list[ExternalCorpus]: ...
     @property
     def corpus_tokens(self) -> int | None: ...
-    @first_rank_only
     def save_corpus(self, path: str | os.PathLike[str]) -> None: ...
     def load_corpus(self, path: str | os.PathLike[str]) -> None: ...
-    @first_rank_only
     def learned(self) -> dict[str, Any]: ...
 
 
 class ReplicaEngine(Engine, Protocol):
     """The engine of a replica, of which a cluster asks more."""
 
-    @first_rank_only
     def weights_manifest(
         self, selector: str = "all", *, model_path: str | Path | None = None
     ) -> dict[str, TensorSpec]: ...

@@ -1,0 +1,113 @@
+"""A rank that runs what rank 0 runs: forwards, weights and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+
+from rollout.engine.lifecycle import memory_tags
+from rollout.models.causal_lm import CausalLM
+from rollout.models.target_vocabulary import ComputeLogits, EmbedTokens
+from rollout.ops import gpu
+from rollout.parallel import ModelRanks
+from rollout.runner.memory_saver import MemorySaver, ReleaseMemory, ResumeMemory
+from rollout.runner.model_runner import ModelRunner, RunForward
+from rollout.types import MemoryTag, Prompt, Rollout, SamplingParams
+from rollout.weights.transaction import WeightTransaction
+
+
+class RankModels(Protocol):
+    """The models of one rank, and what runs them."""
+
+    @property
+    def ranks(self) -> ModelRanks: ...
+    @property
+    def model(self) -> CausalLM: ...
+    @property
+    def runner(self) -> ModelRunner: ...
+    @property
+    def weights(self) -> WeightTransaction: ...
+    @property
+    def memory_saver(self) -> MemorySaver: ...
+
+
+class FollowingRank:
+    """One of several ranks that run the same rows, and not the first.
+
+    It schedules, drafts and samples nothing. While rank 0 leads it is in `follow`. In a program
+    whose ranks all make the same calls it has those below: the ones that generate follow rank 0 to
+    the end of its call and return what that does; weights and memory are each rank's own.
+    """
+
+    def __init__(self, models: object) -> None:
+        """Follows until rank 0's engine is made. ``models``: a `RankModels`."""
+        self._models = cast(RankModels, models)
+        self.follow()
+
+    def follow(self) -> Any:
+        """Run what rank 0 tells until the call, or the `RolloutEngine.leading`, that it is in has
+        ended, or its engine is closed; the result of the call.
+
+        Raises EngineStateError where that call failed, ParallelError where a rank is lost.
+        """
+        with torch.inference_mode(), gpu.on(self._models.model.device):
+            return self._models.ranks.follow(self._run)
+
+    def _run(self, message: object) -> None:
+        models = self._models
+        match message:
+            case RunForward(step):
+                models.runner.run(step)
+            case EmbedTokens() | ComputeLogits():
+                message.run(models.model)
+            case ReleaseMemory(tags, keep_weights):
+                models.memory_saver.release(tags, keep_weights)
+            case ResumeMemory(tags):
+                models.memory_saver.resume(tags)
+            case _:
+                raise TypeError(f"rank 0 told {message!r}")
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Rollout]:
+        """Rank 0's rollouts, of rank 0's prompts."""
+        return self.follow()
+
+    def score(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        params: SamplingParams | None = None,
+    ) -> list[float]:
+        """Rank 0's logprobs."""
+        return self.follow()[0]
+
+    def release_memory(
+        self, tags: Collection[MemoryTag | str] = ("kv_cache", "weights"), keep_weights: bool = True
+    ) -> dict[str, int]:
+        """See `RolloutEngine.release_memory`."""
+        wanted = memory_tags(tags)
+        freed = self._models.memory_saver.release(wanted, keep_weights)
+        return {tag.value: num_bytes for tag, num_bytes in freed.items()}
+
+    def resume_memory(self, tags: Collection[MemoryTag | str] | None = None) -> None:
+        """See `RolloutEngine.resume_memory`."""
+        saver = self._models.memory_saver
+        released = [tag for tag in MemoryTag if tag in saver.released]
+        saver.resume(released if tags is None else memory_tags(tags))
+
+    @property
+    def released_tags(self) -> frozenset[MemoryTag]:
+        """See `RolloutEngine.released_tags`."""
+        return self._models.memory_saver.released
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the target's weights."""
+        return self._models.weights.version
+
+    def close(self) -> None:
+        """Leave the other ranks, none of which can run any more."""
+        self._models.ranks.close()
