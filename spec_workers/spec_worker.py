@@ -59,7 +59,7 @@ class SpecWorker:
         self.vocab_size = target.vocab_size
         self.max_context_len = target.max_context_len
         self.eos_token_ids = target.eos_token_ids
-        self.model_dtype, self.model_device = target.model.dtype, target.model.device
+        self.model_dtype, self.model_device = target.model_dtype, target.model_device
         self.budget: DraftBudget = budget or FixedBudget()
         self.lockstep = lockstep or target.ranks.rows.size > 1
         self.recorder: FeatureRecorder | None = None

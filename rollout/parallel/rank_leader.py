@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rollout.errors import EngineStateError
+from rollout.errors import EngineStateError, ParallelError
 from rollout.parallel.rank_group import CLOSED, RankGroup, SingleRank
 
 T = TypeVar("T")
@@ -54,7 +54,8 @@ class RankLeader:
         try:
             result = call()
         except BaseException as error:
-            self.end(error=f"{type(error).__name__}: {error}")
+            with suppress(ParallelError):  # they have heard of that already
+                self.end(error=f"{type(error).__name__}: {error}")
             raise
         self.end(result)
         return result
@@ -65,8 +66,11 @@ class RankLeader:
         self.lead()
         try:
             yield
-        finally:
-            self.end()
+        except BaseException:
+            with suppress(ParallelError):
+                self.end()
+            raise
+        self.end()
 
     def tell(self, message: object) -> None:
         """Let the other ranks run a message, on rank 0. Raises EngineStateError where nobody

@@ -72,6 +72,7 @@ class TargetWorker:
         with self.ranks.all_or_none("while it started"):
             check_settings(self.ranks.all, config, device)
             self.model = open_model(config, device, self.ranks, progress)
+            self.model_dtype, self.model_device = self.model.dtype, self.model.device
             self.vocab_size = self.model.spec.vocab_size
             self.max_context_len = self.model.spec.max_context_len
             self.eos_token_ids = self.model.spec.eos_token_ids
