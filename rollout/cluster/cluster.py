@@ -10,13 +10,14 @@ from rollout.cluster.config import ClusterConfig
 from rollout.cluster.corpora import ClusterCorpora, merged
 from rollout.cluster.corpus_exchange import CorpusExchange
 from rollout.cluster.lifecycle import ClusterLifecycle
-from rollout.cluster.messages import InFlightRequest, ReplicaFacts, Report
+from rollout.cluster.messages import ClusterMetrics, InFlightRequest, ReplicaFacts, Report
 from rollout.cluster.replica import ReplicaPool
 from rollout.cluster.replica_manager import WAIT_SECONDS, ReplicaManager
 from rollout.cluster.reports import ReplicaReports
 from rollout.cluster.router import Router
 from rollout.cluster.weights import ClusterWeights
 from rollout.config import EngineConfig
+from rollout.engine.draft_corpus import ExternalCorpus, Publishing
 from rollout.engine.metrics import EngineStatus, StepMetrics
 from rollout.engine.protocol import part_call
 from rollout.engine.requests import RequestFactory
@@ -26,6 +27,7 @@ from rollout.scheduler.step_limits import check_length
 from rollout.types import (
     FinishReason,
     MemoryTag,
+    PauseMode,
     Prompt,
     Request,
     Rollout,
@@ -212,9 +214,16 @@ class RolloutCluster:
         if reason := self.unavailable_reason:
             raise (EngineStateError if self.released_tags else WeightUpdateError)(reason)
 
-    pause_generation = part_call("lifecycle", ClusterLifecycle.pause_generation)
-    continue_generation = part_call("lifecycle", ClusterLifecycle.continue_generation)
-    release_memory = part_call("lifecycle", ClusterLifecycle.release_memory)
+    def pause_generation(self, mode: PauseMode | str = PauseMode.ABORT) -> None:
+        self.lifecycle.pause_generation(mode)
+
+    def continue_generation(self) -> None:
+        self.lifecycle.continue_generation()
+
+    def release_memory(
+        self, tags: Iterable[MemoryTag | str] = ("kv_cache", "weights"), keep_weights: bool = True
+    ) -> dict[str, int]:
+        return self.lifecycle.release_memory(tags, keep_weights)
 
     def resume_memory(self, tags: Iterable[MemoryTag | str] | None = None) -> None:
         """Take back what `release_memory` gave; replicas that start are brought weights again."""
@@ -233,7 +242,8 @@ class RolloutCluster:
 
     # What it does
 
-    metrics = part_call("reports", ReplicaReports.metrics)
+    def metrics(self) -> ClusterMetrics:
+        return self.reports.metrics()
 
     @property
     def last_step(self) -> StepMetrics:
@@ -284,11 +294,36 @@ class RolloutCluster:
         """Tokens in the corpus of the replica that has most."""
         return self.reports.corpus_tokens
 
-    add_external_corpus = part_call("corpora", ClusterCorpora.add_external_corpus)
-    remove_external_corpus = part_call("corpora", ClusterCorpora.remove_external_corpus)
-    publish_external_corpus = part_call("corpora", ClusterCorpora.publish_external_corpus)
-    external_corpora = part_call("corpora", ClusterCorpora.external_corpora)
-    load_corpus = part_call("corpora", ClusterCorpora.load_corpus)
+    def add_external_corpus(
+        self,
+        name: str | None = None,
+        *,
+        documents: Sequence[str] | None = None,
+        token_chunks: Sequence[Sequence[int]] | None = None,
+        file_path: str | os.PathLike[str] | None = None,
+        publish: Publishing | str = Publishing.WHEN_READY,
+        wait: bool = False,
+    ) -> str:
+        return self.corpora.add_external_corpus(
+            name,
+            documents=documents,
+            token_chunks=token_chunks,
+            file_path=file_path,
+            publish=publish,
+            wait=wait,
+        )
+
+    def remove_external_corpus(self, name: str) -> None:
+        self.corpora.remove_external_corpus(name)
+
+    def publish_external_corpus(self, name: str) -> None:
+        self.corpora.publish_external_corpus(name)
+
+    def external_corpora(self) -> list[ExternalCorpus]:
+        return self.corpora.external_corpora()
+
+    def load_corpus(self, path: str | os.PathLike[str]) -> None:
+        self.corpora.load_corpus(path)
 
     def save_corpus(self, path: str | os.PathLike[str]) -> None:
         """Any one replica saves its corpus, by ``path`` on its host."""

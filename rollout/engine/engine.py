@@ -263,7 +263,7 @@ class RolloutEngine:
         and takes part until those of all have ended. Tensor-parallel ranks all make it too; each
         gets the rollouts of rank 0's prompts.
         """
-        return self._led(partial(self.generation.generate, prompts, params))
+        return self.led(partial(self.generation.generate, prompts, params))
 
     def stream(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
@@ -303,7 +303,7 @@ class RolloutEngine:
         Where this rank's call is refused, others in lockstep with it are served all the same.
         """
         score = self.generation.score_with_extras
-        return self._led(partial(score, prompt_ids, output_ids, params))
+        return self.led(partial(score, prompt_ids, output_ids, params))
 
     # One step at a time, for servers
 
@@ -357,8 +357,9 @@ class RolloutEngine:
         """Let tensor-parallel ranks follow from now on to `close`."""
         self.worker.ranks.leader.lead()
 
-    def _led(self, call: Callable[[], T]) -> T:
-        """A call that tensor-parallel ranks follow, and whose result they have too."""
+    def led(self, call: Callable[[], T]) -> T:
+        """Make a call that tensor-parallel ranks follow, each by its own `FollowingRank.led`; its
+        result is what theirs return."""
         return self.worker.ranks.leader.run(call)
 
     def set_driver_thread(self) -> None:

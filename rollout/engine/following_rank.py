@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
@@ -11,11 +11,13 @@ from rollout.engine.lifecycle import memory_tags
 from rollout.models.causal_lm import CausalLM
 from rollout.models.target_vocabulary import ComputeLogits, EmbedTokens
 from rollout.ops import gpu
-from rollout.parallel import ModelRanks
+from rollout.parallel import ModelRanks, RankGroup
 from rollout.runner.memory_saver import MemorySaver, ReleaseMemory, ResumeMemory
 from rollout.runner.model_runner import ModelRunner, RunForward
 from rollout.types import MemoryTag, Prompt, Rollout, SamplingParams
 from rollout.weights.transaction import WeightTransaction
+
+T = TypeVar("T")
 
 
 class RankModels(Protocol):
@@ -69,6 +71,10 @@ class FollowingRank:
             case _:
                 raise TypeError(f"rank 0 told {message!r}")
 
+    def led(self, call: Callable[[], T]) -> T:
+        """Follow the same call of rank 0's; what that returns. The call is not made here."""
+        return cast(T, self.follow())
+
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[Rollout]:
@@ -97,6 +103,16 @@ class FollowingRank:
         saver = self._models.memory_saver
         released = [tag for tag in MemoryTag if tag in saver.released]
         saver.resume(released if tags is None else memory_tags(tags))
+
+    @property
+    def tensor_ranks(self) -> RankGroup:
+        """The ranks that compute each forward of this model together."""
+        return self._models.ranks.tensor
+
+    @property
+    def max_context_len(self) -> int:
+        """Tokens of prompt and output together."""
+        return self._models.model.spec.max_context_len
 
     @property
     def released_tags(self) -> frozenset[MemoryTag]:

@@ -202,7 +202,9 @@ def a_forward_that_fails_on_one_rank_is_run_again_by_none(folder: str) -> None:
         with pytest.raises(EngineStateError, match="do not follow this one"):
             engine.step()
         failed = r"it failed in the middle of what all ranks run: ZeroDivisionError\(\)"
-        with pytest.raises(ParallelError, match=f"^rank 0 of 2: rank 1 has ended or left: {failed}"):
+        with pytest.raises(
+            ParallelError, match=f"^rank 0 of 2: rank 1 has ended or left: {failed}"
+        ):
             engine.generate(PROMPTS, PARAMS)
         return
     engine.follow()
