@@ -120,8 +120,10 @@ class ColocatedEngine:
         all_prompts, all_seeds, own = self._gathered(prompts, seeds)
         try:
             run = partial(self._run, all_prompts, params, all_seeds, samples_per_prompt)
-            led = isinstance(self.engine, RolloutEngine | FollowingRank)
-            rollouts = (self.engine.led(run) if led else run())[own]
+            if isinstance(self.engine, RolloutEngine | FollowingRank):
+                rollouts = self.engine.led(run)[own]
+            else:
+                rollouts = run()
         finally:
             self._fall_asleep()
         for rollout in rollouts:
