@@ -204,20 +204,23 @@ def open_ranks(config: ParallelConfig, device: torch.device) -> ModelRanks:
             f"{os.environ['MASTER_PORT']} cannot be reached ({str(error).splitlines()[0]})"
         ) from error
 
-    def group_of(name: str, members: range, *, waits: bool = False) -> RankGroup:
+    def group_of(name: str, members: range, *, is_leaders: bool = False) -> RankGroup:
         if len(members) == 1:
             return SingleRank()
+        own = members.index(rank)
         return ProcessRanks(
             PrefixStore(f"specrollout/{model}/{number}/{name}", store),
-            members.index(rank),
+            own,
             len(members),
-            device=torch.device("cpu") if waits else device,
-            timeout=_PATIENCE if waits else config.timeout,
+            device=torch.device("cpu") if is_leaders else device,
+            timeout=_PATIENCE if is_leaders and own else config.timeout,
         )
 
     everyone = group_of("all", range(config.size))
     if config.mode is ParallelMode.tensor:
-        return ModelRanks.of_tensor(everyone, group_of("leader", range(config.size), waits=True))
+        return ModelRanks.of_tensor(
+            everyone, group_of("leader", range(config.size), is_leaders=True)
+        )
     if config.tensor_size == 1:
         return ModelRanks.of_rows(everyone)
     first = rank - rank % config.tensor_size
@@ -227,5 +230,5 @@ def open_ranks(config: ParallelConfig, device: torch.device) -> ModelRanks:
         tensor=group_of(f"tensor/{first}", same_rows),
         rows=group_of(f"rows/{same_heads[0]}", same_heads),
         all=everyone,
-        leader=RankLeader(group_of(f"leader/{first}", same_rows, waits=True)),
+        leader=RankLeader(group_of(f"leader/{first}", same_rows, is_leaders=True)),
     )
