@@ -69,7 +69,6 @@ def test_no_file_is_written_that_is_read(config, tmp_path, text_model_path):
         (reserved[0], "link/q.parquet"),
         (reserved[1], "q.jsonl"),
         (reserved[2], "q.jsonl"),
-        (reserved[3], "q.jsonl"),
         ("q.jsonl", "q.jsonl"),
         ("q.jsonl", "symbolic.jsonl"),
         ("symbolic.jsonl", "hard.jsonl"),
