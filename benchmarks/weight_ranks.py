@@ -31,6 +31,7 @@ from rollout.weights.group import WeightGroup, listen
 from rollout.weights.manifest import Manifest, TensorSpec
 from rollout.weights.rank_stream import RankStream
 from rollout.weights.shared_memory import SharedMemorySender
+from rollout.weights.source import TensorSource
 
 MIB = 2**20
 SECONDS = 300.0  # that a rank waits for the others
@@ -103,7 +104,7 @@ class RankUpdates:
 
     def run(self, way: str) -> int:
         """Take an update; the bytes that this rank read of it."""
-        engine, groups = self.engine, self.engine.weights.groups
+        engine, groups = self.engine, self.engine.weights.receiver.groups
         before = groups.num_bytes("bench")
         if way == "in process":
             engine.update_weights_from_tensor(self._pairs)
@@ -126,11 +127,12 @@ class RankUpdates:
     def _from_rank_0(self) -> None:
         """As a server's rank 0 brings it to all; alone it reads what it has packed."""
         group = self.engine.worker.ranks.all
-        manifest = {name: TensorSpec.of(tensor) for name, tensor in self._pairs}
-        weights = self._pairs if group.rank == 0 else ()
-        stream = RankStream.of(group, manifest, stored=True, weights=weights)
+        source = TensorSource(self._pairs)
+        stream = RankStream(
+            group, source.manifest(), is_stored=True, weights=None if group.rank else source
+        )
         stream.open()
-        self.engine.update_weights_from_tensor(stream)
+        self.engine.update_weights(stream)
         stream.finish()
 
 

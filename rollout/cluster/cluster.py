@@ -32,10 +32,13 @@ from rollout.types import (
     SamplingParams,
     TokenExtras,
 )
+from rollout.weights.source import WeightSource
+from rollout.weights.update_calls import UpdateCalls
+from rollout.weights.update_counts import UpdateCounts
 from rollout.weights.versions import TARGET
 
 
-class RolloutCluster:
+class RolloutCluster(UpdateCalls):
     """An `Engine` of many replicas, whose calls `RolloutEngine` documents. One thread calls it.
 
     Requests are checked here and run on replicas. One whose replica dies goes on elsewhere, with
@@ -261,15 +264,12 @@ class RolloutCluster:
     def weight_versions(self) -> dict[str, int]:
         return dict(self.weights.versions)
 
+    def update_weights(self, source: WeightSource, /, **options: Any) -> UpdateCounts | None:
+        return self.weights.update_weights(source, **options)
+
     begin_weight_update = part_call("weights", ClusterWeights.begin_weight_update)
     end_weight_update = part_call("weights", ClusterWeights.end_weight_update)
     abandon_weight_update = part_call("weights", ClusterWeights.abandon_weight_update)
-    update_weights_from_tensor = part_call("weights", ClusterWeights.update_weights_from_tensor)
-    update_weights_from_disk = part_call("weights", ClusterWeights.update_weights_from_disk)
-    update_weights_from_ipc = part_call("weights", ClusterWeights.update_weights_from_ipc)
-    update_weights_from_distributed = part_call(
-        "weights", ClusterWeights.update_weights_from_distributed
-    )
     init_weights_update_group = part_call("weights", ClusterWeights.init_weights_update_group)
     destroy_weights_update_group = part_call("weights", ClusterWeights.destroy_weights_update_group)
     weights_digest = part_call("weights", ClusterWeights.weights_digest)

@@ -8,16 +8,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, TypeGuard
 
-import numpy as np
 import torch
 
 from rollout.engine.draft_corpus import CorpusDelta
 from rollout.errors import InvalidInputError
 from rollout.parallel import RankGroup
 from rollout.types import SamplingParams
-from rollout.weights.bucket import PackedBucket
-from rollout.weights.manifest import TensorSpec, dtype_name, named_dtype
-from rollout.weights.rank_stream import RankStream
+from rollout.weights.manifest import (
+    TensorSpec,
+    dtype_name,
+    manifest_from_json,
+    manifest_to_json,
+)
+from rollout.weights.receiver import described_source
+from rollout.weights.source import WeightSource
 
 
 def encoded_call(name: str, /, *arguments: Any, **options: Any) -> bytes:
@@ -46,27 +50,18 @@ def _encoded(value: Any) -> list[Any]:
         fields = asdict(value)
         fields["logit_bias"] = list(value.logit_bias.items())
         return ["params", fields]
-    if isinstance(value, RankStream):
-        manifest = value.known_manifest
-        return ["weights", [value.is_stored, None if manifest is None else _encoded(manifest)]]
-    if isinstance(value, PackedBucket):
-        value.unpacked()  # refused before the others read it
-        return ["bucket", value.layout]
+    if isinstance(value, WeightSource):
+        return ["weights", value.description()]
     if _are_deltas(value):
         return ["deltas", len(value)]
     if isinstance(value, Mapping) and all(isinstance(spec, TensorSpec) for spec in value.values()):
-        return [
-            "manifest",
-            [[name, spec.shape, dtype_name(spec.dtype)] for name, spec in value.items()],
-        ]
+        return ["manifest", manifest_to_json(value)]
     return ["", value]
 
 
 def bytes_of(argument: Any) -> Iterator[bytes]:
     """The bytes of an argument that follow the message."""
-    if isinstance(argument, PackedBucket):
-        yield argument.flat.tobytes()
-    elif _are_deltas(argument):
+    if _are_deltas(argument):
         yield from (delta.to_bytes() for delta in argument)
 
 
@@ -94,15 +89,9 @@ def _decoded(encoded: list[Any], group: RankGroup) -> Any:
         value["logit_bias"] = {int(token): bias for token, bias in value["logit_bias"]}
         return SamplingParams(**value)
     if kind == "manifest":
-        return {
-            name: TensorSpec(tuple(shape), named_dtype(dtype, name)) for name, shape, dtype in value
-        }
+        return manifest_from_json(value)
     if kind == "weights":
-        stored, manifest = value
-        known = None if manifest is None else _decoded(manifest, group)
-        return RankStream.of(group, known, stored=stored)
-    if kind == "bucket":
-        return PackedBucket(np.frombuffer(group.broadcast_bytes(b""), dtype=np.uint8), value)
+        return described_source(value, group)
     if kind == "deltas":
         return [CorpusDelta.from_bytes(group.broadcast_bytes(b"")) for _ in range(value)]
     return value

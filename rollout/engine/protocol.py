@@ -8,13 +8,10 @@ which reads off the protocol's methods which of them make a call.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from inspect import getmembers, isfunction
-from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
-
-import torch
 
 from rollout.engine.draft_corpus import CorpusDelta, ExternalCorpus, Publishing
 from rollout.engine.metrics import EngineMetrics, EngineStatus, StepMetrics
@@ -31,6 +28,8 @@ from rollout.types import (
 )
 from rollout.weights.bucket import PackedBucket
 from rollout.weights.manifest import Manifest, TensorSpec
+from rollout.weights.source import WeightSource
+from rollout.weights.update_calls import UpdateCalls
 from rollout.weights.update_counts import UpdateCounts
 
 M = TypeVar("M", bound=Callable[..., Any])
@@ -69,7 +68,7 @@ def part_call(
     return cast(Callable[Concatenate[Any, P], T], call)
 
 
-class Engine(Protocol):
+class Engine(UpdateCalls, Protocol):
     """One process's `RolloutEngine`, which documents the calls, or many replicas behind one door.
 
     One thread calls it. Of several replicas a change reaches all or none.
@@ -186,15 +185,6 @@ class Engine(Protocol):
     def begin_weight_update(self, manifest: Manifest | None = None, **options: Any) -> None: ...
     def end_weight_update(self, weight_version: int | None = None) -> UpdateCounts: ...
     def abandon_weight_update(self, reason: str = ...) -> None: ...
-    def update_weights_from_tensor(
-        self, named_tensors: Any, *, load_format: str | None = None, **options: Any
-    ) -> UpdateCounts | None: ...
-    def update_weights_from_disk(
-        self, model_path: str | Path, **options: Any
-    ) -> UpdateCounts | None: ...
-    def update_weights_from_ipc(
-        self, handles: Mapping[str, Any] | Iterable[Mapping[str, Any]], **options: Any
-    ) -> UpdateCounts | None: ...
     def init_weights_update_group(
         self,
         master_address: str,
@@ -207,16 +197,6 @@ class Engine(Protocol):
         sender: str = "specrollout",
     ) -> None: ...
     def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None: ...
-    def update_weights_from_distributed(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str | torch.dtype],
-        shapes: Sequence[Sequence[int]],
-        group_name: str = "weight_update_group",
-        *,
-        load_format: str | None = None,
-        **options: Any,
-    ) -> UpdateCounts | None: ...
     def weights_digest(self, selector: str = "all") -> str: ...
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[float]: ...
 
@@ -249,22 +229,10 @@ class ReplicaEngine(Engine, Protocol):
 
     @first_rank_only
     def weights_manifest(
-        self, selector: str = "all", *, model_path: str | Path | None = None
+        self, selector: str = "all", *, model_path: str | os.PathLike[str] | None = None
     ) -> dict[str, TensorSpec]: ...
     def read_weights(self, names: Sequence[str]) -> PackedBucket: ...
-    def update_weights_from_bucket(
-        self, bucket: PackedBucket, *, direct: bool = False, **options: Any
-    ) -> UpdateCounts | None: ...
-    def decline_weights_from_distributed(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str | torch.dtype],
-        shapes: Sequence[Sequence[int]],
-        group_name: str,
-        reason: str,
-        *,
-        load_format: str | None = None,
-    ) -> None: ...
+    def decline_weights(self, source: WeightSource, reason: str) -> None: ...
     def share_corpus(self, max_bytes: int = ...) -> None: ...
     def take_corpus_delta(self) -> CorpusDelta: ...
     def learn_corpus_deltas(self, deltas: Sequence[CorpusDelta]) -> None: ...

@@ -25,8 +25,10 @@ from rollout.models.checkpoint import Progress
 from rollout.models.head_parts import check_shares
 from rollout.models.spec import ModelSpec
 from rollout.parallel import RankGroup, is_launched, open_ranks, rank_of
-from rollout.weights.bucket import offered_tensors
 from rollout.weights.rank_stream import RankStream
+from rollout.weights.receiver import shared_source
+from rollout.weights.source import WeightSource
+from rollout.weights.update_calls import UpdateCalls
 from rollout.weights.update_counts import UpdateCounts
 
 log = logging.getLogger(__name__)
@@ -166,7 +168,7 @@ def _follow(group: RankGroup, open_engine: OpenEngine) -> None:
             log.debug("%s: %s", name, error)
 
 
-class Rank0Engine:
+class Rank0Engine(UpdateCalls):
     """Rank 0's engine; see `rollout.engine.protocol.Engine`.
 
     Calls that change it are broadcast to all ranks.
@@ -190,13 +192,9 @@ class Rank0Engine:
             name, "a call", "cannot be broadcast to other ranks: call it on each of them"
         )
 
-    def update_weights_from_tensor(
-        self, /, named_tensors: Any, *, load_format: str | None = None, **options: Any
-    ) -> UpdateCounts | None:
-        """Buckets go through memory that all ranks of this host read."""
-        stream = RankStream.from_rank_0(self._group, offered_tensors(named_tensors, load_format))
-        told_format = "direct" if load_format == "direct" else None
-        return self._call("update_weights_from_tensor", stream, load_format=told_format, **options)
+    def update_weights(self, source: WeightSource, /, **options: Any) -> UpdateCounts | None:
+        """What is in this process alone goes through memory that all ranks of this host read."""
+        return self._call("update_weights", shared_source(source, self._group), **options)
 
     def close(self) -> None:
         """Close every rank's engine: this one's also where others are lost."""

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -27,54 +27,73 @@ from rollout.errors import WeightUpdateError
 from rollout.parallel import RankGroup
 from rollout.weights.bucket import CACHED_BUCKET_BYTES, FlattenedBucket, buckets
 from rollout.weights.bucket_layout import BucketLayout
-from rollout.weights.manifest import Manifest
-from rollout.weights.named_tensors import NamedTensors, StoredWeights, closed_iterator, manifest_of
+from rollout.weights.manifest import Manifest, manifest_from_json, manifest_to_json
 from rollout.weights.segment import host_memory
 from rollout.weights.shared_memory import (
     SharedMemoryHandle,
     SharedMemoryReceiver,
     SharedMemorySender,
 )
+from rollout.weights.source import NamedTensors, WeightTensors, closed_iterator
 
 log = logging.getLogger(__name__)
 
 
-class RankStream:
-    """The tensors of one update call, to be read once.
+class RankStream(WeightTensors):
+    """The tensors of one update call, to be read once. Rank 0 alone can check them all.
 
-    ``weights``: what rank 0 was given; nothing on other ranks.
+    ``weights``: what rank 0 was given; None on other ranks, which have the stream by its
+    description.
     """
 
+    checks_for_all = True
+
     def __init__(
-        self, group: RankGroup, manifest: Manifest | None, weights: NamedTensors = ()
+        self,
+        group: RankGroup,
+        manifest: Manifest | None,
+        *,
+        is_stored: bool,
+        is_direct: bool = False,
+        weights: WeightTensors | None = None,
     ) -> None:
-        self.known_manifest = manifest
-        self.weights = weights
+        self.is_stored = is_stored
+        self.is_direct = is_direct
+        self._manifest = manifest
+        self._weights = weights
         self._group = group
         self._on_one_host = False
         self._is_over = False
         self._flat = torch.empty(0, dtype=torch.uint8)  # of rank 0, where segments cannot be had
 
-    @staticmethod
-    def of(
-        group: RankGroup, manifest: Manifest | None, *, stored: bool, weights: NamedTensors = ()
-    ) -> RankStream:
-        """``stored``: whether rank 0 has all tensors now."""
-        if manifest is None:
-            return RankStream(group, None, weights)
-        kind = _StoredStream if stored else _AnnouncedStream
-        return kind(group, manifest, weights)
+    @classmethod
+    def from_rank_0(cls, group: RankGroup, weights: WeightTensors) -> Self:
+        """The stream of what rank 0 was given. Raises what its ``manifest`` does."""
+        return cls(
+            group, weights.manifest(), is_stored=weights.is_stored, is_direct=weights.is_direct,
+            weights=weights,
+        )  # fmt: skip
 
-    @staticmethod
-    def from_rank_0(group: RankGroup, weights: NamedTensors) -> RankStream:
-        """The stream of what rank 0 was given. Raises what `manifest_of` does."""
-        stored = isinstance(weights, Collection | StoredWeights)
-        return RankStream.of(group, manifest_of(weights), stored=stored, weights=weights)
+    @classmethod
+    def described(cls, group: RankGroup, description: Mapping[str, Any]) -> Self:
+        """The stream on another rank."""
+        manifest = description["manifest"]
+        return cls(
+            group, None if manifest is None else manifest_from_json(manifest),
+            is_stored=description["is_stored"], is_direct=description["is_direct"],
+        )  # fmt: skip
 
-    @property
-    def is_stored(self) -> bool:
-        """Whether rank 0 has all tensors before the update begins."""
-        return isinstance(self, StoredWeights)
+    def description(self) -> dict[str, Any]:
+        manifest = None if self._manifest is None else manifest_to_json(self._manifest)
+        return {"kind": "stream", "manifest": manifest} | {
+            "is_stored": self.is_stored, "is_direct": self.is_direct,
+        }  # fmt: skip
+
+    def manifest(self) -> Manifest | None:
+        return self._manifest
+
+    def tensors_to_check(self) -> NamedTensors:
+        return () if self._weights is None else self._weights.tensors_to_check()
 
     def open(self) -> None:
         """A collective, the first: find out whether segments can be shared."""
@@ -99,6 +118,7 @@ class RankStream:
         return message, b""
 
     def _sent(self) -> Iterator[tuple[str, torch.Tensor]]:
+        assert self._weights is not None
         with ExitStack() as stack:
             sender = stack.enter_context(SharedMemorySender(CACHED_BUCKET_BYTES))
             segments = [sender] if self._on_one_host else []
@@ -114,7 +134,7 @@ class RankStream:
                     self._flat = torch.empty(num_bytes, dtype=torch.uint8)
                 return self._flat
 
-            stream = buckets(self.weights, CACHED_BUCKET_BYTES // 2, buffer=buffer)
+            stream = buckets(self._weights, CACHED_BUCKET_BYTES // 2, buffer=buffer)
             for bucket in stack.enter_context(closed_iterator(stream)):
                 if segments:
                     self._step({"handle": segments[0].handle(bucket.layout)})
@@ -137,20 +157,3 @@ class RankStream:
                 yield from FlattenedBucket(flat, layout).unflatten()
         if message["error"]:
             raise WeightUpdateError(f"rank 0: {message['error']}")
-
-
-class _AnnouncedStream(RankStream):
-    """A stream of which names, shapes and dtypes are known."""
-
-    def manifest(self) -> Manifest:
-        assert self.known_manifest is not None
-        return self.known_manifest
-
-
-class _StoredStream(_AnnouncedStream, StoredWeights):
-    """A stream of tensors that rank 0 has, and alone can check before the first is written."""
-
-    checks_for_all = True
-
-    def unchecked(self) -> Iterable[tuple[str, torch.Tensor]]:
-        return self.weights

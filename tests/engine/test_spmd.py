@@ -22,6 +22,7 @@ from rollout.engine.spmd import Rank0Engine, run_spmd
 from rollout.errors import EngineStateError, InvalidInputError, ParallelError
 from rollout.parallel import ModelRanks, SingleRank, launch_variables
 from rollout.weights.bucket import PackedBucket, buckets
+from rollout.weights.source import WeightTensors
 from spec_workers.corpus.outbox import CorpusOutbox
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.requests import make_request
@@ -46,12 +47,15 @@ def test_a_call_is_told_to_all_ranks_or_refused():
     engine = Rank0Engine(without_a_model(), Told())
     for name in sorted(public(RolloutEngine) - OWN):
         error = ZeroDivisionError if name in BROADCAST else InvalidInputError
-        tensors = [{}] if name == "update_weights_from_tensor" else []
+        if name.startswith("update_weights"):
+            continue  # below
         with pytest.raises(error, match=name):
-            getattr(engine, name)(*tensors)
+            getattr(engine, name)()
+    with pytest.raises(ZeroDivisionError, match="update_weights"):
+        engine.update_weights_from_disk("folder")
     with pytest.raises(ZeroDivisionError, match="remove_external_corpus"):
         engine.remove_external_corpus(name="texts")  # an argument of that name
-    with pytest.raises(InvalidInputError, match=r"update_weights_from_ipc.*list_iterator"):
+    with pytest.raises(InvalidInputError, match=r"handles=.*list_iterator"):
         engine.update_weights_from_ipc(iter([]))  # what cannot be sent
 
 
@@ -93,15 +97,17 @@ class Recorder:
         self.calls = nullcontext()
         self.made: list[tuple[str, Any, dict[str, Any]]] = []
 
-    def update_weights_from_bucket(self, bucket: PackedBucket, **options: Any) -> None:
-        self.made.append(("update", bucket, options))
+    def update_weights(self, source: WeightTensors, **options: Any) -> None:
+        values = {name: tensor.tolist() for name, tensor in source}
+        self.made.append(("update", values, options | {"is_direct": source.is_direct}))
 
     def learn_corpus_deltas(self, deltas: list[CorpusDelta], **options: Any) -> None:
         self.made.append(("learn", deltas, options))
 
 
 def test_bytes_that_follow_a_call_are_the_same_on_all_ranks():
-    bucket = PackedBucket.of(next(buckets({"a": torch.arange(5), "b": torch.ones(2)}.items())))
+    bucket = next(buckets({"a": torch.arange(5), "b": torch.ones(2)}.items()))
+    packed = PackedBucket.of(bucket, is_direct=True)
     outbox = CorpusOutbox(1 << 20)
     request = make_request([5, 6], request_id=3)
     outbox.follow([request])
@@ -115,15 +121,15 @@ def test_bytes_that_follow_a_call_are_the_same_on_all_ranks():
             spmd._follow(group, lambda _: recorder)
             return recorder
         engine = spmd._opened(group, lambda _: recorder, None)
-        engine.update_weights_from_bucket(bucket, direct=True)
+        engine.update_weights(packed, weight_version=7)
         engine.learn_corpus_deltas(deltas)
         group.broadcast_bytes(b"")
         return recorder
 
     for rank in on_ranks(2, run):
-        (update, own, options), (learn, learned, _) = rank.made
-        assert (update, options, learn) == ("update", {"direct": True}, "learn")
-        values = {name: tensor.tolist() for name, tensor in own.unpacked().unflatten()}
+        (update, values, options), (learn, learned, _) = rank.made
+        assert (update, learn) == ("update", "learn")
+        assert options == {"weight_version": 7, "is_direct": True}
         assert values == {"a": [0, 1, 2, 3, 4], "b": [1.0, 1.0]}
         for delta, wanted in zip(learned, deltas, strict=True):
             for each in fields(CorpusDelta):
