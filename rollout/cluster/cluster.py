@@ -19,7 +19,6 @@ from rollout.cluster.weights import ClusterWeights
 from rollout.config import EngineConfig
 from rollout.engine.draft_corpus import ExternalCorpus, Publishing
 from rollout.engine.metrics import EngineStatus, StepMetrics
-from rollout.engine.protocol import part_call
 from rollout.engine.requests import RequestFactory
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.errors import EngineStateError, WeightUpdateError
@@ -34,10 +33,14 @@ from rollout.types import (
     SamplingParams,
     TokenExtras,
 )
+from rollout.weights.manifest import Manifest
+from rollout.weights.source import WeightSource
+from rollout.weights.update_calls import UpdateCalls
+from rollout.weights.update_counts import UpdateCounts
 from rollout.weights.versions import TARGET
 
 
-class RolloutCluster:
+class RolloutCluster(UpdateCalls):
     """An `Engine` of many replicas, whose calls `RolloutEngine` documents. One thread calls it.
 
     Requests are checked here and run on replicas. One whose replica dies goes on elsewhere, with
@@ -271,18 +274,45 @@ class RolloutCluster:
     def weight_versions(self) -> dict[str, int]:
         return dict(self.weights.versions)
 
-    begin_weight_update = part_call("weights", ClusterWeights.begin_weight_update)
-    end_weight_update = part_call("weights", ClusterWeights.end_weight_update)
-    abandon_weight_update = part_call("weights", ClusterWeights.abandon_weight_update)
-    update_weights_from_tensor = part_call("weights", ClusterWeights.update_weights_from_tensor)
-    update_weights_from_disk = part_call("weights", ClusterWeights.update_weights_from_disk)
-    update_weights_from_ipc = part_call("weights", ClusterWeights.update_weights_from_ipc)
-    update_weights_from_distributed = part_call(
-        "weights", ClusterWeights.update_weights_from_distributed
-    )
-    init_weights_update_group = part_call("weights", ClusterWeights.init_weights_update_group)
-    destroy_weights_update_group = part_call("weights", ClusterWeights.destroy_weights_update_group)
-    weights_digest = part_call("weights", ClusterWeights.weights_digest)
+    def update_weights(self, source: WeightSource, /, **options: Any) -> UpdateCounts | None:
+        return self.weights.update_weights(source, **options)
+
+    def begin_weight_update(self, /, manifest: Manifest | None = None, **options: Any) -> None:
+        self.weights.begin_weight_update(manifest, **options)
+
+    def end_weight_update(self, weight_version: int | None = None) -> UpdateCounts:
+        return self.weights.end_weight_update(weight_version)
+
+    def abandon_weight_update(self, reason: str = "abandoned by the caller") -> None:
+        self.weights.abandon_weight_update(reason)
+
+    def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = "weight_update_group",
+        backend: str = "gloo",
+        timeout: float = 300.0,
+        sender: str = "specrollout",
+    ) -> None:
+        self.weights.init_weights_update_group(
+            master_address,
+            master_port,
+            rank_offset,
+            world_size,
+            group_name,
+            backend,
+            timeout,
+            sender,
+        )
+
+    def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:
+        self.weights.destroy_weights_update_group(group_name)
+
+    def weights_digest(self, selector: str = "all") -> str:
+        return self.weights.weights_digest(selector)
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[float]:
         return self.replicas.on_one("get_weights_by_name", name, truncate_size)

@@ -1,7 +1,7 @@
 """The rollout engine: requests in, rollouts out.
 
 `RolloutEngine` is the one door to its parts, and holds the guard that lets one thread at a time
-through: `Generation`, `WeightUpdates`, `Lifecycle` and `Corpora`, which share a `StepRunner`.
+through: `Generation`, `EngineWeights`, `Lifecycle` and `Corpora`, which share a `StepRunner`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Concatenate, Never, TypeVar, cast
+from typing import Any, Never, TypeVar, cast
 
 import torch
 
@@ -25,12 +25,11 @@ from rollout.engine.following_rank import FollowingRank
 from rollout.engine.generation import Generation
 from rollout.engine.lifecycle import Lifecycle
 from rollout.engine.metrics import EngineMetrics, EngineStatus, StepMetrics
-from rollout.engine.protocol import P, Part, part_call
 from rollout.engine.requests import RequestFactory
 from rollout.engine.step_runner import StepRunner
 from rollout.engine.streaming import RolloutStream
 from rollout.engine.tokenizer import PromptEncoder
-from rollout.engine.weights import WeightUpdates
+from rollout.engine.weights import EngineWeights
 from rollout.engine.worker import Worker
 from rollout.engine.worker_factory import WorkerFactory, shared_settings, worker_factory
 from rollout.errors import EngineStateError, InvalidInputError
@@ -49,16 +48,17 @@ from rollout.types import (
     TokenExtras,
 )
 from rollout.validation import checked_int, checked_path
+from rollout.weights.bucket import PackedBucket
+from rollout.weights.manifest import Manifest, TensorSpec
+from rollout.weights.rank_messages import JoinGroup
+from rollout.weights.source import WeightSource
+from rollout.weights.update_calls import UpdateCalls
+from rollout.weights.update_counts import UpdateCounts
 
 T = TypeVar("T")
 
 
-def _call(part: str, method: Callable[Concatenate[Part, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """A call that a part answers, behind the engine's guard."""
-    return exclusive(part_call(part, method))
-
-
-class RolloutEngine:
+class RolloutEngine(UpdateCalls):
     """Generates rollouts of one model.
 
     One thread at a time calls it: a call while another thread is in one raises EngineStateError and
@@ -93,8 +93,8 @@ class RolloutEngine:
         self.steps = StepRunner(
             worker, self.scheduler, self.requests, self.calls, EmptyOutputs(self.encoder)
         )
-        self.weights = WeightUpdates(worker, self.steps)
-        self.lifecycle = Lifecycle(worker, self.steps, self.weights.handles)
+        self.weights = EngineWeights(worker, self.steps)
+        self.lifecycle = Lifecycle(worker, self.steps, self.weights.receiver.handles)
         self.corpora = Corpora(worker, self.encoder, self.steps)
         self.generation = Generation(
             worker, self.encoder, self.requests, self.steps, self.lifecycle, self.corpora
@@ -564,7 +564,7 @@ class RolloutEngine:
         senders on this host is unmapped. Of several ranks none can run any more.
         """
         self.corpora.close()
-        self.weights.close()
+        self.weights.receiver.close()
         with self.when_closed:
             self.worker.ranks.close()
 
@@ -591,25 +591,108 @@ class RolloutEngine:
         were numbered."""
         return self.worker.weights.versions
 
-    begin_weight_update = _call("weights", WeightUpdates.begin_weight_update)
-    end_weight_update = _call("weights", WeightUpdates.end_weight_update)
-    abandon_weight_update = _call("weights", WeightUpdates.abandon_weight_update)
-    update_weights_from_tensor = _call("weights", WeightUpdates.update_weights_from_tensor)
-    update_weights_from_bucket = _call("weights", WeightUpdates.update_weights_from_bucket)
-    update_weights_from_disk = _call("weights", WeightUpdates.update_weights_from_disk)
-    update_weights_from_ipc = _call("weights", WeightUpdates.update_weights_from_ipc)
-    update_weights_from_distributed = _call(
-        "weights", WeightUpdates.update_weights_from_distributed
-    )
-    decline_weights_from_distributed = _call(
-        "weights", WeightUpdates.decline_weights_from_distributed
-    )
-    init_weights_update_group = _call("weights", WeightUpdates.init_weights_update_group)
-    destroy_weights_update_group = _call("weights", WeightUpdates.destroy_weights_update_group)
-    weights_manifest = _call("weights", WeightUpdates.weights_manifest)
-    read_weights = _call("weights", WeightUpdates.read_weights)
-    weights_digest = _call("weights", WeightUpdates.weights_digest)
-    get_weights_by_name = _call("weights", WeightUpdates.get_weights_by_name)
+    @exclusive
+    def update_weights(self, source: WeightSource, /, **options: Any) -> UpdateCounts | None:
+        return self.weights.update(source, options)
+
+    @exclusive
+    def begin_weight_update(self, /, manifest: Manifest | None = None, **options: Any) -> None:
+        """Open an update that several calls bring.
+
+        ``manifest``: all that is going to come; what is wrong with it is refused here. From the
+        first byte to `end_weight_update` no step runs. Raises InvalidInputError, and
+        WeightUpdateError while another update is under way.
+        """
+        self.weights.begin_update(manifest, options)
+
+    @exclusive
+    def end_weight_update(self, weight_version: int | None = None) -> UpdateCounts:
+        """Commit: the next step samples from the new weights. Returns how many tensors were stored
+        and how many ignored.
+
+        ``weight_version``: for a caller that begins without knowing it; one that is in use is
+        refused, and the update stays open.
+
+        The prefix cache is dropped and the n-gram corpus kept. Requests in flight go on with all
+        their KV recomputed; with ``flush_cache=False`` they keep it. Where only drafts have new
+        weights, everything of the target's is kept.
+        """
+        return self.weights.end_update(weight_version)
+
+    @exclusive
+    def abandon_weight_update(self, reason: str = "abandoned by the caller") -> None:
+        """Give up the open update, if there is one: refused until a full one if it had begun."""
+        self.weights.abandon_update(reason)
+
+    @exclusive
+    def decline_weights(self, source: WeightSource, reason: str) -> None:
+        """Tell the sender of a `GroupSource` that nothing of what it announced will be taken."""
+        self.weights.decline(source, reason)
+
+    @exclusive
+    def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = "weight_update_group",
+        backend: str = "gloo",
+        timeout: float = 300.0,
+        sender: str = "specrollout",
+    ) -> None:
+        """Join a group that weights come through, at rank ``rank_offset`` (the sender is rank 0).
+
+        Ranks that run one model join it one after the other from ``rank_offset`` on, and count each
+        in ``world_size``.
+
+        ``sender``: what made rank 0's group. ``specrollout``: a `WeightGroup`. ``torch``: a trainer
+        written for other engines, by torch's own rendezvous at that address; it broadcasts each
+        tensor by itself.
+
+        Waits for all ``world_size`` members. Raises WeightUpdateError, naming ranks, where some are
+        missing after ``timeout`` seconds or were told another size. An update through it that says
+        no timeout of its own waits as long.
+        """
+        group = JoinGroup(
+            master_address, master_port, rank_offset, world_size, group_name, backend, timeout,
+            sender,
+        )  # fmt: skip
+        self.weights.join_group(group)
+
+    @exclusive
+    def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:
+        """Leave a group. Raises InvalidInputError for one this engine is not in."""
+        self.weights.leave_group(group_name)
+
+    @exclusive
+    def weights_manifest(
+        self, selector: str = "all", *, model_path: str | os.PathLike[str] | None = None
+    ) -> dict[str, TensorSpec]:
+        """The manifest of a full update; with ``model_path``, of one from that folder.
+
+        Raises what `update_weights_from_disk` does.
+        """
+        return self.weights.manifest(selector, model_path)
+
+    @exclusive
+    def read_weights(self, names: Sequence[str]) -> PackedBucket:
+        """Whole copies of these tensors, a source for another engine's `update_weights`.
+
+        Raises InvalidInputError for an unknown name, WeightUpdateError while the weights are not
+        those of one version, EngineStateError while they are released.
+        """
+        return self.weights.read(names)
+
+    @exclusive
+    def weights_digest(self, selector: str = "all") -> str:
+        """SHA-256 over names, dtypes, shapes and bytes of the weights, in hexadecimal."""
+        return self.weights.digest(selector)
+
+    @exclusive
+    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[float]:
+        """The first values of a tensor, flattened. Raises InvalidInputError for an unknown name."""
+        return self.weights.first_values(name, truncate_size)
 
     # Corpora
 

@@ -6,12 +6,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
-from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
-
-import torch
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 from rollout.engine.draft_corpus import CorpusDelta, ExternalCorpus, Publishing
 from rollout.engine.metrics import EngineMetrics, EngineStatus, StepMetrics
@@ -28,26 +24,12 @@ from rollout.types import (
 )
 from rollout.weights.bucket import PackedBucket
 from rollout.weights.manifest import Manifest, TensorSpec
+from rollout.weights.source import WeightSource
+from rollout.weights.update_calls import UpdateCalls
 from rollout.weights.update_counts import UpdateCounts
 
-P = ParamSpec("P")
-Part = TypeVar("Part")
-T = TypeVar("T")
 
-
-def part_call(
-    attribute: str, method: Callable[Concatenate[Part, P], T]
-) -> Callable[Concatenate[Any, P], T]:
-    """A method of an engine that calls ``method`` of its part ``attribute``."""
-
-    @wraps(method)
-    def call(engine: Any, *args: P.args, **kwargs: P.kwargs) -> T:
-        return method(getattr(engine, attribute), *args, **kwargs)
-
-    return cast(Callable[Concatenate[Any, P], T], call)
-
-
-class Engine(Protocol):
+class Engine(UpdateCalls, Protocol):
     """One process's `RolloutEngine`, which documents the calls, or many replicas behind one door.
 
     One thread calls it. Of several replicas a change reaches all or none.
@@ -156,15 +138,6 @@ class Engine(Protocol):
     def begin_weight_update(self, manifest: Manifest | None = None, **options: Any) -> None: ...
     def end_weight_update(self, weight_version: int | None = None) -> UpdateCounts: ...
     def abandon_weight_update(self, reason: str = ...) -> None: ...
-    def update_weights_from_tensor(
-        self, named_tensors: Any, *, load_format: str | None = None, **options: Any
-    ) -> UpdateCounts | None: ...
-    def update_weights_from_disk(
-        self, model_path: str | Path, **options: Any
-    ) -> UpdateCounts | None: ...
-    def update_weights_from_ipc(
-        self, handles: Mapping[str, Any] | Iterable[Mapping[str, Any]], **options: Any
-    ) -> UpdateCounts | None: ...
     def init_weights_update_group(
         self,
         master_address: str,
@@ -177,16 +150,6 @@ class Engine(Protocol):
         sender: str = "specrollout",
     ) -> None: ...
     def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None: ...
-    def update_weights_from_distributed(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str | torch.dtype],
-        shapes: Sequence[Sequence[int]],
-        group_name: str = "weight_update_group",
-        *,
-        load_format: str | None = None,
-        **options: Any,
-    ) -> UpdateCounts | None: ...
     def weights_digest(self, selector: str = "all") -> str: ...
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[float]: ...
 
@@ -216,22 +179,10 @@ class ReplicaEngine(Engine, Protocol):
     """The engine of a replica, of which a cluster asks more."""
 
     def weights_manifest(
-        self, selector: str = "all", *, model_path: str | Path | None = None
+        self, selector: str = "all", *, model_path: str | os.PathLike[str] | None = None
     ) -> dict[str, TensorSpec]: ...
     def read_weights(self, names: Sequence[str]) -> PackedBucket: ...
-    def update_weights_from_bucket(
-        self, bucket: PackedBucket, *, direct: bool = False, **options: Any
-    ) -> UpdateCounts | None: ...
-    def decline_weights_from_distributed(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str | torch.dtype],
-        shapes: Sequence[Sequence[int]],
-        group_name: str,
-        reason: str,
-        *,
-        load_format: str | None = None,
-    ) -> None: ...
+    def decline_weights(self, source: WeightSource, reason: str) -> None: ...
     def share_corpus(self, max_bytes: int = ...) -> None: ...
     def take_corpus_delta(self) -> CorpusDelta: ...
     def learn_corpus_deltas(self, deltas: Sequence[CorpusDelta]) -> None: ...

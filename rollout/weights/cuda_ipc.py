@@ -21,7 +21,6 @@ from rollout.weights.bucket import (
     buckets,
 )
 from rollout.weights.bucket_layout import BucketLayout, checked_bucket_bytes
-from rollout.weights.named_tensors import NamedTensors, closed_iterator
 from rollout.weights.segment import (
     HEADER_BYTES,
     NO_BUCKET,
@@ -31,6 +30,7 @@ from rollout.weights.segment import (
     refuse_refilled,
     refuse_replaced,
 )
+from rollout.weights.source import KnownTensors, NamedTensors, closed_iterator
 
 KIND = "cuda_ipc"
 
@@ -114,7 +114,7 @@ class CudaIpcSender:
         self._exported: ExportedBuffer | None = None
         self._closed = False
 
-    def handles(self, named_tensors: NamedTensors) -> Iterator[dict[str, Any]]:
+    def handles(self, named_tensors: NamedTensors | KnownTensors) -> Iterator[dict[str, Any]]:
         """One handle a bucket, for one receiver, valid until the next is asked for.
 
         Raises InvalidInputError for tensors that are not on a GPU, EngineStateError after `close`.

@@ -37,8 +37,8 @@ TRANSPORTS = (
 )
 
 
-class TensorSource:
-    """Tensors as a WeightSource."""
+class Announced:
+    """Tensors whose manifest is known, as `KnownTensors`."""
 
     def __init__(self, tensors: Tensors) -> None:
         self.tensors = tensors
@@ -104,7 +104,7 @@ def send_to(
     **options: Any,
 ) -> UpdateCounts:
     """A whole update of an engine or a cluster through the sender's group."""
-    source = TensorSource(tensors)
+    source = Announced(tensors)
     return _during(
         threads.submit(sender.send, source, HANG_SECONDS),
         lambda: engine.update_weights_from_distributed(**sender.arguments(source), **options),
@@ -142,7 +142,7 @@ def opened(kind: str, engine: Any, folder: Path, world_size: int = 2) -> Iterato
             case "shared_memory":
                 return engine.update_weights_from_ipc(shared.handles(pairs), **options)
             case "shared_memory_calls":
-                engine.begin_weight_update(TensorSource(tensors).manifest(), **options)
+                engine.begin_weight_update(Announced(tensors).manifest(), **options)
                 for handle in shared.handles(pairs):
                     engine.update_weights_from_ipc(handle)
                 return engine.end_weight_update()

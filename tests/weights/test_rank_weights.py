@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
@@ -15,14 +16,17 @@ from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
 from rollout.models.layers.weight_loader import TensorSlice
 from rollout.models.loader import load_model
 from rollout.parallel import ModelRanks
+from rollout.weights.bucket import tensor_source
 from rollout.weights.bucket_layout import layouts, sliced_layout
+from rollout.weights.distributed import GroupSource
 from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.group import listen
 from rollout.weights.joined_groups import JoinedGroups
 from rollout.weights.manifest import TensorSpec, slices_from_json, slices_to_json
-from rollout.weights.named_tensors import manifest_of
 from rollout.weights.rank_stream import RankStream
+from rollout.weights.receiver import described_source
 from rollout.weights.shared_memory import HandleReceiver, SharedMemorySender
+from rollout.weights.source import TensorSource
 from rollout.weights.transaction import WeightState, WeightTransaction
 from rollout.weights.update_options import UpdateOptions
 from tests.helpers.biased_llama import save_biased_llama
@@ -31,7 +35,7 @@ from tests.helpers.tensor_cases import changed, stored
 from tests.helpers.thread_ranks import on_ranks
 from tests.helpers.tiny_hybrid import save_tiny_hybrid
 from tests.helpers.tiny_moe import save_tiny_moe
-from tests.helpers.weight_transports import TensorSource, arguments, member
+from tests.helpers.weight_transports import Announced, arguments, member
 
 BUCKET_BYTES = 16_384
 CASES = {
@@ -53,7 +57,8 @@ class RankModel:
         )
 
     def update(self, source, **options):
-        self.weights.begin(UpdateOptions(**options), manifest_of(source), source)
+        source = tensor_source(source)
+        self.weights.begin(UpdateOptions(**options), source=source)
         self.weights.load(source)
         self.weights.commit()
 
@@ -75,7 +80,7 @@ def received(rank_model, port, group, call):
     """The bytes that came by an update through a weight group."""
     groups = JoinedGroups()
     groups.init("127.0.0.1", port, 1 + group.rank, 1 + group.size, "weights", "gloo", HANG_SECONDS)
-    with groups.source(**call, timeout=HANG_SECONDS) as source:
+    with groups.opened(GroupSource(**call), HANG_SECONDS) as source:
         rank_model.update(source)
     num_bytes = groups.num_bytes("weights")
     groups.close()
@@ -83,11 +88,9 @@ def received(rank_model, port, group, call):
 
 
 def stream_of(group, tensors):
-    pairs = tensors.items()
-    if group.rank == 0:
-        stream = RankStream.from_rank_0(group, pairs)
-    else:
-        stream = RankStream.of(group, manifest_of(pairs), stored=True)
+    stream = RankStream.from_rank_0(group, TensorSource(tensors))
+    if group.rank:
+        stream = described_source(json.loads(json.dumps(stream.description())), group)
     stream.open()
     return stream
 
@@ -103,7 +106,7 @@ def test_a_rank_gets_its_part_of_whole_tensors_by_every_transport(case, tmp_path
 
     def send():
         group = member(store, world_size=1 + size)
-        DistributedSender(group, BUCKET_BYTES).send(TensorSource(new))
+        DistributedSender(group, BUCKET_BYTES).send(Announced(new))
         group.close()
 
     call = arguments(new) | {"load_format": "flattened_bucket"}
@@ -198,7 +201,7 @@ def test_a_call_that_fails_on_one_rank_ends_the_update_on_all(tmp_path):
 
         kind = ZeroDivisionError if group.rank else WeightUpdateError
         with pytest.raises(kind), rank.weights.broadcast_failures():
-            rank.weights.load(pairs())
+            rank.weights.load(TensorSource(pairs()))
         assert not rank.weights.is_under_way
         assert not rank.weights.serves
         rank.update(tensors.items())
@@ -219,10 +222,11 @@ def test_a_stream_that_breaks_off_ends_on_all_ranks(is_given, tmp_path):
 
     def on_rank(group):
         rank = RankModel(folder, group)
-        given = ()
-        if group.rank == 0:
-            given = broken_off(tensors.items()) if is_given else tensors.items()
-        stream = RankStream.of(group, None, stored=False, weights=given)
+        given = iter(tensors.items())
+        stream = RankStream(
+            group, None, is_stored=False,
+            weights=None if group.rank else TensorSource(broken_off(given) if is_given else given),
+        )  # fmt: skip
         stream.open()
         breaks_off_here = group.rank == (0 if is_given else 1)
         kinds = ZeroDivisionError if breaks_off_here else (WeightUpdateError, InvalidInputError)
