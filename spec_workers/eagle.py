@@ -35,8 +35,6 @@ class EagleWorker(SpecWorker):
             target, budget, lockstep=drafter.lockstep, calibration_seconds=calibration_seconds
         )
         self.drafter = drafter
-        if self.lockstep:
-            self.check_idle()
 
     @classmethod
     def of(

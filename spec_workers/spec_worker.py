@@ -217,7 +217,10 @@ class SpecWorker:
         self.memory.check_integrity()
 
     def calibrate(self) -> None:
-        """Time a few forwards, where drafts are chosen by what steps cost."""
+        """Time a few forwards, where drafts are chosen by what steps cost; in lockstep run one
+        that is idle."""
+        if self.lockstep:
+            self.check_idle()
         calibrate(self.target, self.budget, self._calibration_seconds)
 
     def learned(self) -> dict[str, Any]:

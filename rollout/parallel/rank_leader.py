@@ -91,7 +91,11 @@ class RankLeader:
                 return
 
     def close(self, reason: str = CLOSED) -> None:
-        """Leave; see `RankGroup.close`."""
+        """Leave; see `RankGroup.close`. Where all is done the others stop following."""
+        if reason == CLOSED and self.is_followed:
+            self._depth = 0
+            with suppress(ParallelError):
+                self._send(Ended())
         self._group.close(reason)
 
     def _send(self, message: object) -> None:

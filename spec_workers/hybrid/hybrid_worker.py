@@ -74,8 +74,6 @@ class HybridWorker(NgramWorker):
         self._index_G = np.zeros(0, dtype=np.int64)  # where their nodes are in what was proposed
         self._asked_now = 0  # requests the draft was asked about in this step
         self._asked = self._skipped = 0
-        if self.lockstep:
-            self.check_idle()
 
     def propose(self, batch: Batch, floors_B: NDArray[np.float64]) -> DraftTrees:
         copied = self._copied = super().propose(batch, floors_B)
