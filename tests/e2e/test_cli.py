@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import shlex
 import signal
 import sys
@@ -50,11 +49,9 @@ def arguments(tmp_path, tiny_model_path):
 
 
 @pytest.fixture
-def specrollout(monkeypatch, capsys, tmp_path):
+def specrollout(monkeypatch, capsys, tmp_path, log_restored):
     """Runs the command in this process, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["specrollout", *arguments])
@@ -67,8 +64,6 @@ def specrollout(monkeypatch, capsys, tmp_path):
 
     yield run
     GlobalHydra.instance().clear()
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 def test_a_run_the_same_again_and_another(specrollout, arguments, tmp_path):
