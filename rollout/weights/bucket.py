@@ -153,7 +153,7 @@ def tensor_source(named_tensors: Any, load_format: str | None = None) -> WeightT
     InvalidInputError for what cannot be weights."""
     if isinstance(named_tensors, WeightTensors):
         return named_tensors
-    if load_format == "flattened_bucket":
+    if isinstance(load_format, str) and load_format == "flattened_bucket":
         return BucketSource(named_tensors)
     return TensorSource(named_tensors, load_format)
 

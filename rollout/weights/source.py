@@ -97,12 +97,12 @@ class TensorSource(WeightTensors):
             self._given = named_tensors.items()
         self._load_format = load_format
         self._manifest: Manifest | None = None
-        self.is_direct = load_format == "direct"
+        self.is_direct = isinstance(load_format, str) and load_format == "direct"
         self.is_stored = isinstance(self._given, Collection)
 
     def manifest(self) -> Manifest | None:
         if self._manifest is None:
-            if self._load_format not in (None, "direct"):
+            if self._load_format is not None and not self.is_direct:
                 raise InvalidInputError(
                     "load_format", self._load_format, "must be None, direct or flattened_bucket"
                 )
