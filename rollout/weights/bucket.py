@@ -23,7 +23,6 @@ from rollout.weights.bucket_layout import (
 )
 from rollout.weights.manifest import Manifest, TensorSpec
 from rollout.weights.source import (
-    KnownTensors,
     NamedTensors,
     TensorSource,
     WeightTensors,
@@ -74,7 +73,7 @@ class FlattenedBucket:
 
 
 def buckets(
-    named_tensors: NamedTensors | KnownTensors,
+    named_tensors: NamedTensors,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     *,
     device: torch.device | None = None,
@@ -193,7 +192,7 @@ def _refuse_other(bucket: object, index: int) -> None:
         raise InvalidInputError(f"named_tensors[{index}]", bucket, "must be a FlattenedBucket")
 
 
-def _capacity(named_tensors: NamedTensors | KnownTensors, bucket_bytes: int) -> int:
+def _capacity(named_tensors: NamedTensors, bucket_bytes: int) -> int:
     """The bytes a bucket's buffer must hold: no more than all tensors where they are known."""
     manifest = tensor_source(named_tensors).manifest()
     if manifest is None:
