@@ -31,6 +31,7 @@ from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.group import WeightGroup, listen
 from rollout.weights.manifest import Manifest, TensorSpec
 from rollout.weights.shared_memory import SharedMemorySender
+from rollout.weights.source import WeightTensors
 
 MIB = 2**20
 SECONDS = 300.0  # that a rank waits for the others
@@ -40,7 +41,7 @@ SHAPE = replace(SHAPES["demo"], num_heads=8, num_kv_heads=2, vocab_size=49_151)
 """The demo model's sizes, as far as two ranks can split it; neither half of its tables is even."""
 
 
-class HeldWeights:
+class HeldWeights(WeightTensors):
     """A checkpoint's tensors, in this process's own memory: a trainer's."""
 
     def __init__(self, folder: Path) -> None:

@@ -23,7 +23,6 @@ from rollout.weights.bucket_layout import (
 )
 from rollout.weights.manifest import Manifest, TensorSpec
 from rollout.weights.source import (
-    KnownTensors,
     NamedTensors,
     TensorSource,
     WeightTensors,
@@ -74,7 +73,7 @@ class FlattenedBucket:
 
 
 def buckets(
-    named_tensors: NamedTensors | KnownTensors,
+    named_tensors: NamedTensors,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     *,
     device: torch.device | None = None,
@@ -153,7 +152,7 @@ def tensor_source(named_tensors: Any, load_format: str | None = None) -> WeightT
     InvalidInputError for what cannot be weights."""
     if isinstance(named_tensors, WeightTensors):
         return named_tensors
-    if load_format == "flattened_bucket":
+    if isinstance(load_format, str) and load_format == "flattened_bucket":
         return BucketSource(named_tensors)
     return TensorSource(named_tensors, load_format)
 
@@ -193,7 +192,7 @@ def _refuse_other(bucket: object, index: int) -> None:
         raise InvalidInputError(f"named_tensors[{index}]", bucket, "must be a FlattenedBucket")
 
 
-def _capacity(named_tensors: NamedTensors | KnownTensors, bucket_bytes: int) -> int:
+def _capacity(named_tensors: NamedTensors, bucket_bytes: int) -> int:
     """The bytes a bucket's buffer must hold: no more than all tensors where they are known."""
     manifest = tensor_source(named_tensors).manifest()
     if manifest is None:

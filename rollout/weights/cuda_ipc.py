@@ -30,7 +30,7 @@ from rollout.weights.segment import (
     refuse_refilled,
     refuse_replaced,
 )
-from rollout.weights.source import KnownTensors, NamedTensors, closed_iterator
+from rollout.weights.source import NamedTensors, closed_iterator
 
 KIND = "cuda_ipc"
 
@@ -114,7 +114,7 @@ class CudaIpcSender:
         self._exported: ExportedBuffer | None = None
         self._closed = False
 
-    def handles(self, named_tensors: NamedTensors | KnownTensors) -> Iterator[dict[str, Any]]:
+    def handles(self, named_tensors: NamedTensors) -> Iterator[dict[str, Any]]:
         """One handle a bucket, for one receiver, valid until the next is asked for.
 
         Raises InvalidInputError for tensors that are not on a GPU, EngineStateError after `close`.

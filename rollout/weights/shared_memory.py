@@ -40,7 +40,6 @@ from rollout.weights.segment import (
     remove_orphans,
 )
 from rollout.weights.source import (
-    KnownTensors,
     NamedTensors,
     WeightSource,
     WeightTensors,
@@ -101,7 +100,7 @@ class SharedMemorySender:
         self._closed = False
         remove_orphans()
 
-    def handles(self, named_tensors: NamedTensors | KnownTensors) -> Iterator[dict[str, Any]]:
+    def handles(self, named_tensors: NamedTensors) -> Iterator[dict[str, Any]]:
         """One handle a bucket, each valid until ``num_segments`` more have been asked for.
 
         Ask for it only when every receiver has loaded the one whose place it takes. Raises

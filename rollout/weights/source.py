@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -63,20 +63,9 @@ class WeightTensors(WeightSource, ABC):
     """Whether this rank checks what other ranks need of the tensors too."""
 
 
-class KnownTensors(Protocol):
-    """What a trainer may hand over in place of tensors: it may have ``sliced`` too."""
-
-    def manifest(self) -> Manifest:
-        """The manifest of what iterating will yield: whole tensors, however sharded now."""
-        ...
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor is valid until the next one is asked for."""
-        ...
-
-
 class TensorSource(WeightTensors):
-    """Tensors of this process: pairs of name and tensor, a mapping, or `KnownTensors`.
+    """Tensors of this process: pairs of name and tensor, or a mapping. Of a collection all is
+    known, of a generator nothing.
 
     Args:
         load_format: None, or ``direct``: see `is_direct`.
@@ -84,53 +73,39 @@ class TensorSource(WeightTensors):
 
     def __init__(
         self,
-        named_tensors: NamedTensors | KnownTensors | Mapping[str, torch.Tensor],
+        named_tensors: NamedTensors | Mapping[str, torch.Tensor],
         load_format: str | None = None,
     ) -> None:
         self._given: Any = named_tensors
         if isinstance(named_tensors, Mapping):
             self._given = named_tensors.items()
         self._load_format = load_format
-        self._manifest: Manifest | None = None
-        self.is_direct = load_format == "direct"
+        self.is_direct = isinstance(load_format, str) and load_format == "direct"
         self.is_stored = isinstance(self._given, Collection)
 
     def manifest(self) -> Manifest | None:
-        if self._manifest is None:
-            if self._load_format not in (None, "direct"):
-                raise InvalidInputError(
-                    "load_format", self._load_format, "must be None, direct or flattened_bucket"
-                )
-            self._manifest = _manifest_of(self._given)
-        return self._manifest
+        """The manifest of a collection, whose tensors are checked on the way."""
+        if self._load_format is not None and not self.is_direct:
+            raise InvalidInputError(
+                "load_format", self._load_format, "must be None, direct or flattened_bucket"
+            )
+        given, texts = self._given, str | bytes | torch.Tensor
+        if isinstance(given, texts) or not isinstance(given, Iterable):
+            raise InvalidInputError(
+                "named_tensors", given, "must be pairs of name and tensor, or a mapping"
+            )
+        if not isinstance(given, Collection):
+            return None
+        manifest: dict[str, TensorSpec] = {}
+        for pair in given:
+            name, tensor = checked_pair(pair)
+            manifest[name] = spec_of(name, tensor)
+        if len(manifest) < len(given):
+            raise InvalidInputError("named_tensors", len(given), "holds a name twice")
+        return manifest
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self._given)
-
-    def sliced(self, needed: Slices) -> Iterator[tuple[str, torch.Tensor]]:
-        if hasattr(self._given, "sliced"):
-            return self._given.sliced(needed)
-        return super().sliced(needed)
-
-
-def _manifest_of(given: Any) -> Manifest | None:
-    """The manifest of a collection, whose tensors are checked on the way, or of `KnownTensors`."""
-    wrong = str | bytes | torch.Tensor
-    if isinstance(given, wrong) or not isinstance(given, Iterable):
-        raise InvalidInputError(
-            "named_tensors", given, "must be pairs of name and tensor, or a mapping"
-        )
-    if hasattr(given, "manifest"):
-        return given.manifest()
-    if not isinstance(given, Collection):
-        return None
-    manifest: dict[str, TensorSpec] = {}
-    for pair in given:
-        name, tensor = checked_pair(pair)
-        manifest[name] = spec_of(name, tensor)
-    if len(manifest) < len(given):
-        raise InvalidInputError("named_tensors", len(given), "holds a name twice")
-    return manifest
 
 
 def checked_pair(pair: object) -> tuple[str, torch.Tensor]:

@@ -12,7 +12,7 @@ from rollout.weights.bucket import FlattenedBucket, tensor_source
 from rollout.weights.disk_source import DiskSource
 from rollout.weights.distributed import GroupSource
 from rollout.weights.shared_memory import HandleSource
-from rollout.weights.source import KnownTensors, NamedTensors, WeightSource
+from rollout.weights.source import NamedTensors, WeightSource
 from rollout.weights.update_counts import UpdateCounts
 
 
@@ -36,10 +36,7 @@ class UpdateCalls(Protocol):
     def update_weights_from_tensor(
         self,
         /,
-        named_tensors: NamedTensors
-        | KnownTensors
-        | Mapping[str, torch.Tensor]
-        | Iterable[FlattenedBucket],
+        named_tensors: NamedTensors | Mapping[str, torch.Tensor] | Iterable[FlattenedBucket],
         *,
         load_format: str | None = None,
         **options: Any,
@@ -48,8 +45,8 @@ class UpdateCalls(Protocol):
 
         Args:
             named_tensors: pairs of checkpoint name and tensor, or a mapping, on any device, of any
-                floating dtype. A collection, and what has a ``manifest``, is checked through before
-                a byte moves, of a generator each tensor as it comes.
+                floating dtype. A collection, and the manifest of a `WeightTensors`, is checked
+                through before a byte moves, of a generator each tensor as it comes.
             load_format: ``direct``: nothing is converted; a dtype that is not the model's is
                 refused. ``flattened_bucket``: ``named_tensors`` are buckets, as `buckets` makes.
         """

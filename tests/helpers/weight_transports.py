@@ -18,6 +18,7 @@ from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.group import WeightGroup, listen
 from rollout.weights.manifest import Manifest, TensorSpec
 from rollout.weights.shared_memory import SharedMemorySender
+from rollout.weights.source import WeightTensors
 from rollout.weights.update_counts import UpdateCounts
 from tests.helpers.hang import HANG_SECONDS
 
@@ -37,8 +38,8 @@ TRANSPORTS = (
 )
 
 
-class Announced:
-    """Tensors whose manifest is known, as `KnownTensors`."""
+class Announced(WeightTensors):
+    """Tensors that come one by one, whose manifest is known."""
 
     def __init__(self, tensors: Tensors) -> None:
         self.tensors = tensors

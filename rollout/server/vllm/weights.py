@@ -18,8 +18,8 @@ from rollout.server.body_fields import CHANGED, Body
 from rollout.server.json_route import JsonAnswer, JsonRoute
 from rollout.server.serving import Serving
 from rollout.server.sglang.control import Answer, change, refuse, success
-from rollout.server.sglang.published_weights import Puller
 from rollout.server.sglang.weights import weights_root
+from rollout.server.vllm.puller import Puller
 from rollout.server.vllm.weight_bodies import (
     FetchBody,
     FinishBody,
@@ -141,7 +141,7 @@ class _Transfer:
             return await refuse(self._serving, wrong)
         source = body.sync_dir or (body.uri or "").rstrip("/").rpartition("/")[0]
         self._fetched = None  # meanwhile the folder holds neither version
-        answer = await self._puller.pull(self._checkpoint, "sync_dir", source, body.target_version)
+        answer = await self._puller.pull(self._checkpoint, source, body.target_version)
         if answer.status_code == 200:
             self._fetched = body.target_version
         return answer
