@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from unittest.mock import Mock
 
 import pytest
@@ -24,7 +24,6 @@ from rollout.weights.group import listen
 from rollout.weights.joined_groups import JoinedGroups
 from rollout.weights.manifest import TensorSpec, slices_from_json, slices_to_json
 from rollout.weights.rank_stream import RankStream
-from rollout.weights.receiver import described_source
 from rollout.weights.shared_memory import HandleReceiver, SharedMemorySender
 from rollout.weights.source import TensorSource
 from rollout.weights.transaction import WeightState, WeightTransaction
@@ -87,12 +86,9 @@ def received(rank_model, port, group, call):
     return num_bytes
 
 
-def stream_of(group, tensors):
-    stream = RankStream.from_rank_0(group, TensorSource(tensors))
-    if group.rank:
-        stream = described_source(json.loads(json.dumps(stream.description())), group)
-    stream.open()
-    return stream
+def shared_stream(group, tensors):
+    stream = RankStream.from_rank_0(group, tensor_source(tensors))
+    return (RankStream(group, stream.spec) if group.rank else stream).shared()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -133,9 +129,8 @@ def test_a_rank_gets_its_part_of_whole_tensors_by_every_transport(case, tmp_path
             assert rank.weights.num_bytes == share
 
             rank.update(first.items())
-            stream = stream_of(group, new)
-            rank.update(stream)
-            stream.finish()
+            with shared_stream(group, new) as stream:
+                rank.update(stream)
             assert same(rank.own(), wanted)
             return share
 
@@ -166,14 +161,10 @@ def test_what_one_rank_refuses_is_written_by_none(fault, transport, tmp_path):
     def on_rank(group):
         rank = RankModel(folder, group)
         before = rank.own()
-        if transport == "rank 0":
-            source = stream_of(group, bad)
-        else:
-            source = (bad if group.rank == 1 or fault is not_a_number else good).items()
-        with pytest.raises(RolloutError):
+        given = bad if group.rank == 1 or fault is not_a_number else good
+        opened = shared_stream(group, bad) if transport == "rank 0" else nullcontext(given.items())
+        with pytest.raises(RolloutError), opened as source:
             rank.update(source, check_finite=True)
-        if transport == "rank 0":
-            source.finish()
         assert same(rank.own(), before)
         assert rank.weights.state is WeightState.WHOLE
         rank.update(good.items(), check_finite=True)
@@ -223,21 +214,15 @@ def test_a_stream_that_breaks_off_ends_on_all_ranks(is_given, tmp_path):
     def on_rank(group):
         rank = RankModel(folder, group)
         given = iter(tensors.items())
-        stream = RankStream(
-            group, None, is_stored=False,
-            weights=None if group.rank else TensorSource(broken_off(given) if is_given else given),
-        )  # fmt: skip
-        stream.open()
+        opened = shared_stream(group, broken_off(given) if is_given else given)
         breaks_off_here = group.rank == (0 if is_given else 1)
         kinds = ZeroDivisionError if breaks_off_here else (WeightUpdateError, InvalidInputError)
-        with pytest.raises(kinds) as error:
+        with pytest.raises(kinds), opened as stream:
             rank.update(broken_off(stream) if breaks_off_here and not is_given else stream)
-        stream.finish(str(error.value))
         if is_given:
             assert rank.weights.serves, "the first bucket was never full"
-        again = stream_of(group, tensors)
-        rank.update(again)
-        again.finish()
+        with shared_stream(group, tensors) as again:
+            rank.update(again)
         assert rank.weights.serves
 
     on_ranks(2, on_rank)
@@ -257,9 +242,8 @@ def test_a_stream_without_shared_memory_sends_bytes(reason, tmp_path, monkeypatc
 
     def on_rank(group):
         rank = RankModel(folder, group)
-        stream = stream_of(group, new)
-        rank.update(stream)
-        stream.finish()
+        with shared_stream(group, new) as stream:
+            rank.update(stream)
         return {name: loader.read() for name, loader in rank.model.weight_loaders().items()}
 
     for found in on_ranks(2, on_rank):

@@ -1,8 +1,8 @@
-"""One rank's receiver takes every kind of source, and other ranks find it by its description."""
+"""One rank's receiver takes every kind of source."""
 
 from __future__ import annotations
 
-import json
+import pickle
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ from rollout.parallel import SingleRank
 from rollout.weights.bucket import BucketSource, PackedBucket, buckets
 from rollout.weights.disk_source import DiskSource
 from rollout.weights.distributed import GroupSource
-from rollout.weights.receiver import WeightReceiver, described_source
+from rollout.weights.rank_messages import readable_by_all
+from rollout.weights.receiver import WeightReceiver
 from rollout.weights.shared_memory import HandleSource, SharedMemorySender
 from rollout.weights.source import TensorSource
 from rollout.weights.transaction import WeightTransaction
@@ -33,8 +34,8 @@ def receiver(part) -> WeightReceiver:
     return WeightReceiver(weights, torch.device("cpu"), SingleRank())
 
 
-def through_json(source):
-    return described_source(json.loads(json.dumps(source.description())), SingleRank())
+def pickled(source):
+    return pickle.loads(pickle.dumps(source))
 
 
 def test_every_source_is_an_update(receiver, part, tmp_path):
@@ -46,8 +47,8 @@ def test_every_source_is_an_update(receiver, part, tmp_path):
             TensorSource(iter(NEW.items())),
             BucketSource(buckets(NEW.items(), 64)),
             PackedBucket.of(next(buckets(NEW.items()))),
-            through_json(DiskSource(tmp_path)),
-            through_json(HandleSource(handles)),
+            pickled(DiskSource(tmp_path)),
+            pickled(HandleSource(handles)),
             HandleSource(iter(handles)),
         ):
             for tensor in part.own.values():
@@ -58,12 +59,11 @@ def test_every_source_is_an_update(receiver, part, tmp_path):
     receiver.close()
 
 
-def test_descriptions_keep_what_they_are_of():
+def test_ranks_get_what_they_can_read():
     group = GroupSource(["a"], [torch.bfloat16], [(3,)], "g", "packed:64")
-    assert through_json(group).manifest() == group.manifest()
-    assert TensorSource(NEW).description() is None
+    assert pickled(group).manifest() == group.manifest()
     with pytest.raises(InvalidInputError, match=r"handles=.*must be a list"):
-        HandleSource(iter([])).description()
+        readable_by_all(HandleSource(iter([])), SingleRank())
 
 
 def test_what_is_done_before_a_commit_may_end_the_update(part):
