@@ -81,6 +81,7 @@ def _saved(log: Log) -> Chart:
             run.steps[name][ends] / run.num_replicas
             for name in ("saved_seconds", "saved_error_seconds")
         )
+        saved = np.where(np.isfinite(error), saved, np.nan)
         seconds = run.step_seconds[ends]
         lines.append(
             make_line(run.name, seconds / unit, saved, series, saved - error, saved + error)

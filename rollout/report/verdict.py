@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from rollout.engine.speedup import HALF_INTERVAL, Saving
+from rollout.engine.speedup import HALF_INTERVAL, MIN_STEPS, Saving
 from rollout.report.key_figures import (
     UNKNOWN,
     accept_length,
@@ -93,6 +93,9 @@ def saving_of(run: Run) -> Saving | None:
     """The time that drafts saved; None where the log does not tell."""
     variance = number(run.totals.get("gain_variance_ms2"))
     saved = number(run.totals.get("gain_ms")) / 1e3
+    compared = [number(run.totals.get(name)) for name in ("plain_forecasts", "drafting_forecasts")]
+    if min(compared) < MIN_STEPS:
+        return Saving(saved, math.inf, run.seconds)
     error = HALF_INTERVAL * math.sqrt(variance) / 1e3 if variance >= 0 else math.nan
     if not math.isfinite(saved + error):
         known = np.flatnonzero(

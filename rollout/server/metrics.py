@@ -57,7 +57,7 @@ _GAUGES: dict[str, tuple[str, Callable[[EngineStatus], float]]] = {
         lambda s: s.total.saved_seconds,
     ),
     "saved_error_seconds": (
-        "Half of the 95 % interval of saved_seconds",
+        "Half of the 95 % interval of saved_seconds; +Inf before it is measured",
         lambda s: s.total.saved_error_seconds,
     ),
 }

@@ -88,8 +88,8 @@ class StatusBody(BaseModel):
     draining: bool  # no new ones are taken
     age: float  # seconds
     latency: Latency
-    saved_seconds: float  # by drafts, over plain decoding; of several replicas the mean
-    saved_error_seconds: float  # half of the 95 % interval
+    saved_seconds: float | None  # by drafts; of several replicas the mean; null: not measured
+    saved_error_seconds: float | None  # half of the 95 % interval
     speedup: str  # a sentence on both
     engine: EngineStatus
 
@@ -142,8 +142,8 @@ def user_routes(serving: Serving) -> APIRouter:
             draining=serving.is_draining,
             age=known.age,
             latency=serving.http_metrics.latency,
-            saved_seconds=saving.seconds,
-            saved_error_seconds=saving.error_seconds,
+            saved_seconds=saving.seconds if saving.is_measured else None,
+            saved_error_seconds=saving.error_seconds if saving.is_measured else None,
             speedup=str(saving),
             engine=known.status,
         )

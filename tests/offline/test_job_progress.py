@@ -139,7 +139,8 @@ def test_progress_and_summary(config, tmp_path):
 
 
 def test_a_first_epoch_without_gain_says_what_comes_next():
-    metrics = EngineMetrics(drafted=9, forecast_steps=40, gain_ms=20.0, gain_variance_ms2=900.0)
+    metrics = EngineMetrics(drafted=9, forecast_steps=40, plain_forecasts=20, drafting_forecasts=20,
+                            gain_ms=20.0, gain_variance_ms2=900.0)  # fmt: skip
     summary = Summary(output=Path("x"), seconds=10.0, metrics=metrics, corpus_was_empty=True)
     says = "the corpus starts empty, the next epoch drafts from it"
     assert dict(summary.lines())["speculation"] == f"no measurable speedup (1.00x ± 0.01); {says}"

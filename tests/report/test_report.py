@@ -50,7 +50,8 @@ def html_of(*paths: Path, **options: Any) -> str:
 
 
 def totals_line(**values: float) -> dict[str, Any]:
-    return {"kind": "totals", "time": STARTED + 10, "forecast_steps": 9, **values}
+    return {"kind": "totals", "time": STARTED + 10, "forecast_steps": 90, "plain_forecasts": 9,
+            "drafting_forecasts": 81, **values}  # fmt: skip
 
 
 # Reading
@@ -238,6 +239,7 @@ def test_a_verdict_says_what_it_cannot_know(tmp_path):
     assert "was not measured" in sentence(
         totals_line(drafted=3, gain_ms=0.0, gain_variance_ms2=0.0) | {"forecast_steps": 0}
     )
+    assert "too few steps" in sentence(totals_line(drafted=3, gain_ms=9.0, plain_forecasts=4))
     # A run that was killed has no totals yet.
     told = step_line(8, drafted=3, saved_seconds=4.0, saved_error_seconds=1.0)
     assert "1.50x ± 0.12 over plain decoding" in sentence(told)
