@@ -25,8 +25,8 @@ from rollout.offline.hydra_config import checked_config, register_schema, run_hy
 from rollout.offline.progress import loading_model
 from rollout.open_engine import open_engine
 from rollout.server.app import make_app
-from rollout.server.bounded_http import BoundedHttp
 from rollout.server.config import LogLevel, ServeConfig, ServerConfig
+from rollout.server.http_protocol import HttpProtocol
 from rollout.server.load_log import log_load
 from rollout.server.serving import Serving
 from rollout.server.streams import call_soon
@@ -83,7 +83,7 @@ def _serve(config: ServeConfig, opened: OpenEngine) -> None:
             server = _Server(
                 uvicorn.Config(
                     make_app(serving),
-                    http=BoundedHttp,
+                    http=HttpProtocol,
                     ws="none",  # nothing here speaks it
                     limit_concurrency=config.server.max_connections,
                     log_config=None,
