@@ -22,7 +22,6 @@ from pydantic import (
 from pydantic_core.core_schema import CoreSchema
 
 from rollout.errors import InvalidInputError
-from rollout.server.json_route import Integers
 from rollout.types import SamplingParams
 
 T = TypeVar("T")
@@ -41,18 +40,6 @@ class _EndsAtFirstError:
 
 
 Listed = Annotated[list[T], _EndsAtFirstError()]
-
-
-def _known_ids(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """Token ids that were found to be integers when they were parsed are not looked at again."""
-    if type(value) is Integers:
-        return value
-    if type(value) is list and value and all(type(ids) is Integers for ids in value):
-        return value
-    return check(value)
-
-
-KnownIds = WrapValidator(_known_ids)
 
 
 def _known_biases(value: Any, check: ValidatorFunctionWrapHandler) -> Any:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 from fastapi import APIRouter, Request, Response
 
 from rollout.errors import InvalidInputError
-from rollout.server.body_fields import EVENTS, KnownIds, Listed
+from rollout.server.body_fields import EVENTS, Listed
 from rollout.server.json_route import json_response
 from rollout.server.openai.answer import (
     Answer,
@@ -38,7 +38,7 @@ _DEFAULT_MAX_TOKENS = 16
 class CompletionBody(OpenAISamplingBody):
     """A prompt, or several, to be continued."""
 
-    prompt: Annotated[str | Listed[str] | Listed[int] | Listed[Listed[int]], KnownIds]
+    prompt: str | Listed[str] | Listed[int] | Listed[Listed[int]]
     max_tokens: int | None = None  # 0 with echo: score the prompt
     logprobs: int | bool | None = None  # true: 1
     prompt_logprobs: NumPromptLogprobs | None = None

@@ -5,14 +5,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
 from rollout.errors import InvalidInputError
 from rollout.server.body_fields import (
     MAX_RID_LEN,
-    KnownIds,
     Listed,
     refuse_unknown,
 )
@@ -42,7 +41,7 @@ class GenerateBody(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     text: str | Listed[str] | None = None
-    input_ids: Annotated[Listed[int] | Listed[Listed[int]], KnownIds] | None = None
+    input_ids: Listed[int] | Listed[Listed[int]] | None = None
     sampling_params: SglangSamplingBody | Listed[SglangSamplingBody] | None = None
     model: str | None = None
     rid: str | Listed[str] | None = None

@@ -10,7 +10,7 @@ import base64
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rollout.errors import InvalidInputError
 from rollout.sampling.parameter_names import WITHOUT_EFFECT
-from rollout.server.body_fields import EVENTS, KnownIds, Listed, Rid, refuse_unknown
+from rollout.server.body_fields import EVENTS, Listed, Rid, refuse_unknown
 from rollout.server.json_route import json_response
 from rollout.server.openai.answer import finish, sampling_mask
 from rollout.server.openai.logprobs import LogprobWriter, ScoredTokens, TokenSpelling
@@ -89,7 +89,7 @@ class TokenGenerateBody(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    token_ids: Annotated[Listed[int], KnownIds]
+    token_ids: Listed[int]
     sampling_params: TokenSamplingBody
     request_id: Rid | None = None
     model: str | None = None

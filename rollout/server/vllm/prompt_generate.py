@@ -5,13 +5,13 @@ It shares its path with sglang's, which has no field ``prompt``.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from fastapi import Request, Response
 from pydantic import BaseModel, ConfigDict
 
 from rollout.errors import InvalidInputError
-from rollout.server.body_fields import KnownIds, Listed
+from rollout.server.body_fields import Listed
 from rollout.server.json_route import json_response
 from rollout.server.openai.logprobs import ScoredTokens, json_number
 from rollout.server.serving import Serving
@@ -27,7 +27,7 @@ class PromptIds(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    prompt_token_ids: Annotated[Listed[int], KnownIds]
+    prompt_token_ids: Listed[int]
 
 
 class PromptBody(TokenSamplingBody):
