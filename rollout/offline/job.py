@@ -6,6 +6,7 @@ import logging
 import signal
 import threading
 import time
+from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -27,7 +28,7 @@ from rollout.offline.output_rows import rollout_columns
 from rollout.offline.paths import JobPaths
 from rollout.offline.progress import JobProgress, loading_model
 from rollout.offline.prompt_check import CheckedPrompts, check_rows
-from rollout.offline.prompt_tokens import TokenFile, check_tokens
+from rollout.offline.prompt_tokens import check_tokens
 from rollout.offline.prompts import PromptFile, PromptRow
 from rollout.offline.run_log import RunLog
 from rollout.offline.summary import JobResult, JobStatus, Summary
@@ -94,7 +95,7 @@ def _run(config: RunConfig, console: Console, opened: OpenEngine) -> JobResult:
     paths.check()
     path = paths.output
     with ExitStack() as at_end:
-        file = at_end.enter_context(PromptFile(config.data, _existing(path.parent)))
+        file = PromptFile(config.data)
         columns = rollout_columns(config.output, config.sampling)
         prompts = check_rows(file, config.data.on_error, path, columns)
         at_end.enter_context(output_lock(path))
@@ -110,7 +111,6 @@ def _run(config: RunConfig, console: Console, opened: OpenEngine) -> JobResult:
             engine = opened(progress)
         at_end.callback(engine.close)
         tokens = check_tokens(prompts, engine, config)
-        at_end.callback(tokens.close)
         load_seconds = time.perf_counter() - started
         at_end.callback(output.close)
         output.open(prompts)
@@ -157,11 +157,6 @@ def _empty_remedy(mode: ChatTemplateMode) -> str:
     return "check the prompts and sampling.stop"
 
 
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest there is of those it would be made in."""
-    return next(each for each in (folder, *folder.parents) if each.is_dir())
-
-
 class _Submitted(NamedTuple):
     """A sample that is unfinished in the engine."""
 
@@ -178,7 +173,7 @@ class _Job:
         config: RunConfig,
         engine: Engine,
         prompts: CheckedPrompts,
-        tokens: TokenFile,
+        tokens: list[array[int]],
         output: RolloutOutput,
         corpus: JobCorpus,
         summary: Summary,
@@ -194,16 +189,13 @@ class _Job:
         self.failed: list[str] = []
 
     def _missing_samples(
-        self, prompts: CheckedPrompts, tokens: TokenFile
+        self, prompts: CheckedPrompts, tokens: list[array[int]]
     ) -> Iterator[tuple[PromptRow, list[int], int]]:
-        """Row, token ids and sample index of what is still to be made.
-
-        Lazily, so that a long file is never in memory; the samples of a prompt together.
-        """
+        """Row, token ids and sample index of what is still to be made, prompt by prompt."""
         for row, token_ids in zip(prompts.rows(), tokens, strict=True):
             for sample_index in range(self._params.n):
                 if not self._output.has(row.index, sample_index):
-                    yield row, token_ids, sample_index
+                    yield row, token_ids.tolist(), sample_index
 
     def generate(self, stop: StopSignals, run_log: RunLog, progress: JobProgress) -> None:
         started = time.perf_counter()

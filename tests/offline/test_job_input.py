@@ -14,9 +14,8 @@ import pytest
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import SchedulerConfig
 from rollout.errors import InvalidInputError
-from rollout.offline import DataConfig, JobStatus, OutputError, RunConfig
-from rollout.offline.prompt_tokens import TokenFile
-from tests.helpers.small_jobs import output_rows, run, small_files, small_job, with_output
+from rollout.offline import DataConfig, JobStatus, RunConfig
+from tests.helpers.small_jobs import output_rows, run, small_job, with_output
 
 PARAMS = SamplingParams(temperature=0.9, max_new_tokens=2, seed=5)
 # Long lines and small groups of rows, so that most are read after the first step.
@@ -96,16 +95,3 @@ def test_parquet_that_python_cannot_hold(config, tmp_path):
             with pytest.raises(InvalidInputError, match=reason) as raised:
                 run(unreadable)
             assert raised.value.field == "data.path"
-
-
-def test_a_disk_without_room(config, tmp_path):
-    """No file of this process may grow beyond a few bytes."""
-    with small_files(100), pytest.raises(OutputError, match="cannot hold a copy of"):
-        run(config)
-    tokens = TokenFile(tmp_path)
-    tokens.append([5, 6])
-    with small_files(4096), pytest.raises(OutputError, match="cannot hold the prompts' token ids"):
-        tokens.append(list(range(10_000)))
-    assert next(iter(tokens)) == [5, 6]
-    tokens.close()
-    assert run(config).status is JobStatus.COMPLETED

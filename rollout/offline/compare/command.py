@@ -211,7 +211,7 @@ def _compare(
     """The rows of one kind, which share their engines. ``seconds``: of each row."""
     with ExitStack() as at_end:
         folder = Path(at_end.enter_context(tempfile.TemporaryDirectory()))
-        file = at_end.enter_context(PromptFile(config.data, folder))
+        file = PromptFile(config.data)
         checked = check_rows(file, config.data.on_error, folder / "none.jsonl", ())
         engines: list[RolloutEngine] = []
         while not engines or (len(engines) == 1 and _fits_again(engines[0])):
@@ -219,8 +219,7 @@ def _compare(
                 engines.append(RolloutEngine.from_config(config.engine, factory, progress))
             at_end.callback(engines[-1].close)
         tokens = check_tokens(checked, engines[0], config)
-        at_end.callback(tokens.close)
-        prompts: list[Prompt] = list(tokens)
+        prompts: list[Prompt] = [token_ids.tolist() for token_ids in tokens]
         learns = engines[0].corpus_tokens is not None
         start, taught = folder / "start", folder / "taught"
         if learns:
