@@ -70,7 +70,7 @@ class JobPaths:
         inputs = {os.path.realpath(path): field for field, path in self._read()}
         written: dict[str, str] = {}
         for field, given, path in self._written():
-            if path in (self.output, self.log) and path.exists() and not path.is_file():
+            if (path == self.output and _is_no_file(path)) or (path == self.log and path.is_dir()):
                 raise InvalidInputError(field, given, "must name a file, and is none")
             own = "" if str(path) == given else f"the job writes {path} too, which "
             target = os.path.realpath(path)
@@ -136,3 +136,7 @@ class JobPaths:
         for path in folder.iterdir() if folder.is_dir() else ():
             if path.suffix in MODEL_SUFFIXES and os.path.realpath(path) not in own:
                 yield path
+
+
+def _is_no_file(path: Path) -> bool:
+    return path.exists() and not path.is_file()
