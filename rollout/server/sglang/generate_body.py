@@ -16,6 +16,7 @@ from rollout.server.body_fields import (
     refuse_unknown,
 )
 from rollout.server.serving import Serving
+from rollout.server.sglang.meta_info import MetaInfoOptions
 from rollout.server.sglang.sampling_body import SglangSamplingBody
 from rollout.server.streams import SampleRequest
 from rollout.types import Prompt, SamplingParams
@@ -57,26 +58,15 @@ class GenerateBody(BaseModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateItem:
+class GenerateItem(MetaInfoOptions):
     """One prompt, with all that is asked of it."""
 
-    rid: str
-    prompt_ids: list[int]
     prompt_index: int
-    params: SamplingParams
     request_seed: int | None
     generates: bool  # else the prompt is scored alone
     skip_special_tokens: bool
     no_stop_trim: bool
-    return_logprob: bool
-    top_p_ids: bool  # the sampling mask is told in slime's form
     score_from: int | None  # the first prompt token whose logprob is asked for
-    text_in_logprobs: bool
-    routes_from: int  # the first position whose experts are told, where they are
-
-    def sample_rid(self, sample_index: int) -> str:
-        """The name to abort that sample by."""
-        return self.rid if self.params.n == 1 else f"{self.rid}_{sample_index}"
 
     def samples(self) -> list[SampleRequest]:
         """The samples to generate; none for a prompt that is only scored."""

@@ -20,7 +20,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from rollout.errors import InvalidInputError
 from rollout.sampling.parameter_names import WITHOUT_EFFECT
 from rollout.server.body_fields import EVENTS, Listed, Rid, refuse_unknown
-from rollout.server.json_route import json_response
 from rollout.server.openai.answer import finish, sampling_mask
 from rollout.server.openai.logprobs import LogprobWriter, ScoredTokens, TokenSpelling
 from rollout.server.openai.prompt_logprobs import (
@@ -30,14 +29,9 @@ from rollout.server.openai.prompt_logprobs import (
 )
 from rollout.server.openai.route import OpenAIRoute
 from rollout.server.openai.sampling_body import HARMLESS, SamplingFields, StreamOptions
+from rollout.server.respond import respond
 from rollout.server.serving import Serving
-from rollout.server.streams import (
-    DeltaStream,
-    EventStream,
-    SampleRequest,
-    open_stream,
-    while_connected,
-)
+from rollout.server.streams import DeltaStream, SampleRequest, while_connected
 from rollout.types import EmittedTokens, Rollout, SamplingParams
 
 _HARMLESS_SAMPLING = WITHOUT_EFFECT | {"include_stop_str_in_output"}  # no text is answered
@@ -271,17 +265,18 @@ def routes(serving: Serving) -> APIRouter:
             for index in range(sampling.num_samples)
         ]
         answer = kind(body, request_id, prompt_ids, params, spelling)
-        if body.stream:
-            await while_connected(request, serving.prepare(samples))
-            deltas = await open_stream(request, serving.stream(samples))
-            return EventStream(answer.parts(deltas), deltas)
         of_prompt = None
         if sampling.prompt_logprobs is not None:
             scoring = prompt_logprobs(
                 serving, prompt_ids, params, sampling.prompt_logprobs, spelling
             )
             of_prompt = await while_connected(request, scoring)
-        rollouts = await while_connected(request, serving.generate(samples))
-        return await json_response(lambda: answer.whole(rollouts, of_prompt))
+
+        def whole(rollouts: list[Rollout]) -> dict[str, Any]:
+            return answer.whole(rollouts, of_prompt)
+
+        return await respond(
+            request, serving, samples, whole, answer.parts if body.stream else None
+        )
 
     return router
