@@ -9,7 +9,7 @@ from fastapi.security import HTTPBearer
 from starlette.routing import Route
 
 from rollout import __version__
-from rollout.server import generate, metrics, status
+from rollout.server import docs_page, generate, metrics, status
 from rollout.server.body_fields import ERRORS
 from rollout.server.errors import add_error_handlers
 from rollout.server.http_metrics import CountRequests
@@ -25,7 +25,7 @@ from rollout.server.vllm import weights as vllm_weights
 
 Routes = Callable[[Serving], APIRouter]
 
-PUBLIC: tuple[Routes, ...] = (status.public_routes,)
+PUBLIC: tuple[Routes, ...] = (status.public_routes, docs_page.routes)
 """Routes that anyone who can connect may call: they say nothing about the model or its users."""
 
 USER: tuple[Routes, ...] = (
@@ -64,12 +64,12 @@ def make_app(serving: Serving) -> FastAPI:
     app = FastAPI(
         title="specrollout",
         version=__version__,
+        docs_url=None,
         redoc_url=None,
-        swagger_ui_oauth2_redirect_url=None,
         redirect_slashes=False,
     )
     public = [routes(serving) for routes in PUBLIC]
-    public_paths = _paths([app.router, *public])  # /docs and /openapi.json are the app's own
+    public_paths = _paths([app.router, *public])  # /openapi.json is the app's own
     for router in public:
         app.include_router(router, responses=ERRORS)
     # The middleware asks for the keys; this lets readers of /docs enter one.
