@@ -54,7 +54,7 @@ class DataConfig:
     prompt_column: str | None = None  # default: the first of PROMPT_COLUMNS that a row has
     columns: list[str] | None = None  # carried through to the output; default: all others
     chat_template: ChatTemplateMode = ChatTemplateMode.auto
-    limit: int | None = None  # the first so many rows
+    limit: int | None = None  # rows at most
     on_error: OnError = OnError.stop
 
     def __post_init__(self) -> None:

@@ -158,16 +158,12 @@ def _empty_remedy(mode: ChatTemplateMode) -> str:
 
 
 class _Submitted(NamedTuple):
-    """A sample that is unfinished in the engine."""
-
     row: PromptRow
     request: Request
     step: int  # the engine's last one before
 
 
 class _Job:
-    """The loop, and which samples of which prompts are unfinished in the engine."""
-
     def __init__(
         self,
         config: RunConfig,

@@ -93,7 +93,6 @@ class JobPaths:
 
     @property
     def _own(self) -> list[Path]:
-        """Files named after the output."""
         files = [self.record, scratch_file(self.record), self.corpus, self.learned]
         files.append(self.tensorboard)
         if self.is_parquet:
@@ -101,7 +100,6 @@ class JobPaths:
         return [*files, lock_file(self.output)]
 
     def _written(self) -> Iterator[tuple[str, str, Path]]:
-        """The field a path comes from, its value, and the path."""
         given = str(self._config.output.path)
         yield "output.path", given, self.output
         for path in self._own:

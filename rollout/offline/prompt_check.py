@@ -121,7 +121,6 @@ def _other_remedy(column: str) -> str:
 
 
 def _kind(value: Any) -> str | None:
-    """The kind of a value from JSON; None for one that any column may hold."""
     match value:
         case bool():
             return "true or false"

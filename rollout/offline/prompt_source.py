@@ -59,7 +59,6 @@ def _as_lines(config: DataConfig, content: bytes) -> bytes:
 
 
 def _load_dataset(config: DataConfig) -> Any:
-    """The ``datasets.Dataset`` in a folder or on the hub. Raises InvalidInputError."""
     try:
         from datasets import load_dataset, load_from_disk
         from datasets.exceptions import DatasetsError

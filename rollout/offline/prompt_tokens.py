@@ -95,16 +95,12 @@ class RowEncoder:
 
 
 def _check_fits(engine: Engine, token_ids: list[int], params: SamplingParams) -> bool:
-    """Whether ``max_new_tokens`` fit the context. Raises what submitting the prompt would.
-
-    The engine would end a rollout where the KV slots do. A job refuses to begin: its output must
-    not depend on how much memory was free.
-    """
+    """Whether ``max_new_tokens`` fit the context. Raises OutOfMemoryError beyond the KV slots."""
     prompt_len = engine.check(token_ids, params)
     wanted = prompt_len + params.max_new_tokens
     needed = min(wanted, engine.max_context_len)
     slots = engine.max_sequence_len
-    if needed > slots:
+    if needed > slots:  # submitting would cut the rollout, and output must not depend on memory
         raise OutOfMemoryError(
             f"prompt of {prompt_len} tokens, with what may be generated, needs {needed} KV "
             f"slots and there are {slots}: raise memory.kv_bytes or memory.max_kv_tokens, or lower "

@@ -260,5 +260,4 @@ def _interval(share: float, nodes: float) -> list[float | None]:
 
 
 def _thinned(values: list[T]) -> list[T]:
-    """A sample of at most ``_MAX_POINTS`` values, evenly spread."""
     return values[:: -(-len(values) // _MAX_POINTS) or 1]

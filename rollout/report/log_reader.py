@@ -122,8 +122,6 @@ def _parse(text: bytes) -> dict[str, Any] | None:
 
 
 class _OpenRun:
-    """A run whose lines are being read."""
-
     def __init__(self) -> None:
         self.num_lines = 0  # without the line that begins the run
         self._settings: Mapping[str, Any] | None = None

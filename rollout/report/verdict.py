@@ -110,7 +110,6 @@ def saving_of(run: Run) -> Saving | None:
 
 
 def _speedup(run: Run, saving: Saving | None) -> tuple[str, str]:
-    """The speedup with its error, and a sentence on it."""
     if not counter(run, "drafted"):
         return UNKNOWN, "Nothing was drafted: this is plain decoding."
     if saving is None or number(run.totals.get("forecast_steps")) == 0:

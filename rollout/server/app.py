@@ -26,7 +26,7 @@ from rollout.server.vllm import weights as vllm_weights
 Routes = Callable[[Serving], APIRouter]
 
 PUBLIC: tuple[Routes, ...] = (status.public_routes, docs_page.routes)
-"""Routes that anyone who can connect may call: they say nothing about the model or its users."""
+"""Routes without a key: they tell nothing about the model or its users."""
 
 USER: tuple[Routes, ...] = (
     status.user_routes,

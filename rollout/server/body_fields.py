@@ -1,8 +1,7 @@
 """Fields of bodies: their types, their limits, and the refusal of unknown ones.
 
-Other servers know many more fields than these. Fields that cannot change the answer are let
-through. Others are refused by name, unless their value asks for nothing: nobody should train on
-samples of another distribution.
+Unknown fields are refused by name, unless they cannot change the answer or their value is neutral:
+nobody should train on samples of another distribution.
 """
 
 from __future__ import annotations
@@ -69,8 +68,7 @@ _MAX_LISTED_TOKENS = 1024
 
 
 def check_params(params: SamplingParams, vocab_size: int, has_tokenizer: bool) -> None:
-    """Raises InvalidInputError for parameters of which there are too many, or that the model
-    cannot have."""
+    """Raises InvalidInputError for too many texts or tokens, and ids out of the vocabulary."""
     # Each sample keeps a set of stop_token_ids, and each token takes a logprob for each of
     # logprob_token_ids.
     for name in ("stop_token_ids", "logprob_token_ids"):

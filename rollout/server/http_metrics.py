@@ -97,7 +97,7 @@ class HttpMetrics:
         return Latency(_median(self._first_token_seconds), _median(self._token_seconds))
 
     def watch(self, future: Future[Rollout]) -> None:
-        """Count a sample when it ends, on whatever thread that is."""
+        """Count a sample when it ends, on any thread."""
         started = time.monotonic()
 
         def count(ended: Future[Rollout]) -> None:
@@ -132,7 +132,7 @@ def _median(seconds: deque[float]) -> float | None:
 
 
 class CountRequests:
-    """ASGI middleware, to be the outermost: what others answer is counted too."""
+    """Outermost ASGI middleware, so that answers of the others are counted too."""
 
     def __init__(self, app: ASGIApp, metrics: HttpMetrics) -> None:
         self._app = app

@@ -49,8 +49,8 @@ class KnownStatus:
 class StatusCache:
     """The engine's last status. Used on one event loop.
 
-    A status is taken between two steps, so during an update, a long step or none at all it comes
-    late: whoever asks waits a quarter of a second at most, and gets the last one, with its age.
+    The engine answers between two steps. `latest` waits at most a quarter of a second for it, and
+    then returns the former status with its age.
     """
 
     def __init__(
@@ -152,7 +152,6 @@ def user_routes(serving: Serving) -> APIRouter:
 
 
 async def _until_token(serving: Serving) -> None:
-    """Raises EngineStateError where the engine cannot run."""
     params = SamplingParams(temperature=0, max_new_tokens=1, ignore_eos=True)
     before = await serving.call(_tokens)
     probe = SampleRequest(prompt_ids=[0], params=params, is_probe=True)
@@ -183,7 +182,7 @@ def _require_alive(serving: Serving) -> None:
 
 
 def _page() -> tuple[str, dict[str, str]]:
-    """The page and the headers that hold it to what is in it: its own style, script and origin."""
+    """The page, and headers that allow only its own style, script and origin."""
     style = STYLE + _read("page.css")
     script = f"{CHARTS}const SOURCES = {json.dumps(SOURCES)};\n{_read('page.js')}"
     html = _read("page.html").replace("{{style}}", style).replace("{{script}}", script)

@@ -214,10 +214,7 @@ def _compare(config: RunConfig, options: CompareOptions, console: Console) -> It
 
 
 def _fits_again(engine: RolloutEngine) -> bool:
-    """Whether there is room for a second engine, beside which the first one is compared best.
-
-    On a GPU, whose speed wanders less, one engine decodes by both sides.
-    """
+    """Whether a second engine fits in a CPU's memory; on a GPU one engine decodes both sides."""
     device = engine.worker.model_device
     weights = sum(
         prod(loader.shape) * loader.dtype.itemsize

@@ -101,14 +101,12 @@ class ChatAnswer(Answer[ChatBody]):
 
 
 class _PartWriter:
-    """One choice of an answer in many parts."""
-
     def __init__(self, answer: ChatAnswer) -> None:
         self._answer = answer
         self._reader = answer.format.open()
 
     def next_part(self, text: str, delta: Delta) -> dict[str, Any] | None:
-        """The next part of the stream; None if it would say nothing."""
+        """None if the part would say nothing."""
         answer, rollout = self._answer, delta.rollout
         num_before = self._reader.num_calls
         message = self._reader.push(text) if rollout is None else self._reader.finish(text)

@@ -149,7 +149,6 @@ class ChatFormat:
 
 
 def _ends_inside(body: ChatBody, prompt: str) -> bool:
-    """Whether the prompt has begun the assistant's reasoning, and not ended it."""
     if body.continue_final_message:
         content = body.conversation[-1].get("content") or ""
         return content.rfind(think.BEGIN) > content.rfind(think.END)

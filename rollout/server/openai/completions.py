@@ -126,8 +126,6 @@ class CompletionAnswer(Answer[CompletionBody]):
 
 
 class _Choice:
-    """One choice of an answer, written in one part or in many."""
-
     def __init__(self, answer: CompletionAnswer, index: int) -> None:
         sample = answer.samples[index]
         self._answer = answer
@@ -142,7 +140,7 @@ class _Choice:
         self._begun = False
 
     def next_part(self, text: str, delta: Delta) -> dict[str, Any] | None:
-        """The next part of a stream; None if it would say nothing."""
+        """None if the part would say nothing."""
         part = self.part(text, ScoredTokens.of(delta.tokens), delta.rollout)
         mask = sampling_mask(delta.tokens, self._answer.body.return_sampling_mask)
         says_something = part["text"] or part["logprobs"] or part["finish_reason"] or mask

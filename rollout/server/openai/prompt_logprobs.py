@@ -18,7 +18,7 @@ from rollout.server.serving import Serving
 from rollout.types import SamplingParams
 
 NumPromptLogprobs = Annotated[
-    int, Field(ge=0, le=100, description="so many of the most likely tokens beside the prompt's")
+    int, Field(ge=0, le=100, description="number of most likely tokens beside the prompt's")
 ]
 PromptLogprobs = list[dict[str, Any] | None]
 """By position of the prompt, in vLLM's shape; None for the first, which nothing comes before."""

@@ -118,7 +118,6 @@ def _by_name(engine: Engine) -> dict[str, ExternalCorpus]:
 
 
 def _loaded_or_loading(engine: Engine, name: str) -> ExternalCorpus:
-    """The corpus, loading or loaded; one that failed is forgotten, and its name free again."""
     corpus = _by_name(engine).get(name)
     if corpus is None:
         raise HTTPException(409, f"{name!r} was removed while it loaded")

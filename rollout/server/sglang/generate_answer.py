@@ -1,4 +1,4 @@
-"""Rollouts in sglang's words."""
+"""Rollouts as answers of SGLang's `/generate`."""
 
 from __future__ import annotations
 

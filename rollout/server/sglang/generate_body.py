@@ -154,7 +154,7 @@ async def generate_items(body: GenerateBody, serving: Serving) -> tuple[list[Gen
 
 
 def _prompts(body: GenerateBody) -> tuple[Sequence[Prompt], bool]:
-    """The prompts, and whether there was one that came alone."""
+    """The prompts, and whether one was given outside a list."""
     if (body.text is None) == (body.input_ids is None):
         raise InvalidInputError("text", None, "give either text or input_ids")
     given: Any = body.input_ids if body.text is None else body.text

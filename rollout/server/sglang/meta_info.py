@@ -141,8 +141,7 @@ class MetaInfoWriter:
 
 
 def _sampling_mask(asked: MetaInfoOptions, extras: TokenExtras) -> dict[str, Any]:
-    """The tokens that truncation left at each position: in sglang's form, and in slime's, which is
-    the bytes of all of them and of the offsets at which each position's begin."""
+    """The tokens that truncation left at each position, in SGLang's form and in slime's."""
     found: dict[str, Any] = {}
     masks = extras.sampling_masks
     if asked.top_p_ids and asked.params.sampling_mask:
@@ -161,7 +160,7 @@ def _int32_bytes(values: NDArray) -> str:
 
 
 def _routed_experts(asked: MetaInfoOptions, rollout: Rollout) -> dict[str, str]:
-    """The bytes of int32 [positions, sparse layers, experts per token], as trainers read them."""
+    """int32 [positions, sparse layers, experts per token], in base64."""
     if rollout.routed_experts is None:
         return {}
     return {"routed_experts": _int32_bytes(rollout.routed_experts[asked.routes_from :])}

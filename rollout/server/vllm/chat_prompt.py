@@ -39,7 +39,7 @@ async def chat_prompt_ids(chat_format: ChatFormat, body: ChatBody) -> list[int]:
     """The prompt that the chat template makes of the body. Raises InvalidInputError."""
 
     def encode() -> list[int]:
-        # Whoever reads the output will tell calls from text: it need not be known how.
+        # The client parses calls itself, so any call format will do.
         rendered = chat_format.render(body.model_copy(update={"tool_choice": "none"}))
         return chat_format.encode(body, rendered)
 

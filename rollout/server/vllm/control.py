@@ -153,8 +153,7 @@ def resume_asleep(engine: Engine, tags: list[str] | None) -> None:
 
 @asynccontextmanager
 async def _running_finished(serving: Serving, request: Request, mode: Mode) -> AsyncIterator[None]:
-    """A context that with mode ``wait`` begins when all requests that came before it have ended.
-    Later ones are held back until it ends."""
+    """With mode ``wait``: hold new requests back, and begin when the running ones have ended."""
     if mode != "wait":
         yield
         return

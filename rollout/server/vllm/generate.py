@@ -41,7 +41,7 @@ class TokenSamplingBody(SamplingFields):
     """vLLM's SamplingParams."""
 
     max_tokens: int | None = None  # default: what the context leaves
-    logprobs: int | None = None  # so many of the most likely tokens, beside the sampled one
+    logprobs: int | None = None  # most likely tokens beside the sampled one
     prompt_logprobs: NumPromptLogprobs | None = None
     routed_experts_prompt_start: int = 0  # experts of earlier positions are left out
 
@@ -103,8 +103,6 @@ class SkyrlGenerateBody(TokenGenerateBody):
 
 
 class _TokenAnswer:
-    """The answer to one body, whole or in parts."""
-
     def __init__(
         self,
         body: TokenGenerateBody,
@@ -180,8 +178,8 @@ class _SkyrlAnswer(_TokenAnswer):
         masks = choice.pop("sampling_mask", None)
         support = None
         if masks is not None:
-            # SkyRL's trainer renormalises over a row, or over all tokens if the row is empty, as it
-            # is where so many tie for the last place that they do not fit.
+            # SkyRL's trainer renormalises over a row, or over all tokens if the row is empty: then
+            # too many tokens tie for the last place.
             top_k = self._body.sampling_params.top_k or 0
             rows = np.full((len(masks), top_k), -1, np.int32)
             logprobs = list(tokens.logprobs)

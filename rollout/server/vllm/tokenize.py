@@ -120,5 +120,5 @@ def _no_tokenizer(field: str) -> InvalidInputError:
 
 
 def _shown(name: str) -> bool:
-    """Paths of the server's machine are nobody's business."""
+    """Paths of the server's machine are not shown."""
     return not name.endswith(("_file", "_path"))

@@ -170,7 +170,6 @@ def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _begun_len(text: str, markers: tuple[str, ...]) -> int:
-    """The length of the longest end of the text that begins one of the markers."""
     longest = min(len(text), max(map(len, markers)) - 1)
     for length in range(longest, 0, -1):
         if any(marker.startswith(text[-length:]) for marker in markers):
