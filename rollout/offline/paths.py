@@ -5,7 +5,7 @@
 <output>.run.json        what decides the content, and whether it is complete
 <output>.corpus          the draft corpus; decides nothing, see job_corpus.py
 <output>.corpus.learned.json   lengths of rollouts
-<output>.log.jsonl       the log of the run, unless it is elsewhere or off; see run_log.py
+<output>.log             the log of the run, unless it is elsewhere or off; see run_log.py
 <output>.tensorboard     a folder of event files, for log.tracker=tensorboard
 <output>.lock            who writes them
 """
@@ -54,13 +54,15 @@ class JobPaths:
         log = config.log.jsonl
         self.log = None if log is None else Path(log)
         if log == "auto":
-            self.log = self._beside(".log.jsonl")
+            self.log = self._beside(".log")
         self.tensorboard = self._beside(".tensorboard")
 
     def half_saved(self) -> list[Path]:
         """Scratch files left by jobs and replicas that died while they saved the corpus."""
         names = tuple(saved.name + SHARED_SCRATCH for saved in (self.corpus, self.learned))
-        return [path for path in self.output.parent.iterdir() if path.name.startswith(names)]
+        folder = self.output.parent
+        there = folder.iterdir() if folder.is_dir() else ()
+        return [path for path in there if path.name.startswith(names)]
 
     def check(self) -> None:
         """Raise InvalidInputError where the job would write what it reads, or a file twice.
@@ -97,7 +99,7 @@ class JobPaths:
         files.append(self.tensorboard)
         if self.is_parquet:
             files += [self.journal, scratch_file(self.output)]
-        return [*files, lock_file(self.output)]
+        return [*files, *self.half_saved(), lock_file(self.output)]
 
     def _written(self) -> Iterator[tuple[str, str, Path]]:
         given = str(self._config.output.path)
