@@ -33,7 +33,7 @@ from rollout.offline.prompts import PromptFile, PromptRow
 from rollout.offline.run_log import RunLog
 from rollout.offline.summary import JobResult, JobStatus, Summary
 from rollout.open_engine import open_with
-from rollout.types import FinishReason, Request, Rollout, SamplingParams
+from rollout.types import FinishReason, Rollout, SamplingParams
 
 
 class StopSignals:
@@ -159,7 +159,6 @@ def _empty_remedy(mode: ChatTemplateMode) -> str:
 
 class _Submitted(NamedTuple):
     row: PromptRow
-    request: Request
     step: int  # the engine's last one before
 
 
@@ -208,7 +207,6 @@ class _Job:
                     self.failed.append(f"{where}: {rollout.error}")
                     continue
                 self._output.append(rollout, each.row)
-                progress.ended(each.request, rollout)
                 self._summary.empty += rollout.is_empty
                 if not self._summary.rollouts:
                     self._summary.first_rollout_seconds = time.perf_counter() - started
@@ -216,10 +214,8 @@ class _Job:
             # After they were written: a log that fails loses no rollout.
             for rollout, each in zip(ended, submitted, strict=True):
                 run_log.rollout(rollout, each.step)
-            metrics = self._engine.metrics()
             run_log.step(self._summary.rollouts)
-            unfinished = [each.request for each in self._submitted.values()]
-            progress.update(self._output.num_done, metrics, unfinished)
+            progress.update(self._output.num_done, self._engine.metrics())
             self._corpus.tend()
         self._summary.seconds = time.perf_counter() - started
         self._summary.metrics = self._engine.metrics()
@@ -233,11 +229,11 @@ class _Job:
             if following is None:
                 break
             row, token_ids, sample_index = following
-            request = self._engine.submit(
+            self._engine.submit(
                 token_ids, self._params, prompt_index=row.index, sample_index=sample_index
             )
             step = self._engine.last_step.step
-            self._submitted[row.index, sample_index] = _Submitted(row, request, step)
+            self._submitted[row.index, sample_index] = _Submitted(row, step)
 
 
 def _key(rollout: Rollout) -> tuple[int, int]:
