@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.security import HTTPBearer
+from fastapi_offline import FastAPIOffline
 from starlette.routing import Route
 
 from rollout import __version__
-from rollout.server import docs_page, generate, metrics, status
+from rollout.server import generate, metrics, status
 from rollout.server.body_fields import ERRORS
 from rollout.server.errors import add_error_handlers
 from rollout.server.http_metrics import CountRequests
@@ -25,8 +26,7 @@ from rollout.server.vllm import weights as vllm_weights
 
 Routes = Callable[[Serving], APIRouter]
 
-PUBLIC: tuple[Routes, ...] = (status.public_routes, docs_page.routes)
-"""Routes without a key: they tell nothing about the model or its users."""
+_DOCS_FILES = "/docs-files"  # the script and the style of /docs
 
 USER: tuple[Routes, ...] = (
     status.user_routes,
@@ -61,17 +61,18 @@ ADMIN: tuple[Routes, ...] = (
 def make_app(serving: Serving) -> FastAPI:
     """The application, with every route and what stands before it."""
     config = serving.config
-    app = FastAPI(
+    app = FastAPIOffline(
         title="specrollout",
         version=__version__,
-        docs_url=None,
         redoc_url=None,
+        static_url=_DOCS_FILES,
         redirect_slashes=False,
     )
-    public = [routes(serving) for routes in PUBLIC]
-    public_paths = _paths([app.router, *public])  # /openapi.json is the app's own
-    for router in public:
-        app.include_router(router, responses=ERRORS)
+    # Routes without a key tell nothing about the model or its users. /docs and /openapi.json are
+    # the app's own.
+    public = status.public_routes(serving)
+    public_paths = _paths([app.router, public])
+    app.include_router(public, responses=ERRORS)
     # The middleware asks for the keys; this lets readers of /docs enter one.
     has_keys = config.api_key is not None or config.admin_key is not None
     key = [Depends(HTTPBearer(auto_error=False))] if has_keys else []
@@ -83,7 +84,9 @@ def make_app(serving: Serving) -> FastAPI:
     add_error_handlers(app)
     # The last is the outermost.
     app.add_middleware(BodyLimit, config=config)
-    app.add_middleware(RequireUser, config=config, public_paths=public_paths)
+    app.add_middleware(
+        RequireUser, config=config, public_paths=public_paths, public_folder=f"{_DOCS_FILES}/"
+    )
     app.add_middleware(SameOrigin, config=config)
     app.add_middleware(AnswerAtEnd, serving=serving)
     app.add_middleware(CountRequests, metrics=serving.http_metrics)

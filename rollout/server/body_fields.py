@@ -7,18 +7,15 @@ nobody should train on samples of another distribution.
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
     ValidatorFunctionWrapHandler,
     WrapValidator,
 )
-from pydantic_core.core_schema import CoreSchema
 
 from rollout.errors import InvalidInputError
 from rollout.types import SamplingParams
@@ -26,19 +23,7 @@ from rollout.types import SamplingParams
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class _EndsAtFirstError:
-    """pydantic's own FailFast, but unions want hashable members."""
-
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        schema = handler(source)
-        assert schema["type"] == "list"
-        return {**schema, "fail_fast": True}
-
-
-Listed = Annotated[list[T], _EndsAtFirstError()]
+Listed = Annotated[list[T], Field(fail_fast=True)]
 
 
 def _known_biases(value: Any, check: ValidatorFunctionWrapHandler) -> Any:

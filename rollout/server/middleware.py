@@ -21,16 +21,24 @@ class RequireUser:
     It runs before routing, so that clients without a key cannot send bodies or probe paths.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, public_paths: Set[str]) -> None:
-        """``public_paths``: those that need no key."""
+    def __init__(
+        self, app: ASGIApp, config: ServerConfig, public_paths: Set[str], public_folder: str
+    ) -> None:
+        """``public_paths``, and those below ``public_folder``, need no key."""
         self._app = app
         self._config = config
         self._public_paths = public_paths
+        self._public_folder = public_folder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_public = scope["type"] != "http" or scope["path"] in self._public_paths
         keys = (self._config.api_key, self._config.admin_key)
-        if self._config.api_key is None or is_public or _has(Request(scope), *keys):
+        if (
+            self._config.api_key is None
+            or scope["type"] != "http"
+            or scope["path"] in self._public_paths
+            or scope["path"].startswith(self._public_folder)
+            or _has(Request(scope), *keys)
+        ):
             await self._app(scope, receive, send)
         else:
             await ErrorResponse(_unknown_key())(scope, receive, send)
