@@ -114,7 +114,6 @@ class LogConfig:
     tracker: Tracker | None = None  # what gets the counters of steps too
     every: int = 1  # steps between two logged ones; rollouts are all logged
     seconds: float = 5.0  # between two progress lines where there is no terminal
-    verbose: bool = False  # every total in the summary at the end
 
     def __post_init__(self) -> None:
         if self.every < 1:

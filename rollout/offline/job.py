@@ -106,12 +106,10 @@ def _run(config: RunConfig, console: Console, opened: OpenEngine) -> JobResult:
             log.info("%s is complete (%d rollouts), nothing to do; output.overwrite=true replaces "
                      "it", path, output.completion.rollouts)  # fmt: skip
             return JobResult(JobStatus.NOTHING_TO_DO, path)
-        started = time.perf_counter()
         with loading_model(console, config.model.path) as progress:
             engine = opened(progress)
         at_end.callback(engine.close)
         tokens = check_tokens(prompts, engine, config)
-        load_seconds = time.perf_counter() - started
         at_end.callback(output.close)
         output.open(prompts)
         corpus = JobCorpus(engine, paths, config.output.corpus_seconds)
@@ -121,12 +119,10 @@ def _run(config: RunConfig, console: Console, opened: OpenEngine) -> JobResult:
             log.info("resuming: %d of %d rollouts are in %s", output.num_done, total, path)
         summary = Summary(
             output=path,
-            load_seconds=load_seconds,
             resumed=output.num_done,
             skipped_prompts=len(prompts.skipped),
             replicas=config.cluster.replicas,
             log=paths.log,
-            verbose=config.log.verbose,
             remedy=_empty_remedy(config.data.chat_template),
         )
         with (
@@ -208,8 +204,6 @@ class _Job:
                     continue
                 self._output.append(rollout, each.row)
                 self._summary.empty += rollout.is_empty
-                if not self._summary.rollouts:
-                    self._summary.first_rollout_seconds = time.perf_counter() - started
                 self._summary.rollouts += 1
             # After they were written: a log that fails loses no rollout.
             for rollout, each in zip(ended, submitted, strict=True):

@@ -60,14 +60,13 @@ def test_progress_and_summary(config, tmp_path):
             jsonl=str(tmp_path / "log" / "steps.jsonl"),
             every=2,
             seconds=1e-6,
-            verbose=True,
             tracker=Tracker.tensorboard,
         ),
     )
     terminal = Console(file=io.StringIO(), force_terminal=True, width=160)
     run_job(config, worker_factory("ngram"), terminal)
     shown = terminal.file.getvalue()  # type: ignore[attr-defined]
-    for text in ("rollouts/s", "tokens/s", "accept length", "ETA", "12/12", "peak memory",
+    for text in ("rollouts/s", "tokens/s", "accept length", "ETA", "12/12",
                  "specrollout report", "rollouts.jsonl"):  # fmt: skip
         assert text in shown
     assert re.search(r"loading \S*: \d+ of \d+ MiB", shown)
