@@ -20,7 +20,6 @@ from rollout.report.run import (
     number,
 )
 
-
 _KINDS = ("run", "step", "rollout", "learned", "totals")
 
 
