@@ -29,9 +29,6 @@ _PHASES = {
     "sampling": "sample_ms",
     "scheduling": "schedule_ms",
 }
-_COLORS = ("blue", "red", "green", "magenta", "yellow", "white")  # of a terminal
-_BLOCKS = ("\N{FULL BLOCK}", "\N{DARK SHADE}", "\N{MEDIUM SHADE}", "\N{LIGHT SHADE}", "=", ".")
-_PLAIN_BLOCKS = ("#", "%", "+", "-", "=", ".")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +138,7 @@ def _milliseconds(run: Run, field: str) -> float:
 
 
 def print_verdicts(console: Console, found: Sequence[Verdict]) -> None:
-    """Print the verdicts, each with its bar."""
-    blocks = _BLOCKS if console.encoding.startswith("utf") else _PLAIN_BLOCKS
+    """Print the verdicts, each with its facts and the shares of its time."""
     for verdict in found:
         if verdict.name:
             console.print(Text(verdict.name, style="bold"))
@@ -150,11 +146,4 @@ def print_verdicts(console: Console, found: Sequence[Verdict]) -> None:
         facts = [f"{name} {value}" for name, value in verdict.facts if name != "speedup"]
         console.print(Text("   ".join(facts)))
         if verdict.shares:
-            width = max(min(console.width, 80), 10)
-            bar, legend = Text(), Text()
-            for share, block, color in zip(verdict.shares, blocks, _COLORS, strict=True):
-                end = round((share.begin + share.share) * width)
-                bar.append(block * (end - len(bar)), style=color)
-                legend.append(f"{block} ", style=color).append(f"{share.label}   ")
-            console.print(bar)
-            console.print(legend)
+            console.print(Text("   ".join(share.label for share in verdict.shares)))

@@ -49,13 +49,6 @@ class HttpMetrics:
             buckets=_SECONDS,
             registry=None,
         )
-        self.first_byte_seconds = Histogram(
-            "specrollout_http_first_byte_seconds",
-            "From an HTTP request to the beginning of its answer's body",
-            ("method", "route"),
-            buckets=_SECONDS,
-            registry=None,
-        )
         self.samples = Counter(
             "specrollout_samples",
             "Samples by how they ended; cancelled: the client left",
@@ -143,14 +136,12 @@ class CountRequests:
             await self._app(scope, receive, send)
             return
         metrics, started = self._metrics, time.monotonic()
-        status, first_byte = 500, 0.0  # an app that raises has answered nothing, or not to the end
+        status = 500  # an app that raises has answered nothing, or not to the end
 
         async def watched(message: Message) -> None:
-            nonlocal status, first_byte
+            nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-            elif not first_byte:
-                first_byte = time.monotonic() - started
             await send(message)
 
         with metrics.in_flight.track_inprogress():
@@ -162,5 +153,3 @@ class CountRequests:
                 route = getattr(scope.get("route"), "path", "none")
                 metrics.requests.labels(method, route, str(status)).inc()
                 metrics.seconds.labels(method, route).observe(time.monotonic() - started)
-                if first_byte:
-                    metrics.first_byte_seconds.labels(method, route).observe(first_byte)
