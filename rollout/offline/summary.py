@@ -17,8 +17,6 @@ from rich.text import Text
 from rollout.engine.empty_outputs import are_many_empty
 from rollout.engine.metrics import EngineMetrics
 
-_MAX_SETTING = 28  # columns of a terminal of 80, which leave room for the figures
-
 
 @dataclass(kw_only=True, slots=True)
 class Summary:
@@ -128,35 +126,20 @@ class SweepTable:
             padding=(0, 1, 0, 0),
         )
         table.add_column("job", justify="right")
-        own = [[_short(each) for each in given if each not in common] for given, _ in self._rows]
-        longest = max(len(each) for settings in own for each in ["settings", *settings])
-        table.add_column("settings", overflow="fold", min_width=min(longest, _MAX_SETTING))
-        table.add_column("rollouts", justify="right")
-        for name in ("seconds", "tokens/s"):
-            table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("accept length", justify="right")
-        for index, (_, result) in enumerate(self._rows):
-            cells = map(Text, _cells(result))
-            table.add_row(str(index), Text("\n".join(own[index])), *cells)
+        table.add_column("settings", overflow="fold")
+        for name in ("rollouts", "seconds", "tokens/s", "accept length"):
+            table.add_column(name, justify="right")
+        for index, (overrides, result) in enumerate(self._rows):
+            own = "\n".join(each for each in overrides if each not in common)
+            table.add_row(str(index), Text(own), *_cells(result))
         console.print(table)
         for index, (_, result) in enumerate(self._rows):
             if result is not None:
+                output = result.output if result.summary is None else result.summary.output
                 console.print(
-                    f"job {index}: {_shown(result)}", highlight=False, markup=False, soft_wrap=True
+                    f"job {index}: {output}", highlight=False, markup=False, soft_wrap=True
                 )
         console.print("specrollout compare says whether drafts pay")
-
-
-def _short(override: str) -> str:
-    """``num_draft_tokens=16`` of ``spec.num_draft_tokens=16``: the table has little room."""
-    name, equals, value = override.partition("=")
-    return name.rpartition(".")[2] + equals + value
-
-
-def _shown(result: JobResult) -> Path:
-    path = result.output if result.summary is None else result.summary.output
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def _cells(result: JobResult | None) -> tuple[str, ...]:
