@@ -101,7 +101,7 @@ class JobCorpus:
         self._saved_at = time.monotonic()
 
     def _remove_half_saved(self) -> None:
-        """Remove half-saved files of dead processes. Call it only while nobody saves."""
+        """Remove half-saved files of dead processes. Call it only while no replica saves."""
         for scratch in self._paths.half_saved():
             try:
                 scratch.unlink(missing_ok=True)

@@ -64,7 +64,7 @@ def output_lock(output: Path) -> Iterator[None]:
             path.write_text(str(os.getpid()))
         yield
     finally:
-        with suppress(OSError):  # a file that nobody holds locked hinders nobody
+        with suppress(OSError):  # a file without a lock does no harm
             path.unlink(missing_ok=True)
         lock.release()
 

@@ -1,4 +1,4 @@
-"""Every path of a job: what it reads, and what it writes, renames or removes.
+"""Every path that a job reads, writes, renames or removes.
 
 <output>                 JSONL: the rollouts so far. Parquet: there only when complete
 <output>.partial.jsonl   Parquet only: the rollouts so far, until they are compacted
@@ -29,7 +29,7 @@ def lock_file(output: Path) -> Path:
 
 
 class JobPaths:
-    """The paths of one job, by what they are for.
+    """The paths of one job, by purpose.
 
     A link given as the output is followed: two jobs that name one file differently see each
     other's lock.

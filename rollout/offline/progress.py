@@ -68,7 +68,7 @@ class JobProgress:
     """A bar if ``console`` is a terminal, else log lines of the same columns."""
 
     def __init__(self, console: Console, total: int, already_done: int, seconds: float) -> None:
-        """``total`` rollouts, of which some are there; ``seconds`` between two log lines."""
+        """``already_done`` of ``total`` rollouts; ``seconds`` between two log lines."""
         self._texts = (MofNCompleteColumn(), TextColumn(_RATES), TimeRemainingColumn())
         self._bar = Progress(
             BarColumn(bar_width=None),  # as much as the text leaves

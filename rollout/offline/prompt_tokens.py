@@ -61,7 +61,7 @@ class RowEncoder:
     """Encodes prompts as ``data.chat_template`` says."""
 
     def __init__(self, encoder: PromptEncoder, mode: ChatTemplateMode) -> None:
-        """Raises InvalidInputError where text must go through a template that there is not."""
+        """Raises InvalidInputError if a chat template is required and the tokenizer has none."""
         self._encoder = encoder
         self._mode = mode
         if mode is ChatTemplateMode.always and not encoder.has_chat_template:

@@ -91,7 +91,7 @@ class JobStatus(enum.Enum):
     COMPLETED = "completed"
     NOTHING_TO_DO = "nothing to do"  # the output was complete already
     STOPPED = "stopped"  # by a signal; the same job goes on where it stopped
-    FOLLOWED = "followed"  # this is one of several ranks, of which rank 0 did the job
+    FOLLOWED = "followed"  # this rank followed rank 0, which did the job
 
 
 @dataclass(frozen=True, slots=True)

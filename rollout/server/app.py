@@ -58,7 +58,7 @@ ADMIN: tuple[Routes, ...] = (
 
 
 def make_app(serving: Serving) -> FastAPI:
-    """The application, with every route and what stands before it."""
+    """The application with its routes and middleware."""
     config = serving.config
     app = FastAPIOffline(
         title="specrollout",

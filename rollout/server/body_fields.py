@@ -100,7 +100,7 @@ _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "truncate_prompt_tokens": (-1,),  # to what the context holds: longer ones are refused
 }
-"""Values of unknown fields that ask for nothing, beside null, false and what is empty."""
+"""Neutral values of unknown fields, beside null, false and empty ones."""
 
 _ON = frozenset({"spaces_between_special_tokens", "detokenize", "include_reasoning"})
 """Unknown fields that ask for something only when they are false."""

@@ -1,4 +1,4 @@
-"""`specrollout serve`: load the model, listen, and finish what was begun before ending."""
+"""`specrollout serve`: load the model, listen, and finish running requests before ending."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class HttpMetrics:
     """The HTTP metrics of one server. Labels are bounded: clients choose none of their values."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # times of creation, as many series again, which nobody queries
+        disable_created_metrics()  # they double the number of series
         labels = ("method", "route", "status")
         self.requests = Counter(
             "specrollout_http_requests", "HTTP requests answered", labels, registry=None
@@ -149,7 +149,7 @@ class CountRequests:
                 await self._app(scope, receive, watched)
             finally:
                 method = scope["method"] if scope["method"] in _METHODS else "other"
-                # The template; none where there is no such path, or nobody looked for it.
+                # The route's template; none for unknown paths and for answers before routing.
                 route = getattr(scope.get("route"), "path", "none")
                 metrics.requests.labels(method, route, str(status)).inc()
                 metrics.seconds.labels(method, route).observe(time.monotonic() - started)

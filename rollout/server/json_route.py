@@ -116,8 +116,8 @@ class JsonRequest(Request):
 def loads(body: bytes) -> Any:
     """The value of a JSON body.
 
-    Raises HTTPException for what is not JSON, and for too many lists and objects, each of which
-    takes 30 times the memory of its bytes.
+    Raises HTTPException for what is not JSON, and for too many lists and objects: each takes 30
+    times the memory of its bytes.
     """
     if _num_brackets(body) > _MAX_CONTAINERS < _num_brackets(_TEXT.sub(b"", body)):
         raise HTTPException(
@@ -136,8 +136,7 @@ def _num_brackets(body: bytes) -> int:
 
 
 class JsonRoute(APIRoute):
-    """A route whose JSON body is declared as in any route of FastAPI, documented alike and refused
-    alike."""
+    """A route of FastAPI that requires a declared JSON body and refuses unknown query fields."""
 
     refuses_queries = True
 

@@ -168,7 +168,7 @@ class Serving:
     # Generating
 
     async def generate(self, samples: Sequence[SampleRequest]) -> list[Rollout]:
-        """The samples' rollouts, in order. Cancelled, it aborts those that are unfinished.
+        """The samples' rollouts, in order. Cancelling aborts unfinished samples.
 
         Raises InvalidInputError, QueueFullError or DrainingError before anything is queued,
         EngineStateError when the engine has failed.
@@ -182,7 +182,7 @@ class Serving:
                 handle.future.cancel()  # which aborts it; does nothing to one that has ended
 
     def stream(self, samples: Sequence[SampleRequest]) -> DeltaStream:
-        """The samples' tokens as they come. Closed early, it aborts those that are unfinished.
+        """The samples' tokens as they come. Closing early aborts unfinished samples.
 
         `prepare` comes first, so that the engine need not wait for grammars to be compiled.
         Queued, or refused as `generate` does, when this returns.
@@ -240,7 +240,7 @@ class Serving:
 
     @property
     def uptime(self) -> float:
-        """Seconds since the start, by a clock that nobody sets."""
+        """Seconds since the start, by a monotonic clock."""
         return time.monotonic() - self._began
 
     @property

@@ -1,7 +1,7 @@
 """The server's status: whether it is alive, whether it generates, and the status page.
 
-The page, `/`, is one answer with its style and scripts in it, which asks nobody but this server:
-`/status` tells it, and programs, what the engine is doing.
+The page, `/`, is one answer with its style and scripts in it. It and programs read the engine's
+state from `/status`.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ async def _until_token(serving: Serving) -> None:
     try:
         while not sample.done():
             await asyncio.wait({sample}, timeout=_POLL_SECONDS)
-            if await serving.call(_tokens) > before:  # perhaps for those who came earlier
+            if await serving.call(_tokens) > before:  # perhaps of an earlier request
                 return
         await sample
     except QueueFullError:

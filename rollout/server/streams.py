@@ -60,7 +60,7 @@ class DeltaStream(AsyncIterator[Delta]):
     """The deltas of several samples as they come; ends after each has had its rollout.
 
     Deltas are joined until the reader takes them, so a slow reader holds at most the outputs.
-    Raises what a sample's future does. The opener must call `aclose`, which aborts unfinished
+    Raises a sample's error. The opener must call `aclose`, which aborts unfinished
     samples.
     """
 
@@ -89,7 +89,7 @@ class DeltaStream(AsyncIterator[Delta]):
         handle.future.add_done_callback(lambda future: self._on_done(index, future))
 
     async def ready(self) -> None:
-        """Wait for the next delta, and leave it there. Raises what the next `anext` would."""
+        """Wait for the next delta without taking it. Raises a sample's error."""
         while True:
             with self._lock:
                 if self._failure is not None:
@@ -109,7 +109,7 @@ class DeltaStream(AsyncIterator[Delta]):
         return delta
 
     async def aclose(self) -> None:
-        """Abort what is unfinished."""
+        """Abort unfinished samples."""
         for handle in self._handles:
             handle.future.cancel()  # which aborts it; does nothing to one that has ended
 

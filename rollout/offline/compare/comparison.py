@@ -127,7 +127,7 @@ class Comparison:
     ) -> None:
         """
         Args:
-            engines: one, or two that are configured alike.
+            engines: one, or two with the same configuration.
             baseline: of "plain" decoding.
             speculation: default: an engine as it is.
         """

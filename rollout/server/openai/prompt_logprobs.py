@@ -27,7 +27,7 @@ PromptLogprobs = list[dict[str, Any] | None]
 async def score_prompt(
     serving: Serving, prompt_ids: Sequence[int], params: SamplingParams
 ) -> ScoredTokens:
-    """The prompt's tokens, of which the first has no logprob: nothing comes before it.
+    """The prompt's tokens; the first has no logprob, since nothing comes before it.
 
     The distribution is the one that completions are sampled from, so that what was generated can be
     scored as it was; penalties of repeated *output* do not apply.

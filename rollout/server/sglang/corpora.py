@@ -56,7 +56,7 @@ def routes(serving: Serving) -> APIRouter:
     async def add_external_corpus(request: Request) -> JsonAnswer:
         """Load a corpus in the background, beside generation and beside other loads.
 
-        409 for an id that is taken; 400 for what cannot be loaded, of which nothing stays.
+        409 for an id that is taken; 400 for a corpus that cannot be loaded, which is dropped.
         """
         body = await json_body(request, AddBody)
 

@@ -67,7 +67,7 @@ class AnswerWriter(MetaInfoWriter):
         """Logprobs of the prompt from ``score_from`` on; the very first token follows nothing:
         null.
 
-        ``logprobs``: of those that follow something.
+        ``logprobs``: of the tokens after the first.
         """
         if not item.return_logprob:
             return {}

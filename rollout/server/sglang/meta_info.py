@@ -1,4 +1,4 @@
-"""SGLang's `meta_info`: what is told of a sample beside its tokens and its text."""
+"""SGLang's `meta_info`: facts on a sample beside its tokens and its text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOWEST = -3.4e38  # JSON has no infinity
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetaInfoOptions:
-    """The samples of one prompt, and what `meta_info` tells of them."""
+    """The samples of one prompt, and the options of their `meta_info`."""
 
     rid: str
     prompt_ids: Sequence[int]
