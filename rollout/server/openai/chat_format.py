@@ -72,7 +72,7 @@ class ChatFormat:
         self._reads_reasoning = reads_reasoning(serving.config.reasoning_parser, source)
 
     def render(self, body: ChatBody) -> str:
-        """The prompt's text. Raises InvalidInputError for features that the model's format lacks."""
+        """The prompt's text. Raises InvalidInputError for features that the format lacks."""
         tools = [tool.sent for tool in body.tools or ()]
         if tools and "tools" not in self._template.names:
             raise InvalidInputError(
