@@ -42,7 +42,7 @@ from rollout.config import (
     SchedulerConfig,
 )
 from rollout.ops import gpu
-from rollout.sampling.sampler import PendingSamples
+from rollout.sampling.sampler import TreeSampler
 from rollout.types import Batch, EntryResult, StepTimes
 from spec_workers.budget import FixedBudget, LearnedBudget, SelectedDrafts
 from spec_workers.budget.gate import Gate
@@ -154,7 +154,7 @@ def time_phases(engine: RolloutEngine) -> Phases:
     worker: Any = engine.worker
     tell_times(worker.budget)
     phases.time_calls(NoGraph, "replay", DEVICE, launches=True)
-    phases.time_calls(PendingSamples, "read", "read", waits=True)
+    phases.time_calls(TreeSampler, "read", "read", waits=True)
     for owner, name, phase in (
         (worker.target.runner, "forward", "layout"),
         (engine.scheduler, "schedule", "schedule"),

@@ -11,7 +11,7 @@ Legend: G trees, L levels, R rows of logits, D draft vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,16 +61,26 @@ class Recording:
 
 def force_target(target: TargetWorker, recording: Recording) -> None:
     """Make the recorded next token certain in every row's logits, from now on."""
-    verify = target.verify
+    forward = target.runner.forward
 
-    @torch.inference_mode()
-    def forced(batch: Batch, trees: DraftTrees) -> Forwarded:
-        forwarded = verify(batch, trees)
+    def forced(
+        batch: Batch,
+        trees: DraftTrees,
+        take_logits: Callable[[torch.Tensor], object],
+        **options: Any,
+    ) -> Forwarded:
         tokens_R = np.array(recording.sampled(batch, trees), dtype=np.int64)
-        _make_certain(forwarded.logits_RV, tokens_R)
-        return forwarded
+        first = 0
 
-    target.verify = forced  # type: ignore[method-assign]
+        def take(logits_RV: torch.Tensor) -> None:
+            nonlocal first
+            _make_certain(logits_RV, tokens_R[first : first + len(logits_RV)])
+            first += len(logits_RV)
+            take_logits(logits_RV)
+
+        return forward(batch, trees, take, **options)
+
+    target.runner.forward = forced  # type: ignore[method-assign]
 
 
 def force_draft(drafter: NeuralDrafter, recording: Recording, hit_rate: float) -> None:

@@ -145,11 +145,17 @@ class StandIn:
         accepting: Any = tree_accept
         accepting.accept = self._accept
 
-    def _noted(self, batch: Batch, trees: DraftTrees, **options: Any) -> Forwarded:
+    def _noted(
+        self,
+        batch: Batch,
+        trees: DraftTrees,
+        take_logits: Callable[[torch.Tensor], object],
+        **options: Any,
+    ) -> Forwarded:
         self._phases.enter(DEVICE)
         self._tokens = self._recording.sampled(batch, trees)
         self._phases.leave()
-        return self._forward(batch, trees, **options)
+        return self._forward(batch, trees, take_logits, **options)
 
     def _compute(self, input_ids_T: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return torch.empty(len(input_ids_T), self._hidden_size)
@@ -159,7 +165,8 @@ class StandIn:
 
     def _draw(self, logits_RV: torch.Tensor, *args: Any) -> SampleOutputs[torch.Tensor]:
         self._phases.enter(DEVICE)
-        tokens = torch.tensor(self._tokens, dtype=torch.int64)
+        tokens = torch.tensor(self._tokens[: len(logits_RV)], dtype=torch.int64)
+        del self._tokens[: len(logits_RV)]
         logprobs = torch.zeros(len(tokens), dtype=torch.float32)
         self._phases.leave()
         return SampleOutputs(tokens_R=tokens, logprobs_R=logprobs)

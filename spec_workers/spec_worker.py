@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -88,11 +87,8 @@ class SpecWorker:
             with timer.drafting():
                 selected = self._draft(batch)
             with timer.forward():
-                forwarded = self.target.verify(batch, selected.trees)
-            samples = self.target.sample(batch, selected.trees, forwarded.logits_RV)
+                forwarded, samples = self.target.verify(batch, selected.trees)
             self._learning.catch_up()  # while a GPU computes
-            # Nobody reads logits again: their memory is free for what a draft network computes.
-            forwarded = replace(forwarded, logits_RV=forwarded.logits_RV.new_empty(0))
             steady = self._steady_phases()
             results = self.target.entry_results(batch, samples.read())
             self.target.commit(batch, results)

@@ -74,7 +74,7 @@ class FollowingRank(UpdateCalls):
         models = self._models
         match message:
             case RunForward(step):
-                models.runner.run(step)
+                models.runner.run(step, lambda logits_RV: None)  # rank 0 samples
             case EmbedTokens() | ComputeLogits():
                 message.run(models.model)
             case TakeWeights() | WeightMessage():

@@ -22,6 +22,7 @@ from rollout.ops.paged_attention import AttentionPlan
 from rollout.ops.state_plan import NO_STATE, StatePlan
 from rollout.ops.truncation import truncation_threshold
 from rollout.ops.uniforms import uniforms
+from rollout.runner.logit_blocks import logit_blocks
 from rollout.runner.step_attention import StepAttention
 from rollout.runner.step_states import StepStates
 
@@ -77,9 +78,13 @@ class DummyRun:
 
     @torch.inference_mode()
     def sample(self, hidden_TE: torch.Tensor, rows: int) -> None:
-        """Sample from the first ``rows`` hidden states with every option: edited logits and banned
-        tokens, truncated and not."""
-        logits_RV = self.model.logits(hidden_TE[:rows])
+        """Sample from the first ``rows`` hidden states, in blocks, with every option: edited logits
+        and banned tokens, truncated and not."""
+        for block in logit_blocks(rows):
+            self._sample_block(self.model.logits(hidden_TE[block]))
+
+    def _sample_block(self, logits_RV: torch.Tensor) -> None:
+        rows = len(logits_RV)
         edited_RV = logits_RV.to(torch.float32, copy=True)
         drawn_from_RV = edited_RV.clone()
         ones_R = torch.ones(rows, device=self._device)

@@ -1,10 +1,11 @@
-"""A batch and its draft trees become device tensors, hidden states and logits.
+"""A batch and its draft trees become device tensors, hidden states and blocks of logits.
 
 Legend: B entries, T query rows, R sampled rows, V vocabulary, F feature columns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +29,7 @@ from rollout.ops.gated_delta_rule.chunked import (
 from rollout.ops.transfers import upload
 from rollout.runner.batch_layout import StepArrays, attention_plan, padded
 from rollout.runner.graphs import ForwardGraphs
+from rollout.runner.logit_blocks import logit_blocks
 from rollout.runner.step_attention import StepAttention
 from rollout.runner.step_states import StepStates, state_plan
 from rollout.types import Batch, DraftTrees
@@ -45,7 +47,6 @@ class Forwarded:
     """The outputs of one forward. Its query rows are, per entry, the run's and then the draft
     nodes'."""
 
-    logits_RV: torch.Tensor  # model dtype
     features_TF: torch.Tensor  # model dtype; no columns where none were asked for; until the next
     offsets_B1: NDArray[np.int32]  # entry b owns query rows [offsets[b], offsets[b + 1])
 
@@ -97,14 +98,24 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(
-        self, batch: Batch, trees: DraftTrees, *, scored_from: int | None = None
+        self,
+        batch: Batch,
+        trees: DraftTrees,
+        take_logits: Callable[[torch.Tensor], object],
+        *,
+        scored_from: int | None = None,
     ) -> Forwarded:
-        """Logits of each entry's root and draft nodes, in order, and the features of all rows.
+        """Run a batch and its trees. Returns the features of all rows.
 
-        With ``scored_from``, logits of each run row at that position or after instead. As a side
-        effect the keys and values of all query rows are in their slots, with what routers chose
-        where that is kept, and so are the states that the entries have slots for. On a GPU nothing
-        waits.
+        As a side effect the keys and values of all query rows are in their slots, with what routers
+        chose where that is kept, and so are the states that the entries have slots for. On a GPU
+        nothing waits.
+
+        Args:
+            take_logits: called with the logits [R, V], in the model's dtype, of each entry's root
+                and draft nodes in order: block by block (see `logit_blocks`), each gone with the
+                next.
+            scored_from: logits of each run row at that position or after instead.
         """
         step = StepArrays.of(batch, trees, self._req_to_token, scored_from)
         if self._state_pool is not None:
@@ -116,25 +127,33 @@ class ModelRunner:
             step = step.with_windows(self._windows.slot_of)
             of_windows = self._window_table.changes(step.rows_B, step.starts_B, step.ends_B)
             step.window_table = of_windows.writes
-        num_sampled, step.table = step.sampled_R.size, changes.writes
+        left, step.table = step.sampled_R.size, changes.writes
         step.sampled_R = self._head_rows(step.sampled_R)
+
+        def take(logits_RV: torch.Tensor) -> None:
+            nonlocal left
+            own_RV = logits_RV[:left]  # padding comes last
+            left -= len(own_RV)
+            take_logits(own_RV)
+
         with self._ranks.telling(RunForward(step)):
-            logits_RV, features_TF, routes_TC = self.run(step)
+            features_TF, routes_TC = self.run(step, take)
         self._table.note(changes)
         if self._window_table is not None and of_windows is not None:
             self._window_table.note(of_windows)
         if self._routes_pool is not None:
             self._routes_pool.put(step.slots_T, routes_TC[: step.num_rows])
         return Forwarded(
-            logits_RV=logits_RV[:num_sampled],
             features_TF=features_TF[: step.num_rows],
             offsets_B1=step.q_offsets_B1,
         )
 
     @torch.inference_mode()
-    def run(self, step: StepArrays[NDArray]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Logits [R, V] of the sampled rows, features and routes, padding included. All ranks that
-        run the same rows make this call."""
+    def run(
+        self, step: StepArrays[NDArray], take_logits: Callable[[torch.Tensor], object]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Features and routes, padding included. All ranks that run the same rows make this
+        call."""
         sent = None
         chunks = self._chunks(step)
         if self._graphs is not None and chunks is None:
@@ -152,7 +171,9 @@ class ModelRunner:
             hidden_TE, features_TF, routes_TC = self._hidden(
                 inputs, step.longest, chunks, step.num_rows
             )
-        return self.model.logits(hidden_TE[inputs.sampled_R]), features_TF, routes_TC
+        for rows in logit_blocks(len(inputs.sampled_R)):
+            take_logits(self.model.logits(hidden_TE[inputs.sampled_R[rows]]))
+        return features_TF, routes_TC
 
     def _hidden(
         self,

@@ -17,6 +17,7 @@ from rollout.models.layers.linear import Linear
 from rollout.ops import gpu
 from rollout.ops.matmul.tiles import tile_for, tiles_up_to
 from rollout.runner.dummy_run import DummyRun
+from rollout.runner.logit_blocks import MAX_ROWS
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def warm_up(steps: DummyRun, *, rows: int, sampled: int) -> None:
             hidden_TE = steps.forward(each, longest=longest)
             if with_nodes:
                 hidden_TE = steps.forward(each, nodes=each, longest=longest)
-            steps.model.logits(hidden_TE[:sampled])
+            steps.model.logits(hidden_TE[: min(sampled, MAX_ROWS)])
         steps.sample(hidden_TE, 1)
     log.info(
         "%s: kernels were compiled and loaded in %.1f s",

@@ -30,6 +30,21 @@ class SampleRows:
     positions_R: NDArray[np.int64]
     find_paths: Callable[[], Paths]  # computes `drafted` when it is first read
 
+    def __len__(self) -> int:
+        return len(self.positions_R)
+
+    def part(self, first: int, last: int) -> SampleRows:
+        """Rows ``[first, last)``, counted from 0 again."""
+        ends_O = np.cumsum(self.counts_O)
+        counts_O = np.minimum(ends_O, last) - np.maximum(ends_O - self.counts_O, first)
+        (has_rows,) = np.nonzero(counts_O > 0)
+        return SampleRows(
+            owners=[self.owners[owner] for owner in has_rows],
+            counts_O=counts_O[has_rows],
+            positions_R=self.positions_R[first:last],
+            find_paths=lambda: self.drafted[first:last],
+        )
+
     @cached_property
     def requests(self) -> list[Request]:
         """The request of each row."""

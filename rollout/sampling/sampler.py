@@ -23,7 +23,13 @@ from numpy.typing import NDArray
 from rollout.ops import tree_accept
 from rollout.ops.transfers import A, Download, upload
 from rollout.ops.uniforms import uniforms
-from rollout.sampling.row_inputs import RowInputs, TreeInputs, row_inputs, tree_inputs
+from rollout.sampling.row_inputs import (
+    RowInputs,
+    TreeInputs,
+    WantedExtras,
+    row_inputs,
+    tree_inputs,
+)
 from rollout.sampling.rows import SampleRows, sample_rows
 from rollout.sampling.shaped_logits import ShapedLogits
 from rollout.types import NO_EXTRAS, Batch, DraftTrees, TokenExtras
@@ -47,40 +53,31 @@ class TreeSamples:
     paths: list[list[int]]  # each entry's accepted nodes, in tree numbering and path order
 
 
-def score(logits_RV: torch.Tensor, rows: SampleRows, token_ids: list[int]) -> Sampled:
-    """Report what `sample_trees` would have, had it drawn ``token_ids``; bit for bit."""
-    return Sampler(logits_RV, rows, chosen=token_ids).read()
+class TreeSampler:
+    """Samples at every root and node of a step, and walks each tree."""
 
+    def __init__(self, batch: Batch, trees: DraftTrees) -> None:
+        self._batch = batch
+        self._trees = trees
+        self._sampler: Sampler | None = None
+        self._offsets_B1 = np.zeros(1, dtype=np.int64)
 
-def sample_trees(batch: Batch, trees: DraftTrees, logits_RV: torch.Tensor) -> PendingSamples:
-    """Sample at every root and node, and walk each tree.
-
-    ``logits_RV``: as the model gave them, any float dtype. A row without a distribution (NaN,
-    +inf, nothing above -inf) gives token -1. On a GPU the work and the copy back are launched, and
-    nothing waits.
-    """
-    rows, offsets_B1 = sample_rows(batch, trees)
-    if not rows.owners:
-        return PendingSamples(None, offsets_B1)
-    inputs = tree_inputs(trees, offsets_B1) if trees.num_nodes else None
-    return PendingSamples(Sampler(logits_RV, rows, trees=inputs), offsets_B1)
-
-
-@dataclass(slots=True)
-class PendingSamples:
-    """The samples of a step on their way to the host."""
-
-    sampler: Sampler | None  # None: nobody samples
-    offsets_B1: NDArray[np.int64]
+    def take(self, logits_RV: torch.Tensor) -> None:
+        """Sample the next rows; see `Sampler.take`. The first call lays them out, while a GPU
+        computes."""
+        if self._sampler is None:
+            rows, self._offsets_B1 = sample_rows(self._batch, self._trees)
+            trees = tree_inputs(self._trees, self._offsets_B1) if self._trees.num_nodes else None
+            self._sampler = Sampler(rows, trees=trees)
+        self._sampler.take(logits_RV)
 
     def read(self) -> TreeSamples:
         """Wait for the samples, and for nothing that was launched later."""
-        sampled, paths = Sampled(tokens=[], logprobs=[], extras=[]), None
-        if self.sampler is not None:
-            sampled, paths = self.sampler.read(), self.sampler.read_paths()
+        assert self._sampler is not None, "logits come first"
+        sampled, paths = self._sampler.read(), self._sampler.read_paths()
         if paths is None:  # trees of nothing but roots
-            paths = [[] for _ in range(len(self.offsets_B1) - 1)]
-        return TreeSamples(sampled=sampled, offsets_B1=self.offsets_B1, paths=paths)
+            paths = [[] for _ in range(len(self._offsets_B1) - 1)]
+        return TreeSamples(sampled=sampled, offsets_B1=self._offsets_B1, paths=paths)
 
 
 @dataclass(kw_only=True)
@@ -101,12 +98,20 @@ class SampleOutputs(Generic[A]):
     lengths_B: A | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Rows whose logits have come."""
+
+    rows: SampleRows
+    wanted: WantedExtras[NDArray] | None
+    outputs: Download
+
+
 class Sampler:
-    """Samples the rows of one step, or scores given tokens: launched when this is made."""
+    """Samples the rows of one step, or scores given tokens. Their logits come in blocks."""
 
     def __init__(
         self,
-        logits_RV: torch.Tensor,
         rows: SampleRows,
         *,
         trees: TreeInputs[NDArray] | None = None,
@@ -115,64 +120,104 @@ class Sampler:
         """
         Args:
             trees: that are walked along the samples.
-            chosen: the tokens to be scored; default: each row draws its own.
+            chosen: the tokens to be scored, bit for bit as if they had been drawn; default: each
+                row draws its own.
         """
         self._rows = rows
-        inputs = row_inputs(rows, logits_RV.shape[1], trees=trees, chosen=chosen)
-        self._wanted = inputs.wanted
+        self._trees = trees
+        self._sent_trees: TreeInputs[torch.Tensor] | None = None
+        self._chosen = chosen
+        self._blocks: list[_Block] = []
+        self._tokens: list[torch.Tensor] = []  # int64 [R] of each block
+
+    def take(self, logits_RV: torch.Tensor) -> None:
+        """Launch the sampling of the next rows, as many as there are logits.
+
+        Args:
+            logits_RV: as the model gave them, any float dtype. A row without a distribution (NaN,
+                +inf, nothing above -inf) gives token -1.
+        """
+        first = sum(map(len, self._tokens))
+        last = first + len(logits_RV)
+        if not len(logits_RV):
+            return
+        rows = self._rows if last - first == len(self._rows) else self._rows.part(first, last)
+        inputs = row_inputs(
+            rows,
+            logits_RV.shape[1],
+            trees=None if self._blocks else self._trees,
+            chosen=None if self._chosen is None else self._chosen[first:last],
+        )
         sent: RowInputs[torch.Tensor] = upload(inputs, logits_RV.device)
         outputs = _computed(logits_RV, sent)
-        if sent.trees is not None:
-            outputs.paths_BD, outputs.lengths_B = tree_accept.accept(
-                outputs.tokens_R,
-                sent.trees.row_offsets_B1,
-                sent.trees.tokens_N,
-                sent.trees.parents_N,
-                sent.trees.masks_N,
-                sent.trees.node_offsets_B1,
-            )
-        self._outputs = Download(outputs)
+        self._tokens.append(outputs.tokens_R)
+        self._sent_trees = self._sent_trees or sent.trees
+        if self._sent_trees is not None and last == len(self._rows):
+            outputs.paths_BD, outputs.lengths_B = self._accepted(self._sent_trees)
+        self._blocks.append(_Block(rows, inputs.wanted, Download(outputs)))
+
+    def _accepted(self, trees: TreeInputs[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return tree_accept.accept(
+            self._tokens[0] if len(self._tokens) == 1 else torch.cat(self._tokens),
+            trees.row_offsets_B1,
+            trees.tokens_N,
+            trees.parents_N,
+            trees.masks_N,
+            trees.node_offsets_B1,
+        )
 
     def read(self) -> Sampled:
         """Waits for the samples, and for nothing that was launched later."""
-        read: SampleOutputs[NDArray] = self._outputs.read()
-        tokens, logprobs = read.tokens_R.tolist(), read.logprobs_R.tolist()
-        extras, wanted = [NO_EXTRAS] * len(tokens), self._wanted
-        if wanted is None:
-            return Sampled(tokens=tokens, logprobs=logprobs, extras=extras)
-        for row, request in enumerate(self._rows.requests):
-            if request.params.wants_extras:
-                extras[row] = TokenExtras()
-        for row, value in _pairs(wanted.raw_W, read.raw_W):
-            extras[row].raw_logprobs = [value]
-        for row, value in _pairs(wanted.sampling_W, read.sampling_W):
-            extras[row].sampling_logprobs = [value]
-        for row, value in _pairs(wanted.entropy_W, read.entropies_W):
-            extras[row].entropies = [value]
-        for row, values in _pairs(wanted.ids_W, read.ids_logprobs_WK):
-            asked = self._rows.requests[row].params.logprob_token_ids
-            extras[row].token_ids_logprobs = [list(zip(asked, values, strict=False))]
-        if read.masks_WM is not None:
-            for row, words_M in zip(wanted.mask_W.tolist(), read.masks_WM, strict=True):
-                extras[row].sampling_masks = [_set_bits(words_M)]
-        top = zip(
-            _pairs(wanted.top_W, read.top_ids_WK),
-            _pairs(wanted.top_W, read.top_logprobs_WK),
-            strict=True,
-        )
-        for (row, ids), (_, values) in top:
-            count = self._rows.requests[row].params.top_logprobs
-            extras[row].top_logprobs = [list(zip(ids[:count], values[:count], strict=True))]
-        return Sampled(tokens=tokens, logprobs=logprobs, extras=extras)
+        found = Sampled(tokens=[], logprobs=[], extras=[])
+        for block in self._blocks:
+            outputs: SampleOutputs[NDArray] = block.outputs.read()
+            found.tokens += outputs.tokens_R.tolist()
+            found.logprobs += outputs.logprobs_R.tolist()
+            found.extras += _extras(block.rows, block.wanted, outputs)
+        return found
 
     def read_paths(self) -> list[list[int]] | None:
         """Each entry's accepted nodes; None without trees."""
-        read: SampleOutputs[NDArray] = self._outputs.read()
+        if not self._blocks:
+            return None
+        read: SampleOutputs[NDArray] = self._blocks[-1].outputs.read()
         if read.paths_BD is None or read.lengths_B is None:
             return None
         lengths = read.lengths_B.tolist()
         paths = read.paths_BD[:, : max(lengths, default=0)].tolist()
         return [path[:length] for path, length in zip(paths, lengths, strict=True)]
+
+
+def _extras(
+    rows: SampleRows, wanted: WantedExtras[NDArray] | None, read: SampleOutputs[NDArray]
+) -> list[TokenExtras]:
+    extras = [NO_EXTRAS] * len(rows)
+    if wanted is None:
+        return extras
+    for row, request in enumerate(rows.requests):
+        if request.params.wants_extras:
+            extras[row] = TokenExtras()
+    for row, value in _pairs(wanted.raw_W, read.raw_W):
+        extras[row].raw_logprobs = [value]
+    for row, value in _pairs(wanted.sampling_W, read.sampling_W):
+        extras[row].sampling_logprobs = [value]
+    for row, value in _pairs(wanted.entropy_W, read.entropies_W):
+        extras[row].entropies = [value]
+    for row, values in _pairs(wanted.ids_W, read.ids_logprobs_WK):
+        asked = rows.requests[row].params.logprob_token_ids
+        extras[row].token_ids_logprobs = [list(zip(asked, values, strict=False))]
+    if read.masks_WM is not None:
+        for row, words_M in zip(wanted.mask_W.tolist(), read.masks_WM, strict=True):
+            extras[row].sampling_masks = [_set_bits(words_M)]
+    top = zip(
+        _pairs(wanted.top_W, read.top_ids_WK),
+        _pairs(wanted.top_W, read.top_logprobs_WK),
+        strict=True,
+    )
+    for (row, ids), (_, values) in top:
+        count = rows.requests[row].params.top_logprobs
+        extras[row].top_logprobs = [list(zip(ids[:count], values[:count], strict=True))]
+    return extras
 
 
 def _pairs(rows_W: NDArray, values_W: NDArray | None) -> list[tuple[int, Any]]:

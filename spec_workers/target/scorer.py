@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from rollout.errors import OutOfMemoryError
 from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.parallel import RankGroup
 from rollout.runner.model_runner import ModelRunner
 from rollout.sampling.rows import rows_of_continuation
-from rollout.sampling.sampler import score
+from rollout.sampling.sampler import Sampler
 from rollout.types import Batch, Request, Scheduled, TokenExtras
 from spec_workers.draft_tree import only_roots
 
@@ -42,11 +41,13 @@ class Scorer:
         """
         logprobs: list[float] = []
         extras: list[TokenExtras] = []
-        for logits_RV in self._logits(request, output_ids[:-1]):
-            done = len(logprobs)
-            chunk = output_ids[done : done + len(logits_RV)]
-            rows = rows_of_continuation(request, output_ids, range(done, done + len(chunk)))
-            scored = score(logits_RV, rows, chunk)
+        first = len(request.tokens) - 1  # samples the output's first token
+        for batch in self._chunks(request, output_ids[:-1]):
+            part = range(len(logprobs), max(0, batch.entries[0].end - first))
+            rows = rows_of_continuation(request, output_ids, part)
+            sampler = Sampler(rows, chosen=output_ids[part.start : part.stop])
+            self._runner.forward(batch, only_roots(1), sampler.take, scored_from=first)
+            scored = sampler.read()
             logprobs += scored.logprobs
             extras += scored.extras
         self.score_idle()
@@ -55,10 +56,10 @@ class Scorer:
     def score_idle(self) -> None:
         """Enter the forwards of ranks in lockstep that have more to score, with nothing."""
         while any(self._ranks.all_gather_int(0)):
-            self._runner.forward(Batch(step=0, entries=[]), only_roots(0))
+            self._runner.forward(Batch(step=0, entries=[]), only_roots(0), lambda logits_RV: None)
 
-    def _logits(self, request: Request, continuation: list[int]) -> Iterator[torch.Tensor]:
-        """Logits [R, V] from the request's last token on, chunk by chunk."""
+    def _chunks(self, request: Request, continuation: list[int]) -> Iterator[Batch]:
+        """Runs of the request with its continuation, each to be computed before the next."""
         memory = self._memory
         memory.end_step()
         tokens = request.tokens + continuation
@@ -77,8 +78,7 @@ class Scorer:
                 end = memory.extend(row, min(computed + self._chunk_len, len(tokens)))
                 assert end > computed, "admission kept no slot for it"
                 batch = lone_run(memory, running, computed, end - computed)
-                first = len(request.tokens) - 1
-                yield self._runner.forward(batch, only_roots(1), scored_from=first).logits_RV
+                yield batch
                 computed = end
                 _advance(memory, batch)
         finally:

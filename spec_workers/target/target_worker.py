@@ -17,7 +17,7 @@ from rollout.runner.graphs import ForwardGraphs, graphs_of_model
 from rollout.runner.graphs.capture import Capture
 from rollout.runner.memory_saver import MemorySaver
 from rollout.runner.model_runner import Forwarded, ModelRunner
-from rollout.sampling.sampler import PendingSamples, Sampled, TreeSamples, sample_trees
+from rollout.sampling.sampler import Sampled, TreeSampler, TreeSamples
 from rollout.types import (
     MAX_TREE_NODES,
     NO_EXTRAS,
@@ -141,15 +141,13 @@ class TargetWorker:
             return ()
         return self.graphs.buckets.rows
 
-    def verify(self, batch: Batch, trees: DraftTrees) -> Forwarded:
-        """Logits at each sampling entry's root and draft nodes, in that order; features."""
-        self.weights.require_whole()
-        return self.runner.forward(batch, trees)
-
     @torch.inference_mode()
-    def sample(self, batch: Batch, trees: DraftTrees, logits_RV: torch.Tensor) -> PendingSamples:
-        """A sample at every root and node, and each tree's walk. On a GPU nothing waits."""
-        return sample_trees(batch, trees, logits_RV)
+    def verify(self, batch: Batch, trees: DraftTrees) -> tuple[Forwarded, TreeSampler]:
+        """A forward, and a sample at each sampling entry's root and draft nodes, with each tree's
+        walk. On a GPU nothing waits."""
+        self.weights.require_whole()
+        sampler = TreeSampler(batch, trees)
+        return self.runner.forward(batch, trees, sampler.take), sampler
 
     def entry_results(self, batch: Batch, samples: TreeSamples) -> list[EntryResult]:
         """The accepted path and emitted tokens of each entry; stops and limits cut a path short."""

@@ -20,7 +20,7 @@ CONTEXT = 128
 """Tokens before the rows of a trial forward."""
 
 TrialForwards = dict[int, Callable[[], torch.Tensor]]
-"""By their rows; each returns the logits of those rows."""
+"""By their rows; each returns the logits of the last of those rows (see `logit_blocks`)."""
 
 
 @contextmanager
@@ -60,11 +60,12 @@ def trial_forwards(
             row=row,
         )
         batch = lone_run(memory, request, start, rows)
-        forwarded = runner.forward(batch, only_roots(1), scored_from=start)
+        logits: list[torch.Tensor] = []
+        runner.forward(batch, only_roots(1), logits.append, scored_from=start)
         if commit:
             memory.commit(batch.entries, [[]])
         memory.end_step(booked=commit)
-        return forwarded.logits_RV
+        return logits[-1]
 
     try:
         if memory.extend(row, len(tokens)) < len(tokens):

@@ -10,4 +10,13 @@ from rollout.sampling.sampler import Sampled, Sampler
 
 def sample(logits_RV: torch.Tensor, rows: SampleRows) -> Sampled:
     """Sample every row."""
-    return Sampler(logits_RV, rows).read()
+    sampler = Sampler(rows)
+    sampler.take(logits_RV)
+    return sampler.read()
+
+
+def score(logits_RV: torch.Tensor, rows: SampleRows, token_ids: list[int]) -> Sampled:
+    """What `sample` would report, had it drawn ``token_ids``."""
+    sampler = Sampler(rows, chosen=token_ids)
+    sampler.take(logits_RV)
+    return sampler.read()

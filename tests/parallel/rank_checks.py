@@ -37,6 +37,7 @@ from rollout.errors import (
     WeightUpdateError,
 )
 from rollout.offline import DataConfig, OutputConfig, RunConfig, run_job
+from rollout.runner import logit_blocks
 from rollout.weights.checkpoint_source import CheckpointSource
 from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.group import WeightGroup
@@ -69,9 +70,16 @@ def rolled_out(engine: RolloutEngine, params: SamplingParams = PARAMS) -> list:
     return found
 
 
-def run(folder: str, spec: str, again: bool = False, **options: Any) -> dict[str, Any]:
-    """Rollouts, their scores and counts. ``again``: they come twice, the second time with drafts of
-    the first."""
+def run(
+    folder: str, spec: str, again: bool = False, logit_rows: int = 1024, **options: Any
+) -> dict[str, Any]:
+    """Rollouts, their scores and counts.
+
+    Args:
+        again: they come twice, the second time with drafts of the first.
+        logit_rows: most rows whose logits are computed together.
+    """
+    logit_blocks.MAX_ROWS = logit_rows
     engine = engine_of(folder, spec, **options)
     rollouts = rolled_out(engine, SAMPLED)
     if again:

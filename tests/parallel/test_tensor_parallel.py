@@ -23,7 +23,7 @@ def test_two_ranks_are_one_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     other = str(save_tiny_llama(tmp_path / "other", seed=1))
     one_kv_head = str(save_tiny_llama(tmp_path / "one", num_kv_heads=1))
     few = save_tiny_llama(tmp_path / "few", vocab_size=VOCABULARY)
-    rows = FIXED | {
+    own_rows = FIXED | {
         "folder": str(few), "spec": "hybrid", "dtype": "float32", "topk": 3, "num_steps": 3,
         "draft_path": str(save_tiny_eagle3(tmp_path / "eagle", few)),
     }  # fmt: skip
@@ -36,12 +36,12 @@ def test_two_ranks_are_one_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     }
     together = {"spec": "ngram", "max_running": 4, "chunk_len": 9}
     runs = [
-        {"folder": folder, "spec_options": drafts} | together
-        for folder, drafts in ((llama, FIXED), (hybrid, FIXED), (llama, LEARNED))
+        {"folder": folder, "spec_options": drafts, "logit_rows": rows} | together
+        for folder, drafts, rows in ((llama, FIXED, 9), (hybrid, FIXED, 1024), (llama, LEARNED, 9))
     ]
     cases = [
         *[("run", 2, options) for options in runs],
-        ("rows_are_those_of_one_rank_alone", 2, rows),
+        ("rows_are_those_of_one_rank_alone", 2, own_rows),
         *[(check, 2, {"folder": llama} | options) for check, options in checks.items()],
     ]
     monkeypatch.setenv("CASES", json.dumps(cases))

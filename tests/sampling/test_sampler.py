@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from rollout.sampling.rows import SampleRows, rows_of_continuation, sample_rows
-from rollout.sampling.sampler import score
+from rollout.sampling.sampler import Sampler, TreeSampler
 from tests.helpers.requests import decode_batch, make_request, make_trees
-from tests.helpers.sampled import sample
+from tests.helpers.sampled import sample, score
 
 VOCAB = 1500
 PARAMS = [
@@ -135,6 +135,37 @@ def test_a_row_is_the_same_alone_and_in_company():
         assert alone.tokens == [together.tokens[r] for r in subset]
         assert alone.logprobs == [together.logprobs[r] for r in subset]
         assert alone.extras == [together.extras[r] for r in subset]
+
+
+@pytest.mark.parametrize("sizes", [(1, 65), (7, 0, 30, 29), (22, 22, 22)])
+def test_logits_in_blocks_give_what_whole_ones_give(sizes):
+    """Trees are cut anywhere."""
+    rows, logits = random_rows()
+    assert sum(sizes) == len(rows)
+    blocks = Sampler(rows)
+    for block in logits.split(sizes):
+        blocks.take(block)
+    assert blocks.read() == sample(logits, rows)
+    chosen = np.random.default_rng(2).integers(0, VOCAB, len(rows)).tolist()
+    scored = Sampler(rows, chosen=chosen)
+    for block in logits.split(sizes):
+        scored.take(block)
+    assert scored.read() == score(logits, rows, chosen)
+
+
+def test_trees_are_walked_over_blocks():
+    batch = decode_batch([make_request([3, 4, 5], temperature=0.0) for _ in range(3)])
+    trees = make_trees([([7, 8, 9], [0, 1, 2]), ([], []), ([7, 1, 8], [0, 0, 1])])
+    logits = torch.zeros(9, VOCAB)
+    for row, token in enumerate([7, 8, 9, 2, 5, 7, 8, 3, 6]):
+        logits[row, token] = 9.0
+    whole, blocks = TreeSampler(batch, trees), TreeSampler(batch, trees)
+    whole.take(logits)
+    for block in logits.split((2, 4, 3)):
+        blocks.take(block)
+    assert whole.read().paths == [[1, 2, 3], [], [1, 3]]
+    assert blocks.read().paths == whole.read().paths
+    assert blocks.read().sampled == whole.read().sampled
 
 
 @pytest.mark.parametrize("params", PARAMS)

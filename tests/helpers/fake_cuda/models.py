@@ -31,6 +31,7 @@ def _dense(heads: int, kv_heads: int, head_dim: int, hidden: int, ffn: int, voca
 MODELS: dict[str, dict[str, Any]] = {
     "demo": _dense(9, 3, 64, 576, 1536, 49_152, tie_word_embeddings=True),
     "8b": _dense(32, 8, 128, 4096, 14_336, 128_256),
+    "qwen3-8b": _dense(32, 8, 128, 4096, 12_288, 151_936, architectures=["Qwen3ForCausalLM"]),
     "odd": _dense(6, 1, 80, 480, 1001, 32_003),
     # Qwen3-Next-80B-A3B, three of whose layers in four are recurrent, but for most of its 512
     # experts.

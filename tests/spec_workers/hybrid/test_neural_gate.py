@@ -62,7 +62,6 @@ class World:
 
     def step(self) -> Observation:
         nothing = Forwarded(
-            logits_RV=torch.zeros(0, 1),
             features_TF=torch.zeros(0, 0),
             offsets_B1=np.zeros(len(self.results) + 1, dtype=np.int32),
         )
