@@ -40,10 +40,10 @@ class VocabParallel:
         """Embeddings [T, E], a new tensor."""
         if self._group.size == 1:
             return self.embedding_WE[ids_T]
-        rows_T = (ids_T - self._part.start).clamp(0, len(self._part) - 1)
-        gathered_NTE = self._group.all_gather(self.embedding_WE[rows_T])
-        owners_T = ids_T // len(self._parts[0])
-        return gathered_NTE[owners_T, torch.arange(len(ids_T), device=ids_T.device)]
+        rows_T = ids_T - self._part.start
+        is_other_T = (rows_T < 0) | (rows_T >= len(self._part))
+        own_TE = self.embedding_WE[rows_T.masked_fill(is_other_T, 0)]
+        return self._group.sum_disjoint(own_TE.masked_fill_(is_other_T[:, None], 0))
 
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
         """Logits [R, V]."""

@@ -12,6 +12,12 @@ import torch
 from torch.nn.functional import pad
 
 
+def bits_of(x: torch.Tensor) -> torch.Tensor:
+    """A view of a contiguous tensor's bits as integers, which sum without rounding."""
+    words = x.numel() * x.element_size() % 4 == 0
+    return x.view(-1).view(torch.int32 if words else torch.uint8)
+
+
 class GroupExchange:
     """Each call raises ConnectionError if a rank does not come in time."""
 
@@ -21,15 +27,23 @@ class GroupExchange:
     def all_gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
         """See `RankGroup.all_gather_columns`."""
         rows, width = len(x_TC), max(map(len, parts))
-        x_TC = pad(x_TC, (0, width - x_TC.shape[1])).contiguous()
+        if x_TC.shape[1] < width:
+            x_TC = pad(x_TC, (0, width - x_TC.shape[1]))
+        x_TC = x_TC.contiguous()
         gathered_NTC = x_TC.new_empty(len(parts), rows, width)
         if x_TC.numel():
             flat = gathered_NTC.view(-1)
             self._run(lambda: self._group._allgather_base(flat, x_TC.view(-1)))
-        if rows == 1 and all(len(part) == width for part in parts):
-            return gathered_NTC.view(1, len(parts) * width)
+        if all(len(part) == width for part in parts):  # one copy; of a single row none
+            return gathered_NTC.transpose(0, 1).reshape(rows, len(parts) * width)
         pairs = zip(gathered_NTC, parts, strict=True)
         return torch.cat([each_TC[:, : len(part)] for each_TC, part in pairs], 1)
+
+    def sum_disjoint(self, x: torch.Tensor) -> None:
+        """See `RankGroup.sum_disjoint`."""
+        if x.numel():
+            words = bits_of(x)
+            self._run(lambda: self._group.allreduce(words))
 
     def broadcast(self, x: torch.Tensor) -> None:
         """Overwrite ``x``, which is contiguous, with rank 0's. Every rank's has the same shape and

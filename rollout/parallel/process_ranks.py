@@ -90,6 +90,10 @@ class ProcessRanks:
     def all_gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
         return self._run(lambda: self._exchanges[-1].all_gather_columns(x_TC, parts))
 
+    def sum_disjoint(self, x: torch.Tensor) -> torch.Tensor:
+        self._run(lambda: self._exchanges[-1].sum_disjoint(x))
+        return x
+
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         self._run(lambda: self._exchanges[-1].broadcast(x))
         return x

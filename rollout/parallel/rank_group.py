@@ -47,6 +47,11 @@ class RankGroup(Protocol):
         """
         ...
 
+    def sum_disjoint(self, x: torch.Tensor) -> torch.Tensor:
+        """Overwrite ``x``, which is contiguous, with the sum over all ranks, bit for bit: of each
+        element at most one rank's is other than 0."""
+        ...
+
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Rank 0's tensor, in the place of every rank's own, which has the same shape and dtype."""
         ...
@@ -91,6 +96,9 @@ class SingleRank:
 
     def all_gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
         return x_TC
+
+    def sum_disjoint(self, x: torch.Tensor) -> torch.Tensor:
+        return x
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         return x

@@ -86,6 +86,7 @@ class MemorySaver:
         self._graphs = [] if graphs is None else [graphs]
         self._device = device
         self._backup: WeightBackup | None = None
+        self._pinned: dict[str, torch.Tensor] = {}  # kept: to pin memory takes as long as to copy
         self.released: frozenset[MemoryTag] = frozenset()
 
     def add_kv_pool(self, pool: MemoryPool) -> None:
@@ -139,7 +140,7 @@ class MemorySaver:
         if MemoryTag.WEIGHTS in tags:
             parts = self._weights.parts
             names = frozenset(parts) if keep_weights else parts.frozen
-            self._backup = WeightBackup(parts, names) if names else None
+            self._backup = WeightBackup(parts, names, self._pinned) if names else None
         for graphs in self._graphs:
             dropped = graphs.drop()
             if MemoryTag.GRAPHS in tags:
@@ -216,9 +217,17 @@ class WeightBackup:
     is removed by ``discard``, and at exit.
     """
 
-    def __init__(self, parts: WeightParts, names: frozenset[str]) -> None:
-        """Raises OSError or SafetensorError where the folder cannot hold them; none is left."""
+    def __init__(
+        self, parts: WeightParts, names: frozenset[str], pinned: dict[str, torch.Tensor]
+    ) -> None:
+        """
+        Args:
+            pinned: host memory for tensors of a device, by name; what is missing is added.
+
+        Raises OSError or SafetensorError where the folder cannot hold them; none is left.
+        """
         self.names = names
+        self._pinned = pinned
         self._on_host: dict[str, torch.Tensor] = {}
         self._folder = Path(tempfile.mkdtemp(prefix="specrollout-weights-"))
         self._remove = weakref.finalize(self, _remove, self._folder, os.getpid())
@@ -252,7 +261,7 @@ class WeightBackup:
         for name, loader in weight_loaders.items():
             values = loader.read()
             if values.device.type != "cpu":
-                self._on_host[name] = values.cpu()
+                self._on_host[name] = self._copied(name, values)
                 continue
             if filling and num_bytes + values.nbytes > _FILE_BYTES:
                 self._write_file(filling)
@@ -261,6 +270,15 @@ class WeightBackup:
             num_bytes += values.nbytes
         if filling:
             self._write_file(filling)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # the copies have come
+
+    def _copied(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        if name not in self._pinned:
+            self._pinned[name] = torch.empty(
+                values.shape, dtype=values.dtype, device="cpu", pin_memory=values.is_cuda
+            )
+        return self._pinned[name].copy_(values, non_blocking=True)
 
     def _write_file(self, tensors: dict[str, torch.Tensor]) -> None:
         path = self._folder / f"{len(self._files)}.safetensors"

@@ -5,6 +5,7 @@ Both are found by running steps of padding before there is any KV.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Iterable, Iterator
@@ -50,10 +51,12 @@ def warm_up(steps: DummyRun, *, rows: int, sampled: int) -> None:
 
     ``sampled``: most rows that are sampled from. Raises OutOfMemoryError.
     """
-    began = time.perf_counter()
+    began, ranks = time.perf_counter(), steps.model.ranks.all
     with _fitting(steps, rows, sampled):
         longest = steps.model.spec.max_context_len
-        for each, with_nodes in warm_rows(rows, steps.model.linears()).items():
+        own = list(warm_rows(rows, steps.model.linears()).items())
+        # Ranks wait for each other in every forward, and their parts of a product may differ.
+        for each, with_nodes in json.loads(ranks.broadcast_bytes(json.dumps(own).encode())):
             hidden_TE = steps.forward(each, longest=longest)
             if with_nodes:
                 hidden_TE = steps.forward(each, nodes=each, longest=longest)

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from rollout.parallel import RankGroup
+from rollout.parallel.exchange import bits_of
 from tests.helpers.hang import HANG_SECONDS
 
 T = TypeVar("T")
@@ -69,6 +70,11 @@ class ThreadRank:
 
     def all_gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
         return torch.cat(self._exchange(x_TC), 1)
+
+    def sum_disjoint(self, x: torch.Tensor) -> torch.Tensor:
+        bits = torch.stack([bits_of(each) for each in self._exchange(x.clone())])
+        bits_of(x).copy_(bits.sum(0))
+        return x
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(self._exchange(x.clone())[0])

@@ -65,6 +65,12 @@ def ranks_get_what_was_sent(ranks: Ranks) -> None:
             sent_TC = random_bits(rows, sum(widths), dtype=dtype, seed=seed)
             own_TC = sent_TC[:, parts[RANK].start : parts[RANK].stop]  # its rows are not adjacent
             assert same_bits(group.all_gather_columns(own_TC, parts), sent_TC), (rows, widths)
+    for dtype, width in ((torch.bfloat16, 7), (torch.float32, 5), (torch.uint8, 3)):
+        whole_TC = random_bits(13, width, dtype=dtype, seed=1)
+        own_TC = torch.zeros_like(whole_TC)
+        own_TC[RANK::SIZE] = whole_TC[RANK::SIZE]
+        assert same_bits(group.sum_disjoint(own_TC), whole_TC), dtype
+    assert not group.sum_disjoint(torch.empty(0, 4)).numel()
     for texts in (["", "ä" * 7, "x"], ["", "", ""], ["long" * 10_000, "", "y"]):
         assert group.all_gather_text(texts[RANK]) == texts
         assert group.broadcast_bytes(texts[RANK].encode()) == texts[0].encode()
