@@ -179,9 +179,7 @@ def build(config: EngineConfig, progress: Progress | None, options: HybridOption
         drafter,
         num_draft_tokens=options.num_draft_tokens,
         calibration_seconds=options.calibration_seconds,
-        budget=options.make_budget(
-            config, target, hybrid_sources(drafter.sources), reads_while_open=True
-        ),
+        budget=options.make_budget(config, target, hybrid_sources(drafter.sources)),
     )
     worker.record(options.recorder(target, drafter.features))
     return worker
