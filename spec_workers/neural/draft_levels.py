@@ -173,7 +173,7 @@ class DraftLevels:
     ) -> torch.Tensor:
         """Hidden states [G, F, E], zero where there is no node and in trees without a new one."""
         is_node_GN, tokens_GN = nodes.is_node_GN.numpy(), nodes.tokens_GN.numpy()
-        grows_G: NDArray[np.bool_] = is_node_GN[:, -self._topk :].any(axis=1)
+        grows_G = np.logical_or.reduce(is_node_GN[:, -self._topk :], axis=1)
         is_used_GN = is_node_GN & grows_G[:, None]
         is_run_GF = is_used_GN[:, first:]
         trees_B = grows_G.nonzero()[0]
