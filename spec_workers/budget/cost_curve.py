@@ -38,6 +38,7 @@ class CostCurve:
         self._guess_H = np.log(np.maximum(self.rows_H, minimum_rows) + _FIXED_ROWS)
         self._above_guess_H = np.zeros(self.rows_H.size)  # of log milliseconds
         self._counts_H = np.zeros(self.rows_H.size)
+        self._times_H = self._times()
 
     @property
     def is_known(self) -> bool:
@@ -65,18 +66,19 @@ class CostCurve:
             rate_H[around] += weights * np.maximum(1.0 / np.maximum(counts, 1e-9), _RATE)
             self._above_guess_H += np.minimum(rate_H, 1.0) * surprise
         self._counts_H[around] += weights
+        self._times_H = self._times()
 
     def milliseconds(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """The time of a forward of each number of rows: float64, like ``rows``, never falling."""
         rows = self._padded(rows)
         beyond = np.maximum(rows / self.rows_H[-1], 1.0)  # past the last knot: in proportion
-        return np.interp(rows, self.rows_H, self._times()) * beyond
+        return np.interp(rows, self.rows_H, self._times_H) * beyond
 
     def learned(self) -> dict[str, Any]:
         """The learned curve as a JSON-able object, for people to look at."""
         return {
             "rows": self.rows_H.tolist(),
-            "milliseconds": self._times().round(6).tolist(),
+            "milliseconds": self._times_H.round(6).tolist(),
             "observations": self._counts_H.round(1).tolist(),
         }
 

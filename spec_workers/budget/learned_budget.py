@@ -26,6 +26,9 @@ from spec_workers.target import TargetWorker
 _SUREST = 0.98  # nodes that pay only above this probability are not asked for
 _WORTHLESS = 1e-6  # milliseconds; nodes may be free
 
+_LEARN_EVERY = 8
+"""With the gate closed, costs are learned from one in so many steps: to learn takes time too."""
+
 _PLAIN_EVERY = 64
 _FIRST_PLAIN = (4, 8, 16, 32)
 """One in so many steps that may draft decodes plainly, and sooner at first: a run's speedup is
@@ -129,15 +132,16 @@ class LearnedBudget:
         if not width:
             return
         # Prompts have rows without logits, and neural drafts read each of them.
-        if batch.num_run_tokens == width:
+        is_open = self._gate.is_open
+        if batch.num_run_tokens == width and (is_open or batch.step % _LEARN_EVERY == 0):
             self.curve.observe(width + selected.trees.num_nodes, times.forward + times.sample)
             if proposed is not None:
                 self._drafting.observe(width, times.draft)
-            elif not self._gate.is_open:
+            elif not is_open:
                 self._idle.observe(width, times.draft)
         if proposed is not None and proposed.num_nodes:
             self._judge(batch, proposed, results)
-        if not self._gate.is_open or prices.with_nodes_N1.size == 1:
+        if not is_open or prices.with_nodes_N1.size == 1:
             self._gate.skip(width)
         elif self._drafting.milliseconds(width) or not math.isnan(times.draft):
             self._observe_gain(prices, selected, results)

@@ -35,11 +35,11 @@ class Prices:
         width = sum(entry.samples for entry in entries)
         if not width:
             return cls(0, 0.0, np.zeros(1), np.zeros(len(entries)))
-        nodes_N1 = np.arange(1 + sum(entry.draft_slots.size for entry in entries))
-        with_nodes_N1 = curve.milliseconds(batch.num_run_tokens + nodes_N1)
-        alone_ms, decode_ms = curve.milliseconds(np.array([1, width])).tolist()
+        run, nodes = batch.num_run_tokens, sum(entry.draft_slots.size for entry in entries)
+        rows = np.array([1, width, *range(run, run + nodes + 1)])
+        (alone_ms, decode_ms), with_nodes_N1 = np.split(curve.milliseconds(rows), [2])
         token_ms_B = np.full(len(entries), decode_ms / width)
-        if batch.tail is not None and nodes_N1.size > 1 and width > 1:
+        if batch.tail is not None and nodes and width > 1:
             remaining_B = np.array([min(batch.tail.remaining(each.request)) for each in entries])
             longest = max(1.0, float(remaining_B.max()))
             # Drafts vary a request's steps by about the root of its length.
@@ -47,7 +47,7 @@ class Prices:
             row_ms = (decode_ms - alone_ms) / (width - 1)
             own_ms_B = row_ms + (alone_ms - row_ms) * is_last_B / is_last_B.sum()
             token_ms_B += (1.0 - batch.tail.replaced) * (own_ms_B - token_ms_B)
-        return cls(width, decode_ms, with_nodes_N1, token_ms_B)
+        return cls(width, float(decode_ms), with_nodes_N1, token_ms_B)
 
     @property
     def cheapest_ms(self) -> float:
