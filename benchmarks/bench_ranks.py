@@ -1,6 +1,6 @@
 """Questions: what do two cores gain for one model, and what does it cost that tensor-parallel ranks
 have the bits of one? Bars: 2 ranks on 2 cores decode at batch 1 at least 1.4 times as fast as one
-rank on one, with the followers at most 5 % of their time outside the forward; on 2 ranks, the
+rank on one, and telling the other rank takes at most 3 % of a step at batch 8; on 2 ranks, the
 products and exchanges of a layer take at most 1.1x those with partial sums, whose bits depend on
 the number of ranks.
 

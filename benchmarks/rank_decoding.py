@@ -1,21 +1,20 @@
 """Decoding on one rank and on several, each rank on a core of its own, in turns.
 
-Ranks run as those of a job do: rank 0 tells the others what to call.
+Ranks run as those of a job do: rank 0 tells the others what to run.
 """
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 from harness.rows import Row, row
@@ -29,8 +28,9 @@ from rollout.models.checkpoint import Progress
 from rollout.parallel.model_ranks import host_store, launch_variables
 
 PROMPT = list(range(1, 17))
-RATIO_BAR = 1.4
-OUTSIDE_BAR = 5.0  # per cent
+BATCHES = (1, 8)
+RATIO_BAR = 1.4  # at batch 1
+TELLING_BAR = 3.0  # per cent, at batch 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,91 +47,53 @@ class Decoding:
         mode = ParallelMode.tensor if size > 1 else ParallelMode.none
         return ParallelConfig(mode=mode, size=size)
 
-    def turn(self, engine: Any) -> float:
-        """Seconds of a step that decodes one request."""
-        engine.submit(PROMPT, SamplingParams(max_new_tokens=self.steps + 1, ignore_eos=True))
-        engine.step()  # the prompt
-        started = time.perf_counter()
+    def turn(self, engine: RolloutEngine, batch: int, telling: TellingClock) -> tuple[float, float]:
+        """Seconds of a step that decodes so many requests, and those of telling the others."""
+        params = SamplingParams(max_new_tokens=self.steps + 1, ignore_eos=True)
+        for _ in range(batch):
+            engine.submit(PROMPT, params)
+        engine.step()  # the prompts
+        telling.seconds, started = 0.0, time.perf_counter()
         while engine.has_unfinished:
             engine.step()
-        return (time.perf_counter() - started) / self.steps
+        return (time.perf_counter() - started) / self.steps, telling.seconds / self.steps
 
 
-class ForwardClock:
-    """Measures in each turn of a rank the share of its time outside the forward, from the end of
-    its first step to the end of its last."""
+class TellingClock:
+    """Adds up what rank 0 takes to tell the other ranks what they run."""
 
-    def __init__(self, engine: Any) -> None:
-        self._steps: list[float] = []  # when those of the turn ended
-        self._in_forward = 0.0
-        self.parts: list[float] = []
-        target = engine.worker.target
-        target.verify = self._timed(target.verify)
-        engine.step = self._marked(engine.step)
-        engine.submit = self._restarted(engine.submit)
+    def __init__(self, engine: RolloutEngine) -> None:
+        self.seconds = 0.0
+        self._leader = engine.worker.ranks.leader
+        self._tell, self._leader.tell = self._leader.tell, self._timed  # type: ignore[method-assign]
 
-    def end_turn(self) -> None:
-        if len(self._steps) > 1:
-            self.parts.append(1 - self._in_forward / (self._steps[-1] - self._steps[0]))
-        self._steps.clear()
-
-    def _timed(self, verify: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(verify)
-        def timed(*args: Any) -> Any:
-            started = time.perf_counter()
-            forwarded = verify(*args)
-            self._in_forward += time.perf_counter() - started
-            return forwarded
-
-        return timed
-
-    def _marked(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        @functools.wraps(step)
-        def marked() -> Any:
-            ended = step()
-            if not self._steps:
-                self._in_forward = 0.0
-            self._steps.append(time.perf_counter())
-            return ended
-
-        return marked
-
-    def _restarted(self, submit: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(submit)
-        def restarted(*args: Any, **options: Any) -> Any:
-            self.end_turn()
-            return submit(*args, **options)
-
-        return restarted
+    def _timed(self, message: object) -> None:
+        started = time.perf_counter()
+        self._tell(message)
+        self.seconds += time.perf_counter() - started
 
 
 def run_rank(rank: int, decoding: Decoding, port: int, pipe: Connection) -> None:
-    """A rank's process. Rank 0 answers each message with a turn's time; in the end all send what
-    their clocks have."""
+    """A rank's process. Rank 0 answers each batch size with a turn's times."""
     size = len(decoding.cores)
     os.sched_setaffinity(0, {decoding.cores[rank]})
     torch.set_num_threads(1)
     os.environ.update(launch_variables(rank, size, port, rank))
-    clocks: list[ForwardClock] = []
 
     def open_engine(progress: Progress | None) -> RolloutEngine:
         parallel = {"mode": decoding.parallel.mode.value, "size": size}
-        engine = random_engine(
+        return random_engine(
             Path(decoding.folder), "none", kv_bytes=64 << 20, num_threads=1, parallel=parallel
         )
-        clocks.append(ForwardClock(engine))
-        return engine
 
     def lead(open_all: OpenEngine) -> None:
-        engine = open_all(None)
+        engine = cast(RolloutEngine, open_all(None))
+        telling = TellingClock(engine)
         pipe.send(None)  # it is ready
-        while pipe.recv():
-            pipe.send(decoding.turn(engine))
-        engine.close()
+        while batch := pipe.recv():
+            pipe.send(decoding.turn(engine, batch, telling))
 
     run_spmd(decoding.parallel, open_engine, lead)
-    clocks[0].end_turn()
-    pipe.send(clocks[0].parts)
 
 
 class RankProcesses:
@@ -160,39 +122,36 @@ class RankProcesses:
             process.kill()
             process.join()
 
-    def turn(self) -> float:
-        self._pipes[0].send(True)
+    def turn(self, batch: int) -> tuple[float, float]:
+        self._pipes[0].send(batch)
         return self._pipes[0].recv()
-
-    def end(self) -> list[list[float]]:
-        """Each rank's part of each turn outside the forward."""
-        self._pipes[0].send(False)
-        return [pipe.recv() for pipe in self._pipes]
 
 
 def decoding_rows(
     name: str, shape: Shape, cores: Sequence[int], *, steps: int, repeats: int
 ) -> Iterator[Row]:
     """One rank on the first core against one on each; the first turn of each does not count."""
-    seconds: dict[int, list[float]] = {1: [], len(cores): []}
+    sizes, several = (1, len(cores)), len(cores)
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), shape)
-        decodings = [Decoding(folder, tuple(cores[:size]), steps) for size in seconds]
-        with RankProcesses(decodings[0]) as one, RankProcesses(decodings[1]) as several:
-            turns = {1: one.turn, len(cores): several.turn}
-            for repeat in range(repeats + 1):
-                for size in rotated(list(turns), repeat):
-                    taken = turns[size]()
-                    if repeat:
-                        seconds[size].append(taken)
-            outside = several.end()
-    label = f"{name}, batch 1: a step"
-    for size, each in seconds.items():
-        yield row(f"{label}, ranks {size}, a core each", 1e3 * statistics.median(each), "ms")
-    ratio = paired(seconds[1], seconds[len(cores)])
-    yield row(f"{label}, one rank / {len(cores)} ranks", ratio, "ratio", RATIO_BAR)
-    for rank, turns_of_rank in enumerate(outside):
-        share = 100 * statistics.median(turns_of_rank[1:])
-        bar = OUTSIDE_BAR if rank else None
-        label = f"{name}, batch 1: rank {rank} outside the forward"
-        yield row(label, share, "%", bar, at_most=True)
+        decodings = [Decoding(folder, tuple(cores[:size]), steps) for size in sizes]
+        with RankProcesses(decodings[0]) as one, RankProcesses(decodings[1]) as all_ranks:
+            turns = {1: one.turn, several: all_ranks.turn}
+            for batch in BATCHES:
+                seconds: dict[int, list[float]] = {size: [] for size in sizes}
+                telling: list[float] = []
+                for repeat in range(repeats + 1):
+                    for size in rotated(list(turns), repeat):
+                        taken, told = turns[size](batch)
+                        if repeat:
+                            seconds[size].append(taken)
+                            telling += [told / taken] * (size > 1)
+                label = f"{name}, batch {batch}: a step"
+                for size, each in seconds.items():
+                    milliseconds = 1e3 * statistics.median(each)
+                    yield row(f"{label}, ranks {size}, a core each", milliseconds, "ms")
+                bar = RATIO_BAR if batch == 1 else None
+                ratio = paired(seconds[1], seconds[several])
+                yield row(f"{label}, one rank / {several} ranks", ratio, "ratio", bar)
+                share, bar = 100 * statistics.median(telling), None if batch == 1 else TELLING_BAR
+                yield row(f"{label}: telling the others", share, "%", bar, at_most=True)

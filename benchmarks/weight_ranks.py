@@ -24,13 +24,14 @@ from safetensors.torch import save_file
 
 from rollout import RolloutEngine
 from rollout.config import DType, LoadFormat
+from rollout.engine.following_rank import FollowingRank
 from rollout.models.loader import load_model
 from rollout.weights.checkpoint_source import CheckpointSource
 from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.group import WeightGroup, listen
 from rollout.weights.manifest import Manifest, TensorSpec
-from rollout.weights.rank_stream import RankStream
 from rollout.weights.shared_memory import SharedMemorySender
+from rollout.weights.source import WeightTensors
 
 MIB = 2**20
 SECONDS = 300.0  # that a rank waits for the others
@@ -40,7 +41,7 @@ SHAPE = replace(SHAPES["demo"], num_heads=8, num_kv_heads=2, vocab_size=49_151)
 """The demo model's sizes, as far as two ranks can split it; neither half of its tables is even."""
 
 
-class HeldWeights:
+class HeldWeights(WeightTensors):
     """A checkpoint's tensors, in this process's own memory: a trainer's."""
 
     def __init__(self, folder: Path) -> None:
@@ -87,6 +88,11 @@ class RankUpdates:
         self.engine = RolloutEngine.from_pretrained(
             folder, spec="none", dtype="bfloat16", parallel=parallel
         )
+        self._receiver = (
+            self.engine.receiver
+            if isinstance(self.engine, FollowingRank)
+            else self.engine.weights.receiver
+        )
         self._commands = commands
         self._folder = folder
         self._arguments = arguments
@@ -97,13 +103,13 @@ class RankUpdates:
 
     def share(self) -> int:
         """The bytes of what this rank stores, once, in the dtype that comes."""
-        loaders = self.engine.worker.weights.parts["target"].weight_loaders().values()
+        loaders = self._receiver.weights.parts["target"].weight_loaders().values()
         own = [it.shard.loader if it.shard else it for it in loaders if it.required]
         return sum(TensorSpec(it.shape, torch.bfloat16).num_bytes for it in own)
 
     def run(self, way: str) -> int:
         """Take an update; the bytes that this rank read of it."""
-        engine, groups = self.engine, self.engine.weights.groups
+        engine, groups = self.engine, self._receiver.groups
         before = groups.num_bytes("bench")
         if way == "in process":
             engine.update_weights_from_tensor(self._pairs)
@@ -115,7 +121,7 @@ class RankUpdates:
             self._from_rank_0()
         else:
             engine.update_weights_from_distributed(**self._arguments)
-        return groups.num_bytes("bench") - before or engine.worker.weights.num_bytes
+        return groups.num_bytes("bench") - before or self._receiver.weights.num_bytes
 
     def _handles(self) -> Iterator[dict[str, Any]]:
         """Says of each when it has been read."""
@@ -124,14 +130,12 @@ class RankUpdates:
             self._commands.send("read")
 
     def _from_rank_0(self) -> None:
-        """As a server's rank 0 brings it to all; alone it reads what it has packed."""
-        group = self.engine.worker.ranks.all
-        manifest = {name: TensorSpec.of(tensor) for name, tensor in self._pairs}
-        weights = self._pairs if group.rank == 0 else ()
-        stream = RankStream.of(group, manifest, stored=True, weights=weights)
-        stream.open()
-        self.engine.update_weights_from_tensor(stream)
-        stream.finish()
+        """As a server's rank 0 brings it to all; alone it reads its own."""
+        if isinstance(self.engine, FollowingRank):
+            self.engine.follow()
+            return
+        with self.engine.leading():
+            self.engine.update_weights_from_tensor(self._pairs)
 
 
 def serve(commands: Connection, *arguments: Any) -> None:

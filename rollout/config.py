@@ -155,19 +155,17 @@ class ParallelMode(enum.StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class ParallelConfig:
-    """Ranks that run one model. Each makes the same calls to its own engine."""
+    """Ranks that run one model. Of tensor-parallel ones the first leads, and the others follow."""
 
     mode: ParallelMode = ParallelMode.none
     size: int = 1  # processes: as many as the launcher started, or a divisor of them
     tensor_size: int = 1  # with lockstep: consecutive ranks that run the same requests
     timeout: float = 300.0  # seconds that a rank waits for the others before it gives up
-    check: bool = False  # compare, in each step, what ranks drafted and sampled
 
     def __post_init__(self) -> None:
         self.mode = checked_member(self.mode, "parallel.mode", ParallelMode)
         self.size = checked_int(self.size, "parallel.size", minimum=1)
         self.tensor_size = checked_int(self.tensor_size, "parallel.tensor_size", minimum=1)
-        self.check = checked_flag(self.check, "parallel.check")
         self.timeout = checked_seconds(self.timeout, "parallel.timeout")
         if (self.size > 1) != (self.mode is not ParallelMode.none):
             raise InvalidInputError(

@@ -11,7 +11,7 @@ from rollout.config import EngineConfig
 from rollout.models.checkpoint import Progress
 from rollout.types import Batch, DraftTrees, Request
 from spec_workers.budget import DraftBudget
-from spec_workers.neural.draft_factory import open_eagle
+from spec_workers.neural.draft_factory import NeuralModels, open_eagle
 from spec_workers.neural.drafter import NeuralDrafter
 from spec_workers.options import EagleOptions, NeuralOptions, takes
 from spec_workers.spec_worker import SpecWorker
@@ -35,18 +35,17 @@ class EagleWorker(SpecWorker):
             target, budget, lockstep=drafter.lockstep, calibration_seconds=calibration_seconds
         )
         self.drafter = drafter
-        if self.lockstep:
-            self.check_idle()
 
     @classmethod
-    def opened(
-        cls,
-        config: EngineConfig,
-        options: NeuralOptions,
-        target: TargetWorker,
-        drafter: NeuralDrafter,
-    ) -> EagleWorker:
-        """The worker of a target and a draft, as the options say."""
+    def of(
+        cls, models: NeuralModels, config: EngineConfig, options: NeuralOptions
+    ) -> EagleWorker | TargetWorker:
+        """The worker of a target and a draft, as the options say; of a rank that follows, the
+        target."""
+        target = models.target
+        if target.follows:
+            return target
+        drafter = models.drafter(config, options)
         worker = cls(
             target,
             drafter,
@@ -88,10 +87,12 @@ class EagleWorker(SpecWorker):
 
 
 @takes(EagleOptions)
-def build(config: EngineConfig, progress: Progress | None, options: EagleOptions) -> EagleWorker:
+def build(
+    config: EngineConfig, progress: Progress | None, options: EagleOptions
+) -> EagleWorker | TargetWorker:
     """A worker with an EAGLE, EAGLE-2 or EAGLE-3 draft: its checkpoint decides which.
 
     ``progress`` is told how far the target's weights are read. Raises InvalidInputError, naming the
     option; CheckpointError and UnsupportedModelError for a draft that cannot be read.
     """
-    return EagleWorker.opened(config, options, *open_eagle(config, progress, options))
+    return EagleWorker.of(open_eagle(config, progress, options), config, options)

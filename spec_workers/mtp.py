@@ -9,6 +9,7 @@ from rollout.models.checkpoint import Progress
 from spec_workers.eagle import EagleWorker
 from spec_workers.neural.draft_factory import open_chain
 from spec_workers.options import NeuralOptions, takes
+from spec_workers.target import TargetWorker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,10 +20,12 @@ class ChainOptions(NeuralOptions):
 
 
 @takes(ChainOptions)
-def build(config: EngineConfig, progress: Progress | None, options: ChainOptions) -> EagleWorker:
+def build(
+    config: EngineConfig, progress: Progress | None, options: ChainOptions
+) -> EagleWorker | TargetWorker:
     """A worker with an MTP chain.
 
     ``progress`` is told how far the target's weights are read. Raises InvalidInputError, naming the
     option; CheckpointError and UnsupportedModelError for a chain that cannot be read.
     """
-    return EagleWorker.opened(config, options, *open_chain(config, progress, options))
+    return EagleWorker.of(open_chain(config, progress, options), config, options)

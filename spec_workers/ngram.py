@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from ngram_native import Source
 from rollout.config import EngineConfig
 from rollout.models.checkpoint import Progress
 from rollout.models.spec import ModelSpec
+from rollout.parallel import follows
 from rollout.types import Batch, DraftTrees, Request, Scheduled
 from spec_workers.budget import DraftBudget
 from spec_workers.corpus.ngram_corpus import NgramCorpus
@@ -43,7 +45,6 @@ class NgramWorker(SpecWorker):
         """See `NgramOptions`."""
         super().__init__(target, budget, calibration_seconds=calibration_seconds)
         self._draft_corpus = draft_corpus
-        draft_corpus.join(target.ranks.tensor)
         self.corpus = draft_corpus.corpus
         self._num_draft_tokens = num_draft_tokens
         self._feed = draft_corpus.feed
@@ -116,14 +117,18 @@ class NgramWorker(SpecWorker):
 
 
 @takes(NgramOptions)
-def build(config: EngineConfig, progress: Progress | None, options: NgramOptions) -> NgramWorker:
-    """A worker with a corpus of its own.
+def build(
+    config: EngineConfig, progress: Progress | None, options: NgramOptions
+) -> NgramWorker | TargetWorker:
+    """A worker with a corpus of its own; of a rank that follows, its target.
 
     ``progress`` is told how far the weights are read. Raises InvalidInputError, naming the option;
     OSError for a ``corpus_path`` that cannot be read.
     """
-    corpus = open_corpus(config, options)
-    target = TargetWorker(config, progress, draft_nodes=options.num_draft_tokens)
+    open_target = partial(TargetWorker, config, progress, draft_nodes=options.num_draft_tokens)
+    if follows(config.parallel):
+        return open_target()
+    corpus, target = open_corpus(config, options), open_target()
     return NgramWorker(
         target,
         corpus,

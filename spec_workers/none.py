@@ -12,6 +12,7 @@ class PlainWorker(SpecWorker):
     """Proposes nothing: each step emits one token per request."""
 
 
-def build(config: EngineConfig, progress: Progress | None = None) -> PlainWorker:
-    """A worker without drafts. It has no options."""
-    return PlainWorker(TargetWorker(config, progress, draft_nodes=0))
+def build(config: EngineConfig, progress: Progress | None = None) -> PlainWorker | TargetWorker:
+    """A worker without drafts; of a rank that follows, its target. It has no options."""
+    target = TargetWorker(config, progress, draft_nodes=0)
+    return target if target.follows else PlainWorker(target)

@@ -14,7 +14,6 @@ from rollout.engine.draft_corpus import DraftCorpus
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.ops import gpu
 from rollout.runner.model_runner import Forwarded
-from rollout.sampling.sampler import TreeSamples
 from rollout.types import (
     Batch,
     DraftTrees,
@@ -28,7 +27,6 @@ from spec_workers.budget import DraftBudget, FixedBudget, SelectedDrafts
 from spec_workers.budget.cost_run import calibrate
 from spec_workers.draft_tree import only_roots
 from spec_workers.features.feature_recorder import FeatureRecorder
-from spec_workers.rank_agreement import agreed_times, check_drafts, check_results
 from spec_workers.step.learning import StepLearning
 from spec_workers.step.observation import Observation
 from spec_workers.step.timer import SteadyPhases, StepTimer
@@ -61,15 +59,13 @@ class SpecWorker:
         self.vocab_size = target.vocab_size
         self.max_context_len = target.max_context_len
         self.eos_token_ids = target.eos_token_ids
-        self.model_dtype, self.model_device = target.model.dtype, target.model.device
+        self.model_dtype, self.model_device = target.model_dtype, target.model_device
         self.budget: DraftBudget = budget or FixedBudget()
         self.lockstep = lockstep or target.ranks.rows.size > 1
         self.recorder: FeatureRecorder | None = None
         self._calibration_seconds = calibration_seconds
         self.drafting_is_steady = True  # the timing of the last step's drafts
-        # Ranks learn at once: between their steps one may be asked what it learned, others not.
-        is_deferred = gpu.runs_on(self.model_device) and target.ranks.all.size == 1
-        self._learning = StepLearning(self.budget, is_deferred=is_deferred)
+        self._learning = StepLearning(self.budget, is_deferred=gpu.runs_on(self.model_device))
 
     @property
     def max_draft_tokens(self) -> int:
@@ -98,14 +94,13 @@ class SpecWorker:
             # Nobody reads logits again: their memory is free for what a draft network computes.
             forwarded = replace(forwarded, logits_RV=forwarded.logits_RV.new_empty(0))
             steady = self._steady_phases()
-            results = self._accept(batch, samples.read())
+            results = self.target.entry_results(batch, samples.read())
             self.target.commit(batch, results)
             step = self._observation(batch, selected, forwarded, results)
             with timer.drafting():
                 self.observe(step)
         times = timer.end()
         times.draft += self._learning.expected_ms(selected)
-        times = agreed_times(self.ranks.tensor, times)
         self._learning.observe(batch, selected, results, times, steady)
         return self._result(batch, selected, results, times)
 
@@ -124,10 +119,7 @@ class SpecWorker:
         if floors_B is not None and self.budget.wants_plain_step():
             floors_B = None
         proposed = None if floors_B is None else self.propose(batch, floors_B)
-        selected = self.budget.choose(batch, proposed)
-        if self.target.checks_ranks:
-            check_drafts(self.ranks.tensor, batch, selected.trees)
-        return selected
+        return self.budget.choose(batch, proposed)
 
     def _steady_phases(self) -> SteadyPhases:
         """Whether the phases of this step were steady-state, with nothing compiled or
@@ -136,12 +128,6 @@ class SpecWorker:
         return SteadyPhases(
             forward=graphs is None or graphs.is_warm, drafting=self.drafting_is_steady
         )
-
-    def _accept(self, batch: Batch, samples: TreeSamples) -> list[EntryResult]:
-        results = self.target.entry_results(batch, samples)
-        if self.target.checks_ranks:
-            check_results(self.ranks.tensor, batch, results)
-        return results
 
     def _observation(
         self,
@@ -231,7 +217,10 @@ class SpecWorker:
         self.memory.check_integrity()
 
     def calibrate(self) -> None:
-        """Time a few forwards, where drafts are chosen by what steps cost."""
+        """Time a few forwards, where drafts are chosen by what steps cost; in lockstep run one
+        that is idle."""
+        if self.lockstep:
+            self.check_idle()
         calibrate(self.target, self.budget, self._calibration_seconds)
 
     def learned(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -54,6 +55,16 @@ def _freed_memory() -> Iterator[None]:
     yield
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
+
+
+@pytest.fixture
+def log_restored() -> Iterator[None]:
+    """Take back what a command run in this process sets on the root logger."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture(scope="session")

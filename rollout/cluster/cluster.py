@@ -10,15 +10,15 @@ from rollout.cluster.config import ClusterConfig
 from rollout.cluster.corpora import ClusterCorpora, merged
 from rollout.cluster.corpus_exchange import CorpusExchange
 from rollout.cluster.lifecycle import ClusterLifecycle
-from rollout.cluster.messages import InFlightRequest, ReplicaFacts, Report
+from rollout.cluster.messages import ClusterMetrics, InFlightRequest, ReplicaFacts, Report
 from rollout.cluster.replica import ReplicaPool
 from rollout.cluster.replica_manager import WAIT_SECONDS, ReplicaManager
 from rollout.cluster.reports import ReplicaReports
 from rollout.cluster.router import Router
 from rollout.cluster.weights import ClusterWeights
 from rollout.config import EngineConfig
+from rollout.engine.draft_corpus import ExternalCorpus, Publishing
 from rollout.engine.metrics import EngineStatus, StepMetrics
-from rollout.engine.protocol import part_call
 from rollout.engine.requests import RequestFactory
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.errors import EngineStateError, WeightUpdateError
@@ -26,16 +26,21 @@ from rollout.scheduler.step_limits import check_length
 from rollout.types import (
     FinishReason,
     MemoryTag,
+    PauseMode,
     Prompt,
     Request,
     Rollout,
     SamplingParams,
     TokenExtras,
 )
+from rollout.weights.manifest import Manifest
+from rollout.weights.source import WeightSource
+from rollout.weights.update_calls import UpdateCalls
+from rollout.weights.update_counts import UpdateCounts
 from rollout.weights.versions import TARGET
 
 
-class RolloutCluster:
+class RolloutCluster(UpdateCalls):
     """An `Engine` of many replicas, whose calls `RolloutEngine` documents. One thread calls it.
 
     Requests are checked here and run on replicas. One whose replica dies goes on elsewhere, with
@@ -212,9 +217,16 @@ class RolloutCluster:
         if reason := self.unavailable_reason:
             raise (EngineStateError if self.released_tags else WeightUpdateError)(reason)
 
-    pause_generation = part_call("lifecycle", ClusterLifecycle.pause_generation)
-    continue_generation = part_call("lifecycle", ClusterLifecycle.continue_generation)
-    release_memory = part_call("lifecycle", ClusterLifecycle.release_memory)
+    def pause_generation(self, mode: PauseMode | str = PauseMode.ABORT) -> None:
+        self.lifecycle.pause_generation(mode)
+
+    def continue_generation(self) -> None:
+        self.lifecycle.continue_generation()
+
+    def release_memory(
+        self, tags: Iterable[MemoryTag | str] = ("kv_cache", "weights"), keep_weights: bool = True
+    ) -> dict[str, int]:
+        return self.lifecycle.release_memory(tags, keep_weights)
 
     def resume_memory(self, tags: Iterable[MemoryTag | str] | None = None) -> None:
         """Take back what `release_memory` gave; replicas that start are brought weights again."""
@@ -233,7 +245,8 @@ class RolloutCluster:
 
     # What it does
 
-    metrics = part_call("reports", ReplicaReports.metrics)
+    def metrics(self) -> ClusterMetrics:
+        return self.reports.metrics()
 
     @property
     def last_step(self) -> StepMetrics:
@@ -261,18 +274,45 @@ class RolloutCluster:
     def weight_versions(self) -> dict[str, int]:
         return dict(self.weights.versions)
 
-    begin_weight_update = part_call("weights", ClusterWeights.begin_weight_update)
-    end_weight_update = part_call("weights", ClusterWeights.end_weight_update)
-    abandon_weight_update = part_call("weights", ClusterWeights.abandon_weight_update)
-    update_weights_from_tensor = part_call("weights", ClusterWeights.update_weights_from_tensor)
-    update_weights_from_disk = part_call("weights", ClusterWeights.update_weights_from_disk)
-    update_weights_from_ipc = part_call("weights", ClusterWeights.update_weights_from_ipc)
-    update_weights_from_distributed = part_call(
-        "weights", ClusterWeights.update_weights_from_distributed
-    )
-    init_weights_update_group = part_call("weights", ClusterWeights.init_weights_update_group)
-    destroy_weights_update_group = part_call("weights", ClusterWeights.destroy_weights_update_group)
-    weights_digest = part_call("weights", ClusterWeights.weights_digest)
+    def update_weights(self, source: WeightSource, /, **options: Any) -> UpdateCounts | None:
+        return self.weights.update_weights(source, **options)
+
+    def begin_weight_update(self, /, manifest: Manifest | None = None, **options: Any) -> None:
+        self.weights.begin_weight_update(manifest, **options)
+
+    def end_weight_update(self, weight_version: int | None = None) -> UpdateCounts:
+        return self.weights.end_weight_update(weight_version)
+
+    def abandon_weight_update(self, reason: str = "abandoned by the caller") -> None:
+        self.weights.abandon_weight_update(reason)
+
+    def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = "weight_update_group",
+        backend: str = "gloo",
+        timeout: float = 300.0,
+        sender: str = "specrollout",
+    ) -> None:
+        self.weights.init_weights_update_group(
+            master_address,
+            master_port,
+            rank_offset,
+            world_size,
+            group_name,
+            backend,
+            timeout,
+            sender,
+        )
+
+    def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:
+        self.weights.destroy_weights_update_group(group_name)
+
+    def weights_digest(self, selector: str = "all") -> str:
+        return self.weights.weights_digest(selector)
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[float]:
         return self.replicas.on_one("get_weights_by_name", name, truncate_size)
@@ -284,11 +324,36 @@ class RolloutCluster:
         """Tokens in the corpus of the replica that has most."""
         return self.reports.corpus_tokens
 
-    add_external_corpus = part_call("corpora", ClusterCorpora.add_external_corpus)
-    remove_external_corpus = part_call("corpora", ClusterCorpora.remove_external_corpus)
-    publish_external_corpus = part_call("corpora", ClusterCorpora.publish_external_corpus)
-    external_corpora = part_call("corpora", ClusterCorpora.external_corpora)
-    load_corpus = part_call("corpora", ClusterCorpora.load_corpus)
+    def add_external_corpus(
+        self,
+        name: str | None = None,
+        *,
+        documents: Sequence[str] | None = None,
+        token_chunks: Sequence[Sequence[int]] | None = None,
+        file_path: str | os.PathLike[str] | None = None,
+        publish: Publishing | str = Publishing.WHEN_READY,
+        wait: bool = False,
+    ) -> str:
+        return self.corpora.add_external_corpus(
+            name,
+            documents=documents,
+            token_chunks=token_chunks,
+            file_path=file_path,
+            publish=publish,
+            wait=wait,
+        )
+
+    def remove_external_corpus(self, name: str) -> None:
+        self.corpora.remove_external_corpus(name)
+
+    def publish_external_corpus(self, name: str) -> None:
+        self.corpora.publish_external_corpus(name)
+
+    def external_corpora(self) -> list[ExternalCorpus]:
+        return self.corpora.external_corpora()
+
+    def load_corpus(self, path: str | os.PathLike[str]) -> None:
+        self.corpora.load_corpus(path)
 
     def save_corpus(self, path: str | os.PathLike[str]) -> None:
         """Any one replica saves its corpus, by ``path`` on its host."""

@@ -133,7 +133,7 @@ def copy_weights(source: Replica, receiver: Replica) -> None:
         receiver.call("begin_weight_update", manifest, selector=part, weight_version=version)
         for layout in layouts(manifest, CACHED_BUCKET_BYTES):
             bucket = source.call("read_weights", [each.name for each in layout.entries]).result()
-            receiver.call("update_weights_from_bucket", bucket).result()
+            receiver.call("update_weights", bucket).result()
         receiver.call("end_weight_update").result()
     digests: list[Any] = [each.call("weights_digest") for each in (source, receiver)]
     ours, theirs = (digest.result() for digest in digests)

@@ -4,33 +4,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from rollout.cluster.replica import Replica
 from rollout.cluster.replica_manager import WAIT_SECONDS, ReplicaManager
 from rollout.cluster.replica_weight_sync import ReplicaWeightSync
 from rollout.errors import IntegrityError, InvalidInputError, RolloutError, WeightUpdateError
 from rollout.validation import checked_int
-from rollout.weights.bucket import (
-    CACHED_BUCKET_BYTES,
-    FlattenedBucket,
-    PackedBucket,
-    buckets,
-    offered_tensors,
-)
-from rollout.weights.distributed import announced_manifest
+from rollout.weights.bucket import CACHED_BUCKET_BYTES, PackedBucket, buckets
+from rollout.weights.disk_source import DiskSource
+from rollout.weights.distributed import GroupSource
 from rollout.weights.manifest import Manifest
-from rollout.weights.named_tensors import (
-    NamedTensors,
-    StoredWeights,
+from rollout.weights.shared_memory import HandleSource
+from rollout.weights.source import (
+    WeightSource,
+    WeightTensors,
     closed_iterator,
-    manifest_of,
     refuse_not_finite,
 )
 from rollout.weights.update_counts import UpdateCounts
@@ -46,11 +37,10 @@ class _Update:
     version: int | None  # of the target, where it is reached
     replicas: frozenset[Replica]  # whose it is
     last_call: float = field(default_factory=time.monotonic)
-    counts: UpdateCounts | None = None  # of one call, once it is committed
 
 
 class ClusterWeights:
-    """Weight updates of a cluster. `WeightUpdates` documents the calls.
+    """Weight updates of a cluster. `RolloutEngine` documents the calls.
 
     An update begins on all replicas, loads on all, then commits on all. What one refuses is
     abandoned on all: they are as they were if no byte has moved anywhere, else all are torn. Once
@@ -145,46 +135,34 @@ class ClusterWeights:
         self._ask_all("abandon_weight_update", reason)
         self.sync.release()
 
-    def update_weights_from_tensor(
-        self,
-        /,
-        named_tensors: NamedTensors
-        | Mapping[str, torch.Tensor]
-        | Iterable[FlattenedBucket]
-        | Iterable[PackedBucket],
-        *,
-        load_format: str | None = None,
-        **options: Any,
-    ) -> UpdateCounts | None:
-        """Update from tensors: each bucket is copied once, into memory that all replicas of a host
-        share."""
-        pairs = offered_tensors(named_tensors, load_format)
-        with self._transaction(lambda: manifest_of(pairs), options) as update:
-            if update.options.check_finite and isinstance(pairs, Collection | StoredWeights):
-                for name, tensor in pairs:
-                    refuse_not_finite(name, tensor)
-            self._load_stream(pairs, direct=load_format == "direct")
-        return update.counts
+    def update_weights(self, source: WeightSource, /, **options: Any) -> UpdateCounts | None:
+        """Tensors are copied once, into memory that all replicas of a host share. Each replica
+        reads a folder itself, under the same path; handles must be of its host.
 
-    def update_weights_from_disk(
-        self, /, model_path: str | Path, **options: Any
-    ) -> UpdateCounts | None:
-        """Each replica reads the folder itself, under the same path."""
-        path = str(model_path)
-        with self._transaction(lambda: self._manifest_of_folder(path, options), options) as update:
-            self._on_all("update_weights_from_disk", path)
-        return update.counts
-
-    def update_weights_from_ipc(
-        self, /, handles: Mapping[str, Any] | Iterable[Mapping[str, Any]], **options: Any
-    ) -> UpdateCounts | None:
-        """Replicas must be on the sender's host."""
-        if isinstance(handles, Mapping):
-            handles = [handles]
-        with self._transaction(lambda: None, options) as update, closed_iterator(handles) as stream:
-            for handle in [list(stream)] if isinstance(handles, Collection) else stream:
-                self._on_all("update_weights_from_ipc", handle)
-        return update.counts
+        Raises WeightUpdateError, too, where a replica was replaced since a group was made.
+        """
+        if isinstance(source, GroupSource):
+            self._require_members(source.group_name)
+        self._abandon_if_silent()
+        is_part = self._update is not None
+        try:
+            if not is_part:
+                self.begin_weight_update(self._manifest(source, options), **options)
+            elif options:
+                names = ", ".join(options)
+                raise InvalidInputError("options", names, "are set by begin_weight_update alone")
+        except RolloutError as error:
+            if isinstance(source, GroupSource):  # its sender is waiting to hear of it
+                self._ask_all("decline_weights", source, str(error))
+            raise
+        try:
+            update = self._under_way()
+            self._load(source, update.options)
+            update.last_call = time.monotonic()  # however long it took
+            return None if is_part else self.end_weight_update()
+        except BaseException as error:
+            self.abandon_weight_update(f"it failed: {error}")
+            raise
 
     def init_weights_update_group(
         self,
@@ -231,38 +209,6 @@ class ClusterWeights:
         for answer in [each.call("destroy_weights_update_group", group_name) for each in members]:
             answer.exception()  # of one that died, or of a group whose sender is gone
 
-    def update_weights_from_distributed(
-        self,
-        /,
-        names: Sequence[str],
-        dtypes: Sequence[str | torch.dtype],
-        shapes: Sequence[Sequence[int]],
-        group_name: str = "weight_update_group",
-        *,
-        load_format: str | None = None,
-        **options: Any,
-    ) -> UpdateCounts | None:
-        """Raises WeightUpdateError, too, where a replica was replaced since the group was made."""
-        strangers = set(self._replicas.joined.values()) - self._group(group_name)
-        if strangers:
-            raise WeightUpdateError(
-                f"{', '.join(sorted(each.name for each in strangers))} came after the group "
-                f"{group_name} was made: destroy it and make it again"
-            )
-        announced = (names, dtypes, shapes, group_name)
-        manifest = announced_manifest(names, dtypes, shapes)
-        with ExitStack() as stack:
-            try:
-                update = stack.enter_context(self._transaction(lambda: manifest, options))
-            except RolloutError as error:  # the sender is waiting to hear of it
-                self._ask_all(
-                    "decline_weights_from_distributed", *announced, str(error),
-                    load_format=load_format,
-                )  # fmt: skip
-                raise
-            self._on_all("update_weights_from_distributed", *announced, load_format=load_format)
-        return update.counts
-
     def weights_digest(self, selector: str = "all") -> str:
         """The digest that all replicas share. Raises IntegrityError where they differ."""
         digests = self._replicas.on_all("weights_digest", selector)
@@ -276,45 +222,36 @@ class ClusterWeights:
         self._abandon_if_silent()
         return self.sync.why_lost
 
-    @contextmanager
-    def _transaction(
-        self, manifest: Callable[[], Manifest | None], options: dict[str, Any]
-    ) -> Iterator[_Update]:
-        """One whole update, or a part of the one that is under way. What fails abandons it."""
-        self._abandon_if_silent()
-        is_part = self._update is not None
-        if is_part and options:
-            names = ", ".join(options)
-            raise InvalidInputError("options", names, "are set by begin_weight_update alone")
-        if not is_part:
-            self.begin_weight_update(manifest(), **options)
-        try:
-            update = self._under_way()
-            yield update
-            update.last_call = time.monotonic()  # however long it took
-            if not is_part:
-                update.counts = self.end_weight_update()
-        except BaseException as error:
-            self.abandon_weight_update(f"it failed: {error}")
-            raise
-
-    def _load_stream(self, named_tensors: NamedTensors, *, direct: bool) -> None:
-        """Replicas load one bucket while the next is packed."""
-        wait: Callable[[], Any] = lambda: None  # noqa: E731
-        with closed_iterator(buckets(named_tensors, CACHED_BUCKET_BYTES)) as stream:
-            for bucket in stream:
-                shared = self._replicas.share(PackedBucket.of(bucket))
-                wait()
-                wait = self._send_all("update_weights_from_bucket", shared, direct=direct)
-            wait()
-
-    def _manifest_of_folder(self, path: str, options: dict[str, Any]) -> Manifest:
-        selector = UpdateOptions.of(options).selector
-        found = self._on_all("weights_manifest", selector, model_path=path)
-        first, *others = found.values()
+    def _manifest(self, source: WeightSource, options: dict[str, Any]) -> Manifest | None:
+        """All that the source brings, where it is known: of a folder, to the replicas alone."""
+        if not isinstance(source, DiskSource):
+            return source.manifest()
+        path, selector = str(source.model_path), UpdateOptions.of(options).selector
+        first, *others = self._on_all("weights_manifest", selector, model_path=path).values()
         if any(other != first for other in others):
             raise InvalidInputError("model_path", path, "is not the same folder on every host")
         return first
+
+    def _load(self, source: WeightSource, options: UpdateOptions) -> None:
+        if isinstance(source, WeightTensors):
+            if options.check_finite:
+                for name, tensor in source.tensors_to_check():
+                    refuse_not_finite(name, tensor)
+            self._load_stream(source)
+            return
+        for each in source.split() if isinstance(source, HandleSource) else [source]:
+            self._on_all("update_weights", each)
+
+    def _load_stream(self, tensors: WeightTensors) -> None:
+        """Replicas load one bucket while the next is packed."""
+        wait: Callable[[], Any] = lambda: None  # noqa: E731
+        with closed_iterator(buckets(tensors, CACHED_BUCKET_BYTES)) as stream:
+            for bucket in stream:
+                packed = PackedBucket.of(bucket, is_direct=tensors.is_direct)
+                shared = self._replicas.share(packed)
+                wait()
+                wait = self._send_all("update_weights", shared)
+            wait()
 
     def _under_way(self) -> _Update:
         self._abandon_if_silent()
@@ -337,6 +274,14 @@ class ClusterWeights:
         """Wait until a replica can be updated, and none is being brought the current weights."""
         while not self._replicas.joined or self.sync.is_busy:
             self._replicas.poll(WAIT_SECONDS)
+
+    def _require_members(self, group_name: str) -> None:
+        strangers = set(self._replicas.joined.values()) - self._group(group_name)
+        if strangers:
+            raise WeightUpdateError(
+                f"{', '.join(sorted(each.name for each in strangers))} came after the group "
+                f"{group_name} was made: destroy it and make it again"
+            )
 
     def _group(self, group_name: str) -> frozenset[Replica]:
         if group_name not in self._groups:

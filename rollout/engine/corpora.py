@@ -70,26 +70,10 @@ class Corpora:
         publish: Publishing | str = Publishing.WHEN_READY,
         wait: bool = False,
     ) -> str:
-        """Load a corpus to draft from, from exactly one source; its name.
-
-        Args:
-            name: not that of another, unless it failed; default: a random one.
-            documents: texts. As a file's texts, they are encoded as they stand, without special
-                tokens, since drafts continue running text.
-            token_chunks: token ids, a sequence per document.
-            file_path: JSONL, per line a JSON string or an object with ``text``.
-            publish: ``when_ready``, or ``on_request``: by `publish_external_corpus` alone.
-            wait: return when it is published, or ready where that is on request, and raise
-                InvalidInputError if it could not be loaded, its name being free again. Else
-                `external_corpora` says how far it is.
-
-        A document that cannot be used, or a limit exceeded, fails the whole load: none of the
-        documents is drafted from. They must not be changed while they load. Raises
-        InvalidInputError.
-        """
+        """See `RolloutEngine.add_external_corpus`."""
         corpus = self._external()
         if name is None:
-            name = self._worker.ranks.tensor.all_gather_text(uuid.uuid4().hex)[0]
+            name = uuid.uuid4().hex
         check_name("name", name)
         publishing = checked_member(publish, "publish", Publishing)
         wait = checked_flag(wait, "wait")
@@ -106,35 +90,25 @@ class Corpora:
         return name
 
     def remove_external_corpus(self, name: str) -> None:
-        """Forget an external corpus, or cancel its load. Raises InvalidInputError if unknown."""
+        """See `RolloutEngine.remove_external_corpus`."""
         corpus = self._external()
         self._require_known(corpus, name)
         corpus.remove_external(name)
 
     def publish_external_corpus(self, name: str) -> None:
-        """Draft from an external corpus from the next step on; does nothing where it is published.
-
-        Raises InvalidInputError where it is unknown, loading or failed.
-        """
+        """See `RolloutEngine.publish_external_corpus`."""
         corpus = self._external()
         self._require_known(corpus, name)
         corpus.publish_external(name)
 
     def external_corpora(self) -> list[ExternalCorpus]:
-        """All external corpora by name; publishes those that are ready and wait for no request.
-
-        Every tensor-parallel rank makes this call, as all others about corpora: corpora that all
-        ranks have loaded are published on all at once, in this call or in the next step.
-        """
+        """See `RolloutEngine.external_corpora`."""
         corpus = self._external()
         corpus.publish()
         return corpus.external_corpora()
 
     def wait_for_external_corpora(self, timeout: float | None = None) -> list[ExternalCorpus]:
-        """Wait until no external corpus loads; returns all of them, failed ones with the reason.
-
-        Raises TimeoutError after ``timeout`` seconds.
-        """
+        """See `RolloutEngine.wait_for_external_corpora`."""
         corpus = self._external()
         if timeout is not None:
             timeout = checked_seconds(timeout, "timeout", minimum=0)
@@ -147,32 +121,15 @@ class Corpora:
         return corpora
 
     def share_corpus(self, max_bytes: int = 8 << 20) -> None:
-        """Begin to exchange what is committed with other engines of the same model.
-
-        Requests that run are shared whole, ended ones are not. Off until it is called.
-
-        Args:
-            max_bytes: bound on the tokens that wait to be taken, and on those that wait to be
-                learned. Beyond it whole rollouts are left out, the oldest first, and counted.
-
-        Raises InvalidInputError the second time.
-        """
+        """See `RolloutEngine.share_corpus`."""
         self._corpus().share(max_bytes)
 
     def take_corpus_delta(self) -> CorpusDelta:
-        """The tokens this engine's own requests committed since the last delta, each once.
-
-        Raises InvalidInputError before `share_corpus`.
-        """
+        """See `RolloutEngine.take_corpus_delta`."""
         return self._corpus().take_delta()
 
     def learn_corpus_deltas(self, deltas: Sequence[CorpusDelta]) -> None:
-        """Take in what other engines committed, as if it had been rolled out here.
-
-        One sender's deltas come in the order in which they were taken, deltas of several senders in
-        any order; the engine's own are passed over. The next steps feed the corpus, each a bounded
-        number of tokens. Raises InvalidInputError, also before `share_corpus`.
-        """
+        """See `RolloutEngine.learn_corpus_deltas`."""
         deltas = list(checked_iterable(deltas, "deltas", "CorpusDeltas"))
         for delta in deltas:
             if not isinstance(delta, CorpusDelta):
@@ -180,34 +137,16 @@ class Corpora:
         self._corpus().learn_deltas(deltas)
 
     def save_corpus(self, path: str | os.PathLike[str]) -> None:
-        """Write rollouts, published external corpora, calibration and weight version to a file.
-
-        The file, for a trainer's checkpoint, is written whole or not at all. Tensor-parallel ranks
-        have equal corpora, and rank 0 writes the file. The lengths of rollouts go into
-        ``<path>.learned.json``. Raises OSError, and InvalidInputError where ``path`` is a folder or
-        a device.
-        """
+        """See `RolloutEngine.save_corpus`."""
         corpus, path = self._corpus(), checked_path(path, "path")
         for each in (Path(path), learned_file(path)):
             if each.exists() and not each.is_file():
                 raise InvalidInputError("path", str(each), "is no file: choose another name")
-        if self._worker.ranks.tensor.rank:
-            return
         corpus.save(path)
         save_learned(learned_file(path), {"lengths": self._lengths.learned()})
 
     def load_corpus(self, path: str | os.PathLike[str]) -> None:
-        """Go on with the corpus that `save_corpus` wrote, in place of the one held.
-
-        Bring the engine to the weights and weight version of the checkpoint first: rollouts of
-        another version count as those of an older policy. External corpora that are loading go on
-        and replace the file's of the same name, as configured ones do. Before the first step the
-        latter have not begun, so that the file finds the room it was saved from.
-
-        Raises InvalidInputError for a file that is damaged, of another vocabulary or of another
-        ``spec.corpus_bytes``, OSError for one that cannot be read; the corpus is as it was then.
-        Trouble with the file beside it is logged and left at that.
-        """
+        """See `RolloutEngine.load_corpus`."""
         corpus, path = self._corpus(), checked_path(path, "path")
         corpus.load(path)
         self._restore_lengths(learned_file(path))
@@ -229,8 +168,7 @@ class Corpora:
             self._worker.draft_corpus.close()
 
     def learned(self) -> dict[str, Any]:
-        """The learned costs of steps and worth of drafts, JSON-able: the cost curve, calibration,
-        ..."""
+        """See `RolloutEngine.learned`."""
         return {"budget": self._worker.learned()}
 
     def _restore_lengths(self, file: Path) -> None:

@@ -1,7 +1,7 @@
 """The rollout engine: requests in, rollouts out.
 
 `RolloutEngine` is the one door to its parts, and holds the guard that lets one thread at a time
-through: `Generation`, `WeightUpdates`, `Lifecycle` and `Corpora`, which share a `StepRunner`.
+through: `Generation`, `EngineWeights`, `Lifecycle` and `Corpora`, which share a `StepRunner`.
 """
 
 from __future__ import annotations
@@ -9,24 +9,27 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Concatenate, Never
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Never, TypeVar, cast
 
 import torch
 
 from rollout.config import EngineConfig, ParallelConfig, engine_config
 from rollout.engine.call_guard import CallGuard, exclusive
 from rollout.engine.corpora import Corpora
+from rollout.engine.draft_corpus import CorpusDelta, ExternalCorpus, Publishing
 from rollout.engine.empty_outputs import EmptyOutputs
+from rollout.engine.following_rank import FollowingRank
 from rollout.engine.generation import Generation
 from rollout.engine.lifecycle import Lifecycle
 from rollout.engine.metrics import EngineMetrics, EngineStatus, StepMetrics
-from rollout.engine.protocol import P, Part, T, part_call
 from rollout.engine.requests import RequestFactory
 from rollout.engine.step_runner import StepRunner
+from rollout.engine.streaming import RolloutStream
 from rollout.engine.tokenizer import PromptEncoder
-from rollout.engine.weights import WeightUpdates
+from rollout.engine.weights import EngineWeights
 from rollout.engine.worker import Worker
 from rollout.engine.worker_factory import WorkerFactory, shared_settings, worker_factory
 from rollout.errors import EngineStateError, InvalidInputError
@@ -35,16 +38,27 @@ from rollout.parallel import RankGroup
 from rollout.parallel.rank_group import check_alike
 from rollout.scheduler import LengthForecast, Scheduler
 from rollout.scheduler.step_limits import StepLimits
-from rollout.types import MemoryTag, Prompt, Request, Rollout, SamplingParams
+from rollout.types import (
+    MemoryTag,
+    PauseMode,
+    Prompt,
+    Request,
+    Rollout,
+    SamplingParams,
+    TokenExtras,
+)
 from rollout.validation import checked_int, checked_path
+from rollout.weights.bucket import PackedBucket
+from rollout.weights.manifest import Manifest, TensorSpec
+from rollout.weights.rank_messages import JoinGroup
+from rollout.weights.source import WeightSource
+from rollout.weights.update_calls import UpdateCalls
+from rollout.weights.update_counts import UpdateCounts
+
+T = TypeVar("T")
 
 
-def _call(part: str, method: Callable[Concatenate[Part, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """A call that a part answers, behind the engine's guard."""
-    return exclusive(part_call(part, method))
-
-
-class RolloutEngine:
+class RolloutEngine(UpdateCalls):
     """Generates rollouts of one model.
 
     One thread at a time calls it: a call while another thread is in one raises EngineStateError and
@@ -53,7 +67,7 @@ class RolloutEngine:
     """
 
     def __init__(self, config: EngineConfig, worker: Worker) -> None:
-        # With several ranks an interrupt must end the others' waiting at once: see `all_or_none`.
+        # With several ranks an interrupt must end the others' waiting at once: see `telling`.
         self.calls = CallGuard(holds_interrupts=worker.ranks.all.size == 1)
         self.config = config
         self.worker = worker
@@ -79,23 +93,28 @@ class RolloutEngine:
         self.steps = StepRunner(
             worker, self.scheduler, self.requests, self.calls, EmptyOutputs(self.encoder)
         )
-        self.weights = WeightUpdates(worker, self.steps)
-        self.lifecycle = Lifecycle(worker, self.steps, self.weights.handles)
+        self.weights = EngineWeights(worker, self.steps)
+        self.lifecycle = Lifecycle(worker, self.steps, self.weights.receiver.handles)
         self.corpora = Corpora(worker, self.encoder, self.steps)
         self.generation = Generation(
             worker, self.encoder, self.requests, self.steps, self.lifecycle, self.corpora
         )
-        worker.calibrate()
+        self.when_closed = ExitStack()
+        """What is closed after the engine."""
+        with worker.ranks.leader.leading():
+            worker.calibrate()
 
     @classmethod
     def from_config(
         cls, config: EngineConfig, factory: WorkerFactory, progress: Progress | None = None
     ) -> RolloutEngine:
         """Build the worker by its factory. ``progress`` is told how far the model's weights are
-        read."""
+        read. On tensor-parallel ranks other than the first it is a `FollowingRank`."""
         worker = factory(config, progress)
         with worker.ranks.all_or_none("while it started"):
             check_alike(worker.ranks.all, shared_settings(factory, worker))
+            if worker.ranks.tensor.rank:
+                return cast(RolloutEngine, FollowingRank(worker))
             return cls(config, worker)
 
     @classmethod
@@ -156,7 +175,8 @@ class RolloutEngine:
                 to 2,048 on a GPU.
             chunk_len: longest prefill chunk of one request in one step.
             parallel: ranks that run the model, which each make this call: a ParallelConfig or its
-                fields; default: one process.
+                fields; default: one process. Tensor-parallel ones but the first get a
+                `FollowingRank`, which has some of an engine's calls.
             exact: outputs are bitwise independent of batch, chunks, caches and drafts.
             num_threads: CPU threads; default: OMP_NUM_THREADS or torch's, where that is given, else
                 what is measured to be fast.
@@ -229,10 +249,61 @@ class RolloutEngine:
 
     # Requests that return when all is done
 
-    generate = _call("generation", Generation.generate)
-    stream = part_call("generation", Generation.stream)
-    score = _call("generation", Generation.score)
-    score_with_extras = _call("generation", Generation.score_with_extras)
+    @exclusive
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Rollout]:
+        """All samples of all prompts, in prompt order, the samples of one prompt together.
+
+        A prompt is text, which is taken as it stands, token ids, or chat messages such as
+        ``[{"role": "user", "content": "..."}]``, which go through the tokenizer's chat template:
+        chat models want messages.
+
+        With ``parallel.mode=lockstep`` every rank makes this call, with prompts of its own or none,
+        and takes part until those of all have ended. Tensor-parallel ranks all make it too; each
+        gets the rollouts of rank 0's prompts.
+        """
+        return self.led(partial(self.generation.generate, prompts, params))
+
+    def stream(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> RolloutStream:
+        """Each rollout as it finishes, in the order of plain decoding.
+
+        The order is that in which plain decoding of this stream alone, ``max_running`` requests at
+        a time in the order given, would finish them; each comes as soon as no other can come
+        before it. So whoever takes the first few gets the same ones whatever was drafted, whoever
+        was admitted first and however fast it went. An aborted one comes at once, and when a step
+        raises, those that had ended come before the error.
+
+        Every prompt is checked before anything is submitted; InvalidInputError names the first bad
+        one. Leaving the iterator early aborts what is unfinished; ``close()`` does it at once.
+        """
+        return self.generation.stream(prompts, params)
+
+    @exclusive
+    def score(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        params: SamplingParams | None = None,
+    ) -> list[float]:
+        """Logprobs of given output tokens, float32: bitwise those generation reports for them."""
+        return self.score_with_extras(prompt_ids, output_ids, params)[0]
+
+    @exclusive
+    def score_with_extras(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        params: SamplingParams | None = None,
+    ) -> tuple[list[float], TokenExtras]:
+        """`score`, with the other numbers ``params`` asks for (entropy, raw logprobs, ...).
+
+        Where this rank's call is refused, others in lockstep with it are served all the same.
+        """
+        score = self.generation.score_with_extras
+        return self.led(partial(score, prompt_ids, output_ids, params))
 
     # One step at a time, for servers
 
@@ -275,6 +346,24 @@ class RolloutEngine:
         self.steps.add([request])
         return request
 
+    @contextmanager
+    def leading(self) -> Iterator[None]:
+        """A context on rank 0 of tensor-parallel ranks, while the others are in
+        `FollowingRank.follow`: steps, streams and scores in it are run by all."""
+        with self.worker.ranks.leader.leading():
+            yield
+
+    @exclusive
+    def lead(self) -> None:
+        """Let tensor-parallel ranks follow from now on to `close`."""
+        self.worker.ranks.leader.lead()
+
+    @exclusive
+    def led(self, call: Callable[[], T]) -> T:
+        """Make a call that tensor-parallel ranks follow, each by its own `FollowingRank.led`; its
+        result is what theirs return."""
+        return self.worker.ranks.leader.run(call)
+
     def set_driver_thread(self) -> None:
         """Let the calling thread wait where another one is in a call, for as long as that takes."""
         self.calls.driver = threading.get_ident()
@@ -310,7 +399,13 @@ class RolloutEngine:
         """Rollouts that ended since the last step, as aborted ones do. Runs nothing."""
         return self.steps.take_ended()
 
-    any_rank_has_unfinished = _call("generation", Generation.any_rank_has_unfinished)
+    @exclusive
+    def any_rank_has_unfinished(self) -> bool:
+        """Whether any rank in lockstep with this one has something unfinished.
+
+        A call that each of them makes, before each `step`.
+        """
+        return self.generation.any_rank_has_unfinished()
 
     @exclusive
     def abort(self, request_id: int) -> None:
@@ -401,10 +496,57 @@ class RolloutEngine:
         """Whether a step can run now."""
         return not self.unavailable_reason
 
-    pause_generation = _call("lifecycle", Lifecycle.pause_generation)
-    continue_generation = _call("lifecycle", Lifecycle.continue_generation)
-    release_memory = _call("lifecycle", Lifecycle.release_memory)
-    resume_memory = _call("lifecycle", Lifecycle.resume_memory)
+    @exclusive
+    def pause_generation(self, mode: PauseMode | str = PauseMode.ABORT) -> None:
+        """Run nothing until `continue_generation`. Between two steps; again is the same as once.
+
+        Args:
+            mode: ``abort``: what is unfinished ends, with what it has. ``retract``: running
+                requests give their KV back and wait. ``in_place``: they keep it.
+
+        Requests can be submitted meanwhile; they wait.
+        """
+        self.lifecycle.pause_generation(mode)
+
+    @exclusive
+    def continue_generation(self) -> None:
+        """End a pause; does nothing where there is none."""
+        self.lifecycle.continue_generation()
+
+    @exclusive
+    def release_memory(
+        self, tags: Iterable[MemoryTag | str] = ("kv_cache", "weights"), keep_weights: bool = True
+    ) -> dict[str, int]:
+        """Give memory back, of the target and of drafts, until `resume_memory`; bytes by tag.
+
+        The operating system and other processes have it when this returns. Nothing can run without
+        weights and KV cache; requests can be submitted, and wait. Senders' shared memory is let go
+        of too, whatever the tags; it is not ours to count.
+
+        Args:
+            tags: ``kv_cache``: running requests go back to wait and compute theirs again, and the
+                prefix cache is dropped; the corpus stays. ``weights``. ``graphs``: of CUDA; none
+                is captured until `resume_memory`. They are dropped with either of the others too,
+                whose addresses they hold, and are then captured again by themselves.
+            keep_weights: on a GPU their values go to host memory, on the CPU to a temporary folder
+                (``TMPDIR``), and come back bitwise. Else they are lost, and after `resume_memory`
+                the engine refuses to run until a full update.
+
+        Raises InvalidInputError for an unknown tag, EngineStateError for one that is released,
+        WeightUpdateError during an update, OSError where the folder is too small; nothing was
+        released then.
+        """
+        return self.lifecycle.release_memory(tags, keep_weights)
+
+    @exclusive
+    def resume_memory(self, tags: Iterable[MemoryTag | str] | None = None) -> None:
+        """Take back released memory; by default all of it.
+
+        Weights may come first and be updated before the KV cache has its memory. Addresses may
+        change. Raises InvalidInputError for an unknown tag, EngineStateError for one that is not
+        released.
+        """
+        self.lifecycle.resume_memory(tags)
 
     @exclusive
     def flush_cache(self) -> None:
@@ -424,8 +566,9 @@ class RolloutEngine:
         senders on this host is unmapped. Of several ranks none can run any more.
         """
         self.corpora.close()
-        self.weights.close()
-        self.worker.ranks.close()
+        self.weights.receiver.close()
+        with self.when_closed:
+            self.worker.ranks.close()
 
     # Weights
 
@@ -450,25 +593,108 @@ class RolloutEngine:
         were numbered."""
         return self.worker.weights.versions
 
-    begin_weight_update = _call("weights", WeightUpdates.begin_weight_update)
-    end_weight_update = _call("weights", WeightUpdates.end_weight_update)
-    abandon_weight_update = _call("weights", WeightUpdates.abandon_weight_update)
-    update_weights_from_tensor = _call("weights", WeightUpdates.update_weights_from_tensor)
-    update_weights_from_bucket = _call("weights", WeightUpdates.update_weights_from_bucket)
-    update_weights_from_disk = _call("weights", WeightUpdates.update_weights_from_disk)
-    update_weights_from_ipc = _call("weights", WeightUpdates.update_weights_from_ipc)
-    update_weights_from_distributed = _call(
-        "weights", WeightUpdates.update_weights_from_distributed
-    )
-    decline_weights_from_distributed = _call(
-        "weights", WeightUpdates.decline_weights_from_distributed
-    )
-    init_weights_update_group = _call("weights", WeightUpdates.init_weights_update_group)
-    destroy_weights_update_group = _call("weights", WeightUpdates.destroy_weights_update_group)
-    weights_manifest = _call("weights", WeightUpdates.weights_manifest)
-    read_weights = _call("weights", WeightUpdates.read_weights)
-    weights_digest = _call("weights", WeightUpdates.weights_digest)
-    get_weights_by_name = _call("weights", WeightUpdates.get_weights_by_name)
+    @exclusive
+    def update_weights(self, source: WeightSource, /, **options: Any) -> UpdateCounts | None:
+        return self.weights.update(source, options)
+
+    @exclusive
+    def begin_weight_update(self, /, manifest: Manifest | None = None, **options: Any) -> None:
+        """Open an update that several calls bring.
+
+        ``manifest``: all that is going to come; what is wrong with it is refused here. From the
+        first byte to `end_weight_update` no step runs. Raises InvalidInputError, and
+        WeightUpdateError while another update is under way.
+        """
+        self.weights.begin_update(manifest, options)
+
+    @exclusive
+    def end_weight_update(self, weight_version: int | None = None) -> UpdateCounts:
+        """Commit: the next step samples from the new weights. Returns how many tensors were stored
+        and how many ignored.
+
+        ``weight_version``: for a caller that begins without knowing it; one that is in use is
+        refused, and the update stays open.
+
+        The prefix cache is dropped and the n-gram corpus kept. Requests in flight go on with all
+        their KV recomputed; with ``flush_cache=False`` they keep it. Where only drafts have new
+        weights, everything of the target's is kept.
+        """
+        return self.weights.end_update(weight_version)
+
+    @exclusive
+    def abandon_weight_update(self, reason: str = "abandoned by the caller") -> None:
+        """Give up the open update, if there is one: refused until a full one if it had begun."""
+        self.weights.abandon_update(reason)
+
+    @exclusive
+    def decline_weights(self, source: WeightSource, reason: str) -> None:
+        """Tell the sender of a `GroupSource` that nothing of what it announced will be taken."""
+        self.weights.decline(source, reason)
+
+    @exclusive
+    def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = "weight_update_group",
+        backend: str = "gloo",
+        timeout: float = 300.0,
+        sender: str = "specrollout",
+    ) -> None:
+        """Join a group that weights come through, at rank ``rank_offset`` (the sender is rank 0).
+
+        Ranks that run one model join it one after the other from ``rank_offset`` on, and count each
+        in ``world_size``.
+
+        ``sender``: what made rank 0's group. ``specrollout``: a `WeightGroup`. ``torch``: a trainer
+        written for other engines, by torch's own rendezvous at that address; it broadcasts each
+        tensor by itself.
+
+        Waits for all ``world_size`` members. Raises WeightUpdateError, naming ranks, where some are
+        missing after ``timeout`` seconds or were told another size. An update through it that says
+        no timeout of its own waits as long.
+        """
+        group = JoinGroup(
+            master_address, master_port, rank_offset, world_size, group_name, backend, timeout,
+            sender,
+        )  # fmt: skip
+        self.weights.join_group(group)
+
+    @exclusive
+    def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:
+        """Leave a group. Raises InvalidInputError for one this engine is not in."""
+        self.weights.leave_group(group_name)
+
+    @exclusive
+    def weights_manifest(
+        self, selector: str = "all", *, model_path: str | os.PathLike[str] | None = None
+    ) -> dict[str, TensorSpec]:
+        """The manifest of a full update; with ``model_path``, of one from that folder.
+
+        Raises what `update_weights_from_disk` does.
+        """
+        return self.weights.manifest(selector, model_path)
+
+    @exclusive
+    def read_weights(self, names: Sequence[str]) -> PackedBucket:
+        """Whole copies of these tensors, a source for another engine's `update_weights`.
+
+        Raises InvalidInputError for an unknown name, WeightUpdateError while the weights are not
+        those of one version, EngineStateError while they are released.
+        """
+        return self.weights.read(names)
+
+    @exclusive
+    def weights_digest(self, selector: str = "all") -> str:
+        """SHA-256 over names, dtypes, shapes and bytes of the weights, in hexadecimal."""
+        return self.weights.digest(selector)
+
+    @exclusive
+    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[float]:
+        """The first values of a tensor, flattened. Raises InvalidInputError for an unknown name."""
+        return self.weights.first_values(name, truncate_size)
 
     # Corpora
 
@@ -478,14 +704,128 @@ class RolloutEngine:
         corpus = self.worker.draft_corpus
         return None if corpus is None else corpus.num_tokens
 
-    add_external_corpus = _call("corpora", Corpora.add_external_corpus)
-    remove_external_corpus = _call("corpora", Corpora.remove_external_corpus)
-    publish_external_corpus = _call("corpora", Corpora.publish_external_corpus)
-    external_corpora = _call("corpora", Corpora.external_corpora)
-    wait_for_external_corpora = _call("corpora", Corpora.wait_for_external_corpora)
-    share_corpus = _call("corpora", Corpora.share_corpus)
-    take_corpus_delta = _call("corpora", Corpora.take_corpus_delta)
-    learn_corpus_deltas = _call("corpora", Corpora.learn_corpus_deltas)
-    save_corpus = _call("corpora", Corpora.save_corpus)
-    load_corpus = _call("corpora", Corpora.load_corpus)
-    learned = _call("corpora", Corpora.learned)
+    @exclusive
+    def add_external_corpus(
+        self,
+        name: str | None = None,
+        *,
+        documents: Sequence[str] | None = None,
+        token_chunks: Sequence[Sequence[int]] | None = None,
+        file_path: str | os.PathLike[str] | None = None,
+        publish: Publishing | str = Publishing.WHEN_READY,
+        wait: bool = False,
+    ) -> str:
+        """Load a corpus to draft from, from exactly one source; its name.
+
+        Args:
+            name: not that of another, unless it failed; default: a random one.
+            documents: texts. As a file's texts, they are encoded as they stand, without special
+                tokens, since drafts continue running text.
+            token_chunks: token ids, a sequence per document.
+            file_path: JSONL, per line a JSON string or an object with ``text``.
+            publish: ``when_ready``, or ``on_request``: by `publish_external_corpus` alone.
+            wait: return when it is published, or ready where that is on request, and raise
+                InvalidInputError if it could not be loaded, its name being free again. Else
+                `external_corpora` says how far it is.
+
+        A document that cannot be used, or a limit exceeded, fails the whole load: none of the
+        documents is drafted from. They must not be changed while they load. Raises
+        InvalidInputError.
+        """
+        return self.corpora.add_external_corpus(
+            name,
+            documents=documents,
+            token_chunks=token_chunks,
+            file_path=file_path,
+            publish=publish,
+            wait=wait,
+        )
+
+    @exclusive
+    def remove_external_corpus(self, name: str) -> None:
+        """Forget an external corpus, or cancel its load. Raises InvalidInputError if unknown."""
+        self.corpora.remove_external_corpus(name)
+
+    @exclusive
+    def publish_external_corpus(self, name: str) -> None:
+        """Draft from an external corpus from the next step on; does nothing where it is published.
+
+        Raises InvalidInputError where it is unknown, loading or failed.
+        """
+        self.corpora.publish_external_corpus(name)
+
+    @exclusive
+    def external_corpora(self) -> list[ExternalCorpus]:
+        """All external corpora by name; publishes those that are ready and wait for no request."""
+        return self.corpora.external_corpora()
+
+    @exclusive
+    def wait_for_external_corpora(self, timeout: float | None = None) -> list[ExternalCorpus]:
+        """Wait until no external corpus loads; returns all of them, failed ones with the reason.
+
+        Raises TimeoutError after ``timeout`` seconds.
+        """
+        return self.corpora.wait_for_external_corpora(timeout)
+
+    @exclusive
+    def share_corpus(self, max_bytes: int = 8 << 20) -> None:
+        """Begin to exchange what is committed with other engines of the same model.
+
+        Requests that run are shared whole, ended ones are not. Off until it is called.
+
+        Args:
+            max_bytes: bound on the tokens that wait to be taken, and on those that wait to be
+                learned. Beyond it whole rollouts are left out, the oldest first, and counted.
+
+        Raises InvalidInputError the second time.
+        """
+        self.corpora.share_corpus(max_bytes)
+
+    @exclusive
+    def take_corpus_delta(self) -> CorpusDelta:
+        """The tokens this engine's own requests committed since the last delta, each once.
+
+        Raises InvalidInputError before `share_corpus`.
+        """
+        return self.corpora.take_corpus_delta()
+
+    @exclusive
+    def learn_corpus_deltas(self, deltas: Sequence[CorpusDelta]) -> None:
+        """Take in what other engines committed, as if it had been rolled out here.
+
+        One sender's deltas come in the order in which they were taken, deltas of several senders in
+        any order; the engine's own are passed over. The next steps feed the corpus, each a bounded
+        number of tokens. Raises InvalidInputError, also before `share_corpus`.
+        """
+        self.corpora.learn_corpus_deltas(deltas)
+
+    @exclusive
+    def save_corpus(self, path: str | os.PathLike[str]) -> None:
+        """Write rollouts, published external corpora, calibration and weight version to a file.
+
+        The file, for a trainer's checkpoint, is written whole or not at all. The lengths of
+        rollouts go into ``<path>.learned.json``. Raises OSError, and InvalidInputError where
+        ``path`` is a folder or a device.
+        """
+        self.corpora.save_corpus(path)
+
+    @exclusive
+    def load_corpus(self, path: str | os.PathLike[str]) -> None:
+        """Go on with the corpus that `save_corpus` wrote, in place of the one held.
+
+        Bring the engine to the weights and weight version of the checkpoint first: rollouts of
+        another version count as those of an older policy. External corpora that are loading go on
+        and replace the file's of the same name, as configured ones do. Before the first step the
+        latter have not begun, so that the file finds the room it was saved from.
+
+        Raises InvalidInputError for a file that is damaged, of another vocabulary or of another
+        ``spec.corpus_bytes``, OSError for one that cannot be read; the corpus is as it was then.
+        Trouble with the file beside it is logged and left at that.
+        """
+        self.corpora.load_corpus(path)
+
+    @exclusive
+    def learned(self) -> dict[str, Any]:
+        """The learned costs of steps and worth of drafts, JSON-able: the cost curve, calibration,
+        ..."""
+        return self.corpora.learned()

@@ -50,15 +50,7 @@ class Generation:
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[Rollout]:
-        """All samples of all prompts, in prompt order, the samples of one prompt together.
-
-        A prompt is text, which is taken as it stands, token ids, or chat messages such as
-        ``[{"role": "user", "content": "..."}]``, which go through the tokenizer's chat template:
-        chat models want messages.
-
-        With ``parallel.mode=lockstep`` every rank makes this call, with prompts of its own or none,
-        and takes part until those of all have ended.
-        """
+        """See `RolloutEngine.generate`."""
         requests = self._requests_for(prompts, params)
         with closing(self._run_all(requests)) as steps:
             rollouts = [rollout for ended in steps for rollout in ended]
@@ -68,17 +60,7 @@ class Generation:
     def stream(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> RolloutStream:
-        """Each rollout as it finishes, in the order of plain decoding.
-
-        The order is that in which plain decoding of this stream alone, ``max_running`` requests at
-        a time in the order given, would finish them; each comes as soon as no other can come
-        before it. So whoever takes the first few gets the same ones whatever was drafted, whoever
-        was admitted first and however fast it went. An aborted one comes at once, and when a step
-        raises, those that had ended come before the error.
-
-        Every prompt is checked before anything is submitted; InvalidInputError names the first bad
-        one. Leaving the iterator early aborts what is unfinished; ``close()`` does it at once.
-        """
+        """See `RolloutEngine.stream`."""
         return RolloutStream(self._rollouts(prompts, params), self._steps.guard)
 
     def _rollouts(
@@ -164,20 +146,8 @@ class Generation:
             self.run_step()
 
     def any_rank_has_unfinished(self) -> bool:
-        """Whether any rank in lockstep with this one has something unfinished.
-
-        A call that each of them makes, before each `step`.
-        """
+        """See `RolloutEngine.any_rank_has_unfinished`."""
         return self._any_rank(self._steps.has_unfinished)
-
-    def score(
-        self,
-        prompt_ids: Sequence[int],
-        output_ids: Sequence[int],
-        params: SamplingParams | None = None,
-    ) -> list[float]:
-        """Logprobs of given output tokens, float32: bitwise those generation reports for them."""
-        return self.score_with_extras(prompt_ids, output_ids, params)[0]
 
     def score_with_extras(
         self,
@@ -185,10 +155,7 @@ class Generation:
         output_ids: Sequence[int],
         params: SamplingParams | None = None,
     ) -> tuple[list[float], TokenExtras]:
-        """`score`, with the other numbers ``params`` asks for (entropy, raw logprobs, ...).
-
-        Where this rank's call is refused, others in lockstep with it are served all the same.
-        """
+        """See `RolloutEngine.score_with_extras`."""
         self._lifecycle.require_running()
         try:
             request, output = self._scored(

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from rollout.engine.step_runner import StepRunner
 from rollout.engine.worker import Worker
 from rollout.errors import EngineStateError
+from rollout.runner.memory_saver import ReleaseMemory, ResumeMemory
 from rollout.types import MemoryTag, PauseMode
 from rollout.validation import checked_flag, checked_iterable, checked_member
 from rollout.weights.shared_memory import HandleReceiver
@@ -26,14 +27,7 @@ class Lifecycle:
         self._handles = handles
 
     def pause_generation(self, mode: PauseMode | str = PauseMode.ABORT) -> None:
-        """Run nothing until `continue_generation`. Between two steps; again is the same as once.
-
-        Args:
-            mode: ``abort``: what is unfinished ends, with what it has. ``retract``: running
-                requests give their KV back and wait. ``in_place``: they keep it.
-
-        Requests can be submitted meanwhile; they wait.
-        """
+        """See `RolloutEngine.pause_generation`."""
         mode = checked_member(mode, "mode", PauseMode)
         if mode is PauseMode.ABORT:
             self._steps.abort_all()
@@ -42,51 +36,32 @@ class Lifecycle:
         self.is_paused = True
 
     def continue_generation(self) -> None:
-        """End a pause; does nothing where there is none."""
+        """See `RolloutEngine.continue_generation`."""
         self.is_paused = False
 
     def release_memory(
         self, tags: Iterable[MemoryTag | str] = ("kv_cache", "weights"), keep_weights: bool = True
     ) -> dict[str, int]:
-        """Give memory back, of the target and of drafts, until `resume_memory`; bytes by tag.
-
-        The operating system and other processes have it when this returns. Nothing can run without
-        weights and KV cache; requests can be submitted, and wait. Senders' shared memory is let go
-        of too, whatever the tags; it is not ours to count.
-
-        Args:
-            tags: ``kv_cache``: running requests go back to wait and compute theirs again, and the
-                prefix cache is dropped; the corpus stays. ``weights``. ``graphs``: of CUDA; none
-                is captured until `resume_memory`. They are dropped with either of the others too,
-                whose addresses they hold, and are then captured again by themselves.
-            keep_weights: on a GPU their values go to host memory, on the CPU to a temporary folder
-                (``TMPDIR``), and come back bitwise. Else they are lost, and after `resume_memory`
-                the engine refuses to run until a full update.
-
-        Raises InvalidInputError for an unknown tag, EngineStateError for one that is released,
-        WeightUpdateError during an update, OSError where the folder is too small; nothing was
-        released then.
-        """
-        wanted = _memory_tags(tags)
+        """See `RolloutEngine.release_memory`."""
+        wanted = memory_tags(tags)
         keep_weights = checked_flag(keep_weights, "keep_weights")
         memory_saver = self._worker.memory_saver
         memory_saver.require_held(wanted)
         if MemoryTag.KV_CACHE in wanted:
             self._steps.drop_kv(retract=True, abort=False)
         self._handles.release()
-        freed = memory_saver.release(wanted, keep_weights)
+        with self._worker.ranks.sharing(ReleaseMemory(wanted, keep_weights)):
+            freed = memory_saver.release(wanted, keep_weights)
         return {tag.value: num_bytes for tag, num_bytes in freed.items()}
 
     def resume_memory(self, tags: Iterable[MemoryTag | str] | None = None) -> None:
-        """Take back released memory; by default all of it.
-
-        Weights may come first and be updated before the KV cache has its memory. Addresses may
-        change. Raises InvalidInputError for an unknown tag, EngineStateError for one that is not
-        released.
-        """
+        """See `RolloutEngine.resume_memory`."""
         saver = self._worker.memory_saver
         released = [tag for tag in MemoryTag if tag in saver.released]
-        saver.resume(released if tags is None else _memory_tags(tags))
+        wanted = released if tags is None else memory_tags(tags)
+        saver.require_released(wanted)
+        with self._worker.ranks.sharing(ResumeMemory(wanted)):
+            saver.resume(wanted)
 
     @property
     def unavailable_reason(self) -> str:
@@ -115,7 +90,7 @@ class Lifecycle:
             raise EngineStateError(reason)
 
 
-def _memory_tags(tags: Iterable[MemoryTag | str]) -> list[MemoryTag]:
+def memory_tags(tags: Iterable[MemoryTag | str]) -> list[MemoryTag]:
     """The named tags, each once. Raises InvalidInputError."""
     noun = f"some of {', '.join(MemoryTag)}"
     found = [checked_member(tag, "tags", MemoryTag) for tag in checked_iterable(tags, "tags", noun)]

@@ -1,20 +1,13 @@
 """The protocols of an engine: what its callers ask of it, and what a cluster asks of replicas.
 
-`RolloutEngine` is the engine of one process, and documents the calls. Two others stand for several
-of those: `RolloutCluster` for replicas, and `Rank0Engine` for ranks that run one model together,
-which reads off the protocol's methods which of them make a call.
+`RolloutEngine` documents the calls; `RolloutCluster` stands for several replicas.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
-from inspect import getmembers, isfunction
-from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
-
-import torch
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 from rollout.engine.draft_corpus import CorpusDelta, ExternalCorpus, Publishing
 from rollout.engine.metrics import EngineMetrics, EngineStatus, StepMetrics
@@ -31,45 +24,12 @@ from rollout.types import (
 )
 from rollout.weights.bucket import PackedBucket
 from rollout.weights.manifest import Manifest, TensorSpec
+from rollout.weights.source import WeightSource
+from rollout.weights.update_calls import UpdateCalls
 from rollout.weights.update_counts import UpdateCounts
 
-M = TypeVar("M", bound=Callable[..., Any])
-P = ParamSpec("P")
-Part = TypeVar("Part")
-T = TypeVar("T")
 
-
-def first_rank_only(method: M) -> M:
-    """Mark a protocol's method that rank 0 of a model calls alone: it reads what is alike on all
-    ranks, and waits for none. Every rank makes all other calls: they change what ranks share, or
-    wait in their collectives."""
-    method.__dict__["first_rank_only"] = True
-    return method
-
-
-def calls_of(protocol: type, *, all_ranks: bool) -> frozenset[str]:
-    """The names of the protocol's methods that all ranks call, or those that rank 0 calls alone."""
-    methods = getmembers(protocol, isfunction)
-    return frozenset(
-        name
-        for name, method in methods
-        if name[0] != "_" and hasattr(method, "first_rank_only") != all_ranks
-    )
-
-
-def part_call(
-    attribute: str, method: Callable[Concatenate[Part, P], T]
-) -> Callable[Concatenate[Any, P], T]:
-    """A method of an engine that calls ``method`` of its part ``attribute``."""
-
-    @wraps(method)
-    def call(engine: Any, *args: P.args, **kwargs: P.kwargs) -> T:
-        return method(getattr(engine, attribute), *args, **kwargs)
-
-    return cast(Callable[Concatenate[Any, P], T], call)
-
-
-class Engine(Protocol):
+class Engine(UpdateCalls, Protocol):
     """One process's `RolloutEngine`, which documents the calls, or many replicas behind one door.
 
     One thread calls it. Of several replicas a change reaches all or none.
@@ -100,10 +60,8 @@ class Engine(Protocol):
 
     # Requests
 
-    @first_rank_only
     def check(self, prompt: Prompt, params: SamplingParams) -> int: ...
 
-    @first_rank_only
     def compile_grammar(self, params: SamplingParams) -> None: ...
 
     def submit(
@@ -119,12 +77,10 @@ class Engine(Protocol):
         """The request's tokens, logprobs, versions and extras grow from `step` to `step`."""
         ...
 
-    @first_rank_only
     def set_driver_thread(self) -> None:
         """The calling thread drives the engine from now on: it waits for calls of other threads."""
         ...
 
-    @first_rank_only
     def watch(self, request_id: int) -> None:
         """The request's tokens are wanted from step to step; called right after `submit`.
 
@@ -139,7 +95,6 @@ class Engine(Protocol):
         """Returns within milliseconds to a few tenths of a second, whether any ended or not."""
         ...
 
-    @first_rank_only
     def take_ended(self) -> list[Rollout]: ...
     def abort(self, request_id: int) -> None: ...
 
@@ -152,9 +107,7 @@ class Engine(Protocol):
 
     # State
 
-    @first_rank_only
     def status(self) -> EngineStatus: ...
-    @first_rank_only
     def metrics(self) -> EngineMetrics: ...
     @property
     def last_step(self) -> StepMetrics: ...
@@ -173,7 +126,6 @@ class Engine(Protocol):
     ) -> dict[str, int]: ...
     def resume_memory(self, tags: Iterable[MemoryTag | str] | None = None) -> None: ...
     def flush_cache(self) -> None: ...
-    @first_rank_only
     def check_integrity(self) -> None: ...
     def close(self) -> None: ...
 
@@ -186,15 +138,6 @@ class Engine(Protocol):
     def begin_weight_update(self, manifest: Manifest | None = None, **options: Any) -> None: ...
     def end_weight_update(self, weight_version: int | None = None) -> UpdateCounts: ...
     def abandon_weight_update(self, reason: str = ...) -> None: ...
-    def update_weights_from_tensor(
-        self, named_tensors: Any, *, load_format: str | None = None, **options: Any
-    ) -> UpdateCounts | None: ...
-    def update_weights_from_disk(
-        self, model_path: str | Path, **options: Any
-    ) -> UpdateCounts | None: ...
-    def update_weights_from_ipc(
-        self, handles: Mapping[str, Any] | Iterable[Mapping[str, Any]], **options: Any
-    ) -> UpdateCounts | None: ...
     def init_weights_update_group(
         self,
         master_address: str,
@@ -207,16 +150,6 @@ class Engine(Protocol):
         sender: str = "specrollout",
     ) -> None: ...
     def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None: ...
-    def update_weights_from_distributed(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str | torch.dtype],
-        shapes: Sequence[Sequence[int]],
-        group_name: str = "weight_update_group",
-        *,
-        load_format: str | None = None,
-        **options: Any,
-    ) -> UpdateCounts | None: ...
     def weights_digest(self, selector: str = "all") -> str: ...
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[float]: ...
 
@@ -237,34 +170,19 @@ class Engine(Protocol):
     def external_corpora(self) -> list[ExternalCorpus]: ...
     @property
     def corpus_tokens(self) -> int | None: ...
-    @first_rank_only
     def save_corpus(self, path: str | os.PathLike[str]) -> None: ...
     def load_corpus(self, path: str | os.PathLike[str]) -> None: ...
-    @first_rank_only
     def learned(self) -> dict[str, Any]: ...
 
 
 class ReplicaEngine(Engine, Protocol):
     """The engine of a replica, of which a cluster asks more."""
 
-    @first_rank_only
     def weights_manifest(
-        self, selector: str = "all", *, model_path: str | Path | None = None
+        self, selector: str = "all", *, model_path: str | os.PathLike[str] | None = None
     ) -> dict[str, TensorSpec]: ...
     def read_weights(self, names: Sequence[str]) -> PackedBucket: ...
-    def update_weights_from_bucket(
-        self, bucket: PackedBucket, *, direct: bool = False, **options: Any
-    ) -> UpdateCounts | None: ...
-    def decline_weights_from_distributed(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str | torch.dtype],
-        shapes: Sequence[Sequence[int]],
-        group_name: str,
-        reason: str,
-        *,
-        load_format: str | None = None,
-    ) -> None: ...
+    def decline_weights(self, source: WeightSource, reason: str) -> None: ...
     def share_corpus(self, max_bytes: int = ...) -> None: ...
     def take_corpus_delta(self) -> CorpusDelta: ...
     def learn_corpus_deltas(self, deltas: Sequence[CorpusDelta]) -> None: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Collection
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 from rollout.engine.accept_lengths import AcceptLengths
 from rollout.engine.call_guard import CallGuard
@@ -35,8 +35,7 @@ class StepRunner:
     ) -> None:
         self.scheduler = scheduler
         self.metrics = MetricsRecorder(worker.memory.slots.num_slots)
-        parts = {} if worker.ranks.tensor.rank else worker.weights.parts  # rank 0 warns for all
-        self.accept_lengths = AcceptLengths(parts)
+        self.accept_lengths = AcceptLengths(worker.weights.parts)
         self.guard = guard
         self.worker = worker
         self._requests = requests
@@ -54,11 +53,14 @@ class StepRunner:
             self.guard.end_step()
 
     def all_or_none(self) -> AbstractContextManager[None]:
-        """A context for a call that all ranks make together: a failure on one fails it on all.
+        """A context for a call that ranks in lockstep make together: a failure on one fails it on
+        all.
 
         Were it run again, this rank's forwards would be taken for later ones of the others.
         OutOfMemoryError comes before a forward, on all of them.
         """
+        if self.worker.ranks.rows.size == 1:
+            return nullcontext()
         return self.worker.ranks.all_or_none(
             "in the middle of a step", raised_by_all=OutOfMemoryError
         )

@@ -46,20 +46,30 @@ class DeviceSlotTable:
     the row: its entries of computed positions change only together with that version. Entries from
     the start of a run on may have changed, since a step that failed frees its slots. So a step
     sends [min(known, start), end): one or a few tokens, or all of a row that is new or has moved.
-    On the CPU the tensor is a view of the host's table and nothing is sent.
+    On the CPU the tensor is a view of the host's table and nothing is sent, unless other ranks need
+    it: then each has a copy, which rank 0 keeps up to date.
 
     The table of layers with a window names their slots, on the CPU too. Those of tokens behind a
     row's window are neither sent nor read.
     """
 
     def __init__(
-        self, memory: KVCacheManager, device: torch.device, windows: WindowSlots | None = None
+        self,
+        memory: KVCacheManager,
+        device: torch.device,
+        windows: WindowSlots | None = None,
+        *,
+        is_copy: bool = False,
     ) -> None:
-        """``windows``: of layers that have slots of their own."""
+        """
+        Args:
+            windows: of layers that have slots of their own.
+            is_copy: on the CPU too.
+        """
         self._table = memory.req_to_token.table
         self._windows = windows
         self._versions_Q = memory.row_versions
-        self._is_view = windows is None and not gpu.runs_on(device)
+        self._is_view = windows is None and not is_copy and not gpu.runs_on(device)
         if self._is_view:
             self.tensor = torch.from_numpy(self._table).to(device)
         else:
@@ -90,10 +100,13 @@ class DeviceSlotTable:
         writes: TableWrites[NDArray] = TableWrites(indices_C=indices_C, slots_C=slots_C)
         return TableChanges(rows_B=rows_B, versions_B=versions_B, ends_B=ends_B, writes=writes)
 
-    def apply(self, changes: TableChanges, writes: TableWrites[torch.Tensor] | None) -> None:
-        """``writes``: the changes' own, on the device."""
-        if writes is None:
-            return
-        self._flat.index_copy_(0, writes.indices_C, writes.slots_C)
-        self._known_Q[changes.rows_B] = changes.ends_B
-        self._known_versions_Q[changes.rows_B] = changes.versions_B
+    def apply(self, writes: TableWrites[torch.Tensor] | None) -> None:
+        """``writes``: those of the changes, on the device."""
+        if writes is not None:
+            self._flat.index_copy_(0, writes.indices_C, writes.slots_C)
+
+    def note(self, changes: TableChanges) -> None:
+        """The changes were applied."""
+        if changes.writes is not None:
+            self._known_Q[changes.rows_B] = changes.ends_B
+            self._known_versions_Q[changes.rows_B] = changes.versions_B

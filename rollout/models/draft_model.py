@@ -21,6 +21,7 @@ from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.own_weights import OwnWeights
 from rollout.models.spec import ModelSpec, read_json
+from rollout.models.target_vocabulary import TargetVocabulary
 
 CHAIN_ARCHITECTURE = "SpecrolloutMTP"
 """The architecture in config.json of a folder that holds only an MTP chain."""
@@ -74,7 +75,7 @@ class DraftModel(OwnWeights):
         self.spec = spec
         self.dtype = weights.dtype
         self.device = weights.device
-        self._target = target
+        self._vocabulary = TargetVocabulary(target)
 
     def fuse(self, features_TF: torch.Tensor) -> torch.Tensor:
         """The hidden states [T, E] that the first step reads, from the target's features."""
@@ -99,9 +100,13 @@ class DraftModel(OwnWeights):
         """
         ...
 
+    def embedded(self, table_VE: torch.Tensor | None, ids_T: torch.Tensor) -> torch.Tensor:
+        """Embeddings [T, E] by the draft's own table; by the target's if it has none."""
+        return self._vocabulary.embed(ids_T) if table_VE is None else table_VE[ids_T]
+
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
         """Logits [R, D] in the draft's dtype, from hidden states of ``forward``."""
-        return self._target.logits(hidden_RE) if self.head is None else self.head(hidden_RE)
+        return self._vocabulary.logits(hidden_RE) if self.head is None else self.head(hidden_RE)
 
     @abstractmethod
     def weight_loaders(self) -> dict[str, WeightLoader]:
@@ -127,10 +132,3 @@ def draft_weights(target: CausalLM) -> WeightFactory:
 def selected(rows_TE: torch.Tensor, rows_R: torch.Tensor | None) -> torch.Tensor:
     """The rows at ``rows_R``; all where it is None."""
     return rows_TE if rows_R is None else rows_TE[rows_R]
-
-
-def embedded(
-    embedding_VE: torch.Tensor | None, target: CausalLM, input_ids_T: torch.Tensor
-) -> torch.Tensor:
-    """Embeddings [T, E] by a draft's own table, or by the target's if the draft has none."""
-    return target.embed(input_ids_T) if embedding_VE is None else embedding_VE[input_ids_T]

@@ -109,7 +109,7 @@ class Tracker(enum.StrEnum):
 class LogConfig:
     """Logs of a run, and how often they are written."""
 
-    # A file for the run's log, which `specrollout report` draws. auto: <output.path>.log.jsonl
+    # A file for the run's log, which `specrollout report` draws. auto: <output.path>.log
     jsonl: str | None = "auto"
     tracker: Tracker | None = None  # what gets the counters of steps too
     every: int = 1  # steps between two logged ones; rollouts are all logged

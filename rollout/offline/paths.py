@@ -5,7 +5,7 @@
 <output>.run.json        what decides the content, and whether it is complete
 <output>.corpus          the draft corpus; decides nothing, see job_corpus.py
 <output>.corpus.learned.json   lengths of rollouts
-<output>.log.jsonl       the log of the run, unless it is elsewhere or off; see run_log.py
+<output>.log             the log of the run, unless it is elsewhere or off; see run_log.py
 <output>.tensorboard     a folder of event files, for log.tracker=tensorboard
 <output>.lock            who writes them
 """
@@ -54,7 +54,7 @@ class JobPaths:
         log = config.log.jsonl
         self.log = None if log is None else Path(log)
         if log == "auto":
-            self.log = self._beside(".log.jsonl")
+            self.log = self._beside(".log")
         self.tensorboard = self._beside(".tensorboard")
 
     def half_saved(self) -> list[Path]:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from rollout.config import ParallelConfig, ParallelMode
-from rollout.errors import InvalidInputError, ParallelError
+from rollout.errors import EngineStateError, InvalidInputError, ParallelError
 from rollout.parallel.process_ranks import ProcessRanks
 from rollout.parallel.rank_group import CLOSED, RankGroup, SingleRank
+from rollout.parallel.rank_leader import Ended, RankLeader
 from rollout.parallel.time_limit import answered
 
 
@@ -27,16 +30,18 @@ class ModelRanks:
     ``rows``: ranks that have the same heads and each run rows of their own, in lockstep.
     ``all``: both together, T tensor ranks times R ranks of rows. MLPs and experts are split among
     them by output features and compute the rows of all. Global rank r is tensor rank r % T.
+    ``leader``: how the first of the tensor ranks says what they run.
     """
 
     tensor: RankGroup = field(default_factory=SingleRank)
     rows: RankGroup = field(default_factory=SingleRank)
     all: RankGroup
+    leader: RankLeader = field(default_factory=RankLeader)
 
     @staticmethod
-    def of_tensor(group: RankGroup) -> ModelRanks:
+    def of_tensor(group: RankGroup, leader: RankGroup | None = None) -> ModelRanks:
         """All ranks run the same rows."""
-        return ModelRanks(tensor=group, all=group)
+        return ModelRanks(tensor=group, all=group, leader=RankLeader(leader))
 
     @staticmethod
     def of_rows(group: RankGroup) -> ModelRanks:
@@ -60,9 +65,35 @@ class ModelRanks:
         """
         return _AllOrNone(self, when, raised_by_all)
 
+    def telling(self, message: object) -> AbstractContextManager[None]:
+        """A context for what this rank, the first of its tensor ranks, runs with the others; the
+        message says what. Raises what `RankLeader.tell` does."""
+        if self.tensor.size == 1:
+            return nullcontext()
+        self.leader.tell(message)
+        return self.all_or_none("in the middle of what all ranks run")
+
+    def sharing(self, message: object) -> AbstractContextManager[None]:
+        """As `telling` where the others follow; elsewhere each rank makes the call by itself."""
+        return self.telling(message) if self.leader.is_followed else nullcontext()
+
+    def follow(self, run: Callable[[Any], None]) -> Any:
+        """Run what the first of the tensor ranks tells until it ends its lead; its call's result.
+
+        Raises EngineStateError where that call failed, ParallelError where a rank is lost.
+        """
+        for message in self.leader.messages():
+            if isinstance(message, Ended):
+                if message.error:
+                    raise EngineStateError(f"rank 0's call failed: {message.error}")
+                return message.result
+            with self.all_or_none("in the middle of what all ranks run"):
+                run(message)
+        raise AssertionError("a lead ends with Ended")
+
     def close(self, reason: str = CLOSED) -> None:
         """Leave all groups; see `RankGroup.close`."""
-        for group in (self.tensor, self.rows, self.all):
+        for group in (self.tensor, self.rows, self.all, self.leader):
             group.close(reason)
 
 
@@ -127,16 +158,21 @@ def rank_of(config: ParallelConfig) -> int:
     return int(os.environ["RANK"]) if config.size > 1 and is_launched() else 0
 
 
-def open_ranks(
-    config: ParallelConfig, device: torch.device, *, patience: float | None = None
-) -> ModelRanks:
+def follows(config: ParallelConfig) -> bool:
+    """Whether this process is one of several ranks that run the same rows, and not the first."""
+    tensor = config.size if config.mode is ParallelMode.tensor else config.tensor_size
+    return rank_of(config) % tensor > 0
+
+
+_PATIENCE = 30 * 86_400.0
+"""Seconds that a rank waits for its leader, which may wait for its users."""
+
+
+def open_ranks(config: ParallelConfig, device: torch.device) -> ModelRanks:
     """Connect to the other ranks, if any, by torchrun's variables.
 
     These are RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Where more processes were launched than
     ``config.size``, each so many that follow one another are the ranks of one model.
-
-    Args:
-        patience: seconds that ranks wait for each other once connected; default: config.timeout.
 
     Raises InvalidInputError if the launched processes do not make whole groups, ParallelError if
     ranks do not come in time.
@@ -168,27 +204,31 @@ def open_ranks(
             f"{os.environ['MASTER_PORT']} cannot be reached ({str(error).splitlines()[0]})"
         ) from error
 
-    def group_of(name: str, members: range) -> RankGroup:
+    def group_of(name: str, members: range, *, is_leaders: bool = False) -> RankGroup:
         if len(members) == 1:
             return SingleRank()
+        own = members.index(rank)
         return ProcessRanks(
             PrefixStore(f"specrollout/{model}/{number}/{name}", store),
-            members.index(rank),
+            own,
             len(members),
-            device=device,
-            timeout=config.timeout if patience is None else patience,
+            device=torch.device("cpu") if is_leaders else device,
+            timeout=_PATIENCE if is_leaders and own else config.timeout,
         )
 
     everyone = group_of("all", range(config.size))
     if config.mode is ParallelMode.tensor:
-        return ModelRanks.of_tensor(everyone)
+        return ModelRanks.of_tensor(
+            everyone, group_of("leader", range(config.size), is_leaders=True)
+        )
     if config.tensor_size == 1:
         return ModelRanks.of_rows(everyone)
     first = rank - rank % config.tensor_size
     same_rows = range(first, first + config.tensor_size)
     same_heads = range(rank % config.tensor_size, config.size, config.tensor_size)
     return ModelRanks(
-        tensor=group_of(f"tensor/{same_rows[0]}", same_rows),
+        tensor=group_of(f"tensor/{first}", same_rows),
         rows=group_of(f"rows/{same_heads[0]}", same_heads),
         all=everyone,
+        leader=RankLeader(group_of(f"leader/{first}", same_rows, is_leaders=True)),
     )

@@ -31,8 +31,8 @@ T = TypeVar("T")
 _FAILED_SECONDS = 1.0
 """The wait for other ranks to say that a call failed for them too."""
 
-_FIRST_BYTES = 1 << 10
-"""Bytes that `broadcast_bytes` sends with their number: most calls of an engine fit into them."""
+_FIRST_BYTES = 1 << 12
+"""Bytes that `broadcast_bytes` sends with their number: most decoding steps fit into them."""
 
 
 class ProcessRanks:
@@ -90,8 +90,9 @@ class ProcessRanks:
     def all_gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
         return self._run(lambda: self._exchanges[-1].all_gather_columns(x_TC, parts))
 
-    def broadcast_floats(self, numbers: Sequence[float]) -> list[float]:
-        return self._broadcast(torch.tensor(numbers, dtype=torch.float64)).tolist()
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        self._run(lambda: self._exchanges[-1].broadcast(x))
+        return x
 
     def all_gather_int(self, number: int) -> list[int]:
         own = torch.tensor([[number]], dtype=torch.int64)
@@ -117,12 +118,9 @@ class ProcessRanks:
         return self._run(lambda: self._exchanges[0].all_gather_columns(own_1C, parts))[0]
 
     def _broadcast_bytes(self, data: bytes) -> bytes:
-        own = np.frombuffer(data, dtype=np.uint8).copy()
-        return self._broadcast(torch.from_numpy(own)).numpy().tobytes()
-
-    def _broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        self._run(lambda: self._exchanges[0].broadcast(x))
-        return x
+        own = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
+        self._run(lambda: self._exchanges[0].broadcast(own))
+        return own.numpy().tobytes()
 
     def post(self, topic: str, text: str) -> None:
         self._ask(lambda: self._store.set(f"{topic}/{self.rank}", text))

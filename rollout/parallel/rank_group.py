@@ -47,8 +47,8 @@ class RankGroup(Protocol):
         """
         ...
 
-    def broadcast_floats(self, numbers: Sequence[float]) -> list[float]:
-        """Rank 0's numbers. Every rank must pass the same number of them."""
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's tensor, in the place of every rank's own, which has the same shape and dtype."""
         ...
 
     def all_gather_int(self, number: int) -> list[int]:
@@ -92,8 +92,8 @@ class SingleRank:
     def all_gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
         return x_TC
 
-    def broadcast_floats(self, numbers: Sequence[float]) -> list[float]:
-        return list(numbers)
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        return x
 
     def all_gather_int(self, number: int) -> list[int]:
         return [number]

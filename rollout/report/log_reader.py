@@ -100,7 +100,7 @@ def read_log(path: Path) -> Log:
         raise InvalidInputError(
             "log",
             str(path),
-            f"is not the log of a run, {found}: give a job's <output>.log.jsonl",
+            f"is not the log of a run, {found}: give a job's <output>.log",
         )
     with_lines = [run for run in runs if run.num_lines] or runs[
         -1:

@@ -138,11 +138,9 @@ def run_report(arguments: Sequence[str]) -> None:
         "charts, prompts and rollouts: one self-contained HTML file. Several logs are compared. A "
         "job writes its log beside its output, and may still be running.",
     )
+    parser.add_argument("logs", type=Path, nargs="+", metavar="LOG", help="a job's <output>.log")
     parser.add_argument(
-        "logs", type=Path, nargs="+", metavar="LOG.jsonl", help="a job's <output>.log.jsonl"
-    )
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="default: beside the first log, LOG.html"
+        "--output", type=Path, metavar="FILE", help="default: beside the first log, with .html"
     )
     parser.add_argument(
         "--run",

@@ -10,6 +10,7 @@ import tempfile
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -43,6 +44,21 @@ class MemoryPool(Protocol):
     def allocate(self) -> None:
         """Allocate the memory again. Nothing of what it held remains."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseMemory:
+    """Rank 0's message to the ranks that run the same rows; see `MemorySaver.release`."""
+
+    tags: Collection[MemoryTag]
+    keep_weights: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeMemory:
+    """Rank 0's message to the ranks that run the same rows; see `MemorySaver.resume`."""
+
+    tags: Collection[MemoryTag]
 
 
 class MemorySaver:
@@ -101,6 +117,12 @@ class MemorySaver:
         if MemoryTag.WEIGHTS in tags and self._weights.is_under_way:
             raise WeightUpdateError("a weight update is under way; end or abandon it first")
 
+    def require_released(self, tags: Collection[MemoryTag]) -> None:
+        """Raises EngineStateError for a tag that is not released."""
+        for tag in tags:
+            if tag not in self.released:
+                raise EngineStateError(f"{tag.value} is not released: there is nothing to resume")
+
     def release(self, tags: Collection[MemoryTag], keep_weights: bool) -> dict[MemoryTag, int]:
         """Give back what the tags name; the bytes freed by tag.
 
@@ -147,9 +169,7 @@ class MemorySaver:
         serve. Raises EngineStateError for a tag that is not released. When memory is short, what
         could not be had is still released; weights that cannot be read back are torn.
         """
-        for tag in tags:
-            if tag not in self.released:
-                raise EngineStateError(f"{tag.value} is not released: there is nothing to resume")
+        self.require_released(tags)
         for tag in tags:
             if tag is MemoryTag.WEIGHTS:
                 self._resume_weights()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout.memory.device_slot_table import DeviceSlotTable, TableChanges
+from rollout.memory.device_slot_table import DeviceSlotTable
 from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.memory.kv_pool import KvPool
 from rollout.memory.routes_pool import StepRoutes
@@ -31,6 +31,13 @@ from rollout.runner.graphs import ForwardGraphs
 from rollout.runner.step_attention import StepAttention
 from rollout.runner.step_states import StepStates, state_plan
 from rollout.types import Batch, DraftTrees
+
+
+@dataclass(frozen=True, slots=True)
+class RunForward:
+    """Rank 0's message to the ranks that run the same rows."""
+
+    step: StepArrays[NDArray]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,8 +81,9 @@ class ModelRunner:
         self.model = model
         self._kv_pool = kv_pool
         self._state_pool = state_pool
+        self._ranks = model.ranks
         self._req_to_token = memory.req_to_token.table
-        self._table = DeviceSlotTable(memory, device)
+        self._table = DeviceSlotTable(memory, device, is_copy=model.ranks.tensor.size > 1)
         self._windows = memory.windows  # layers with a window have slots of their own; None: not
         self._window_table = None
         if memory.windows is not None:
@@ -110,6 +118,23 @@ class ModelRunner:
             step.window_table = of_windows.writes
         num_sampled, step.table = step.sampled_R.size, changes.writes
         step.sampled_R = self._head_rows(step.sampled_R)
+        with self._ranks.telling(RunForward(step)):
+            logits_RV, features_TF, routes_TC = self.run(step)
+        self._table.note(changes)
+        if self._window_table is not None and of_windows is not None:
+            self._window_table.note(of_windows)
+        if self._routes_pool is not None:
+            self._routes_pool.put(step.slots_T, routes_TC[: step.num_rows])
+        return Forwarded(
+            logits_RV=logits_RV[:num_sampled],
+            features_TF=features_TF[: step.num_rows],
+            offsets_B1=step.q_offsets_B1,
+        )
+
+    @torch.inference_mode()
+    def run(self, step: StepArrays[NDArray]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Logits [R, V] of the sampled rows, features and routes, padding included. All ranks that
+        run the same rows make this call."""
         sent = None
         chunks = self._chunks(step)
         if self._graphs is not None and chunks is None:
@@ -119,21 +144,15 @@ class ModelRunner:
         inputs: StepArrays[torch.Tensor]
         if self._graphs is not None and sent is not None:
             inputs = sent.inputs
-            self._apply(changes, of_windows, inputs)
+            self._apply(inputs)
             hidden_TE, features_TF, routes_TC = self._graphs.run(sent, self._hidden)
         else:
             inputs = upload(step.padded(self._minimum_rows), self._device)
-            self._apply(changes, of_windows, inputs)
+            self._apply(inputs)
             hidden_TE, features_TF, routes_TC = self._hidden(
                 inputs, step.longest, chunks, step.num_rows
             )
-        if self._routes_pool is not None:
-            self._routes_pool.put(step.slots_T, routes_TC[: step.num_rows])
-        return Forwarded(
-            logits_RV=self.model.logits(hidden_TE[inputs.sampled_R])[:num_sampled],
-            features_TF=features_TF[: step.num_rows],
-            offsets_B1=step.q_offsets_B1,
-        )
+        return self.model.logits(hidden_TE[inputs.sampled_R]), features_TF, routes_TC
 
     def _hidden(
         self,
@@ -174,16 +193,11 @@ class ModelRunner:
         features_TF = none if collector is None else collector.features_TF
         return hidden_TE, features_TF, none if routes is None else routes.joined()
 
-    def _apply(
-        self,
-        changes: TableChanges,
-        of_windows: TableChanges | None,
-        inputs: StepArrays[torch.Tensor],
-    ) -> None:
+    def _apply(self, inputs: StepArrays[torch.Tensor]) -> None:
         """Bring the device's tables up to date."""
-        self._table.apply(changes, inputs.table)
-        if self._window_table is not None and of_windows is not None:
-            self._window_table.apply(of_windows, inputs.window_table)
+        self._table.apply(inputs.table)
+        if self._window_table is not None:
+            self._window_table.apply(inputs.window_table)
 
     def _chunks(self, step: StepArrays[NDArray]) -> ChunkedPlan | None:
         """The chunks of long runs, where there is a kernel for them."""

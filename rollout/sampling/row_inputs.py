@@ -100,7 +100,7 @@ def row_inputs(
     params = [request.params for request in rows.owners]
     changes = _changes(rows, vocab) if any(_may_change(p) for p in params) else None
     return RowInputs(
-        temperature_R=rows.forward_ms(np.array([p.temperature for p in params], dtype=np.float32)),
+        temperature_R=rows.per_row(np.array([p.temperature for p in params], dtype=np.float32)),
         seeds_R=rows.seeds_R.view(np.int64),
         positions_R=rows.positions_R,
         changes=changes,
@@ -124,13 +124,13 @@ def tree_inputs(trees: DraftTrees, row_offsets_B1: NDArray[np.int64]) -> TreeInp
 
 def _truncation(rows: SampleRows, changes: Changes[NDArray] | None) -> Truncation[NDArray]:
     params = [request.params for request in rows.owners]
-    truncates_R = rows.forward_ms(np.array([p.truncates for p in params], dtype=np.bool_))
+    truncates_R = rows.per_row(np.array([p.truncates for p in params], dtype=np.bool_))
     if changes is not None:
         truncates_R[changes.rows_C] = False
     return Truncation(
-        top_k_R=rows.forward_ms(np.array([p.top_k for p in params], dtype=np.int64)),
-        top_p_R=rows.forward_ms(np.array([p.top_p for p in params], dtype=np.float32)),
-        min_p_R=rows.forward_ms(np.array([p.min_p for p in params], dtype=np.float32)),
+        top_k_R=rows.per_row(np.array([p.top_k for p in params], dtype=np.int64)),
+        top_p_R=rows.per_row(np.array([p.top_p for p in params], dtype=np.float32)),
+        min_p_R=rows.per_row(np.array([p.min_p for p in params], dtype=np.float32)),
         rows_T=np.flatnonzero(truncates_R),
     )
 
@@ -139,7 +139,7 @@ def _wanted(rows: SampleRows) -> WantedExtras[NDArray]:
     params = [request.params for request in rows.owners]
 
     def wanting(asked: list[bool]) -> NDArray[np.int64]:
-        return np.flatnonzero(rows.forward_ms(np.array(asked, dtype=np.bool_)))
+        return np.flatnonzero(rows.per_row(np.array(asked, dtype=np.bool_)))
 
     max_ids = max(len(p.logprob_token_ids) for p in params)
     ids_OK = np.zeros((len(params), max_ids), dtype=np.int64)
@@ -168,10 +168,10 @@ def _may_change(params: SamplingParams) -> bool:
 
 def _changes(rows: SampleRows, vocab: int) -> Changes[NDArray] | None:
     requests = rows.owners
-    is_edited_R = rows.forward_ms(np.array([_edits(r.params) for r in requests], dtype=np.bool_))
+    is_edited_R = rows.per_row(np.array([_edits(r.params) for r in requests], dtype=np.bool_))
     may_stop_O = [r.prompt_len - r.partial_len + r.params.min_new_tokens for r in requests]
-    is_short_R = rows.positions_R < rows.forward_ms(np.array(may_stop_O))
-    is_constrained_R = rows.forward_ms(
+    is_short_R = rows.positions_R < rows.per_row(np.array(may_stop_O))
+    is_constrained_R = rows.per_row(
         np.array([bool(r.constraints) for r in requests], dtype=np.bool_)
     )
     concerned = np.flatnonzero(is_edited_R | is_short_R | is_constrained_R).tolist()

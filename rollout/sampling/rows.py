@@ -48,9 +48,9 @@ class SampleRows:
     def seeds_R(self) -> NDArray[np.uint64]:
         """The request seed of each row."""
         seeds_O = np.array([request.seed for request in self.owners], dtype=np.uint64)
-        return self.forward_ms(seeds_O)
+        return self.per_row(seeds_O)
 
-    def forward_ms(self, values_O: NDArray) -> NDArray:
+    def per_row(self, values_O: NDArray) -> NDArray:
         """The owner's value of each row: [O] to [R]."""
         return np.repeat(values_O, self.counts_O)
 

@@ -16,7 +16,7 @@ from rollout.server.http_metrics import CountRequests
 from rollout.server.middleware import AnswerAtEnd, BodyLimit, RequireUser, SameOrigin, require_admin
 from rollout.server.openai import chat, completions, route
 from rollout.server.serving import Serving
-from rollout.server.sglang import control, corpora, info, published_weights, weights
+from rollout.server.sglang import control, corpora, info, weights
 from rollout.server.vllm import chat_prompt, lora, tokenize, worker_calls
 from rollout.server.vllm import control as vllm_control
 from rollout.server.vllm import generate as token_generate
@@ -47,7 +47,6 @@ USER: tuple[Routes, ...] = (
 ADMIN: tuple[Routes, ...] = (
     control.admin_routes,
     weights.routes,
-    published_weights.routes,
     corpora.routes,
     control.memory_routes,
     vllm_control.routes,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,9 @@ from rollout.engine.protocol import Engine
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
 from rollout.models.checkpoint import listed
 from rollout.weights.adapter_folder import AdapterFolder
+from rollout.weights.disk_source import DiskSource
 from rollout.weights.manifest import Manifest
+from rollout.weights.source import TensorSource, WeightSource
 from rollout.weights.update_counts import UpdateCounts
 from rollout.weights.update_options import UpdateOptions
 from rollout.weights.versions import TARGET
@@ -53,7 +54,7 @@ class HttpWeightUpdate:
         """Put PEFT's adapter in a folder into the weights, in place of an earlier one.
 
         Raises InvalidInputError for one that replaces tensors of the base, and what
-        `RolloutEngine.update_weights_from_disk` does.
+        `RolloutEngine.update_weights` does.
         """
         self._require_none()
         if whole := AdapterFolder(folder).whole:
@@ -62,13 +63,13 @@ class HttpWeightUpdate:
                 f"replaces {listed(whole)} of the base, which unloading could not restore: send "
                 "merged weights",
             )  # fmt: skip
-        engine.update_weights_from_disk(folder)
+        engine.update_weights(DiskSource(folder))
         self.adapter_name = name
 
     def unload_adapter(self, engine: Engine) -> None:
         """Take the adapter out again: the weights are the base, bit for bit."""
         self._require_none()
-        engine.update_weights_from_tensor({}, lora_scaling=1.0)
+        engine.update_weights(TensorSource({}), lora_scaling=1.0)
         self.adapter_name = None
 
     def _require_none(self) -> None:
@@ -92,28 +93,20 @@ class HttpWeightUpdate:
         self._options = None
         engine.abandon_weight_update(reason)
 
-    def load(
-        self,
-        engine: Engine,
-        manifest: Manifest | None,
-        options: Options,
-        load: Callable[[Options], UpdateCounts | None],
-    ) -> dict[str, Any]:
-        """Load one call's tensors by ``load``, which gets the options to hand to the engine.
+    def load(self, engine: Engine, source: WeightSource, options: Options) -> dict[str, Any]:
+        """Load one call's tensors. Returns the answer, whose message says what became of them.
 
-        Returns the answer, whose message says what became of the tensors.
-
-        ``manifest``: of the tensors, where they may be a bucket. Whatever is wrong is left for
-        ``load`` to raise: a sender may be waiting for it to receive.
+        What is wrong with the source is left for the engine to raise: a sender may be waiting for
+        it to receive.
         """
-        if self._options is None and manifest is not None and engine.is_paused:
-            self._open_for_bucket(engine, manifest, options)
+        if self._options is None and engine.is_paused:
+            self._open_for_bucket(engine, source, options)
         if self._options is None:
-            counts = load(options)
+            counts = engine.update_weights(source, **options)
             self._forget_adapter(options)
             return _committed(engine, counts)
         try:
-            load(self._new_options(engine, options))
+            engine.update_weights(source, **self._new_options(engine, options))
         except BaseException as error:
             self.abandon(engine, f"it failed: {error}")
             raise
@@ -144,8 +137,14 @@ class HttpWeightUpdate:
         if reaches_target and (not committed.partial or committed.lora_scaling is not None):
             self.adapter_name = None
 
-    def _open_for_bucket(self, engine: Engine, manifest: Manifest, options: Options) -> None:
-        """Opens an update, unless the tensors are a whole one or none at all."""
+    def _open_for_bucket(self, engine: Engine, source: WeightSource, options: Options) -> None:
+        """Opens an update, unless the tensors are a whole one or none at all, or not known."""
+        try:
+            manifest = source.manifest()
+        except InvalidInputError:
+            return
+        if manifest is None:
+            return
         try:
             engine.begin_weight_update(manifest, **options)
         except InvalidInputError:

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from rollout.errors import InvalidInputError
 from rollout.weights.manifest import Manifest, TensorSpec
-from rollout.weights.named_tensors import StoredWeights
+from rollout.weights.source import WeightTensors
 
 MAX_TENSORS = 2**16
 
@@ -132,12 +132,14 @@ class ReceivedFile:
         return InvalidInputError(self.field, f"{size} bytes", remedy)
 
 
-class ReceivedTensors(StoredWeights):
+class ReceivedTensors(WeightTensors):
     """The tensors of one or several files. They are views of the files.
 
     Read inside ``with`` they leave nothing behind. Raises InvalidInputError, naming the file's
     field, for what is no safetensors file, and for a name that comes twice.
     """
+
+    is_stored = True
 
     def __init__(self, files: Sequence[ReceivedFile]) -> None:
         self._files = files

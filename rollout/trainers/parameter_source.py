@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -19,6 +19,7 @@ from rollout.trainers.shard_exchange import FlatShard
 from rollout.trainers.weight_stream import WeightStream
 from rollout.weights.lora import LoraScaling
 from rollout.weights.manifest import Manifest, TensorSpec
+from rollout.weights.source import WeightTensors
 from rollout.weights.wrapped_names import checkpoint_name
 
 
@@ -80,8 +81,8 @@ _DTYPES = {
 }
 
 
-class ParameterSource(ABC):
-    """A model's weights by their checkpoint names, whole, a bucket at a time: a `WeightSource`.
+class ParameterSource(WeightTensors):
+    """A model's weights by their checkpoint names, whole, a bucket at a time.
 
     Args:
         model: what the trainer's forward runs.

@@ -44,7 +44,7 @@ def weight_source(
     bucket_bytes: int = BUCKET_BYTES,
     dtype: str | torch.dtype | None = None,
 ) -> ParameterSource:
-    """A `WeightSource` of the weights a trainer's forward runs with.
+    """A source of the weights a trainer's forward runs with.
 
     ``model`` may be a DeepSpeed engine, FSDP1, FSDP2 (``fully_shard``), DistributedDataParallel,
     compiled, or plain, each with PEFT adapters inside or not. The arguments are those of

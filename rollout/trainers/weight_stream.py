@@ -11,13 +11,14 @@ import torch
 from rollout.trainers.param_ref import Weight
 from rollout.trainers.shard_exchange import FlatShard, ShardExchange
 from rollout.weights.manifest import Manifest, Slices, slices_from_json, slices_to_json
+from rollout.weights.source import WeightTensors
 
 if TYPE_CHECKING:
     from rollout.trainers.parameter_source import ParameterSource
 
 
-class WeightStream:
-    """A `WeightSource` for one use. Close it, or use it in ``with``, on every rank.
+class WeightStream(WeightTensors):
+    """A source for one use. Close it, or use it in ``with``, on every rank.
 
     In one pass over a model's weights all ranks go on together or stop together. Before each
     bucket's collectives, and once after the last tensor, they agree that none has failed. A rank

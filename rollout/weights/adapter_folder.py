@@ -105,6 +105,7 @@ class AdapterFolder(CheckpointSource):
                 own = {"r": (*spec.shape, 0)[0], "lora_alpha": alpha}
                 scalings[weight] = adapter_scaling(plain | own, _CONFIG)
         self.scaling = joined_scaling(scalings) if scalings else scaling
+        self.own_options = {"lora_scaling": self.scaling}
         self.whole = sorted(name for name in self.manifest() if not split_lora_name(name))
         """Names of the tensors that replace the base's."""
         self.keeps_ties = bool(config.get("ensure_weight_tying"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -21,37 +22,12 @@ from rollout.weights.bucket_layout import (
     manifest_of_layouts,
 )
 from rollout.weights.manifest import Manifest, TensorSpec
-from rollout.weights.named_tensors import (
+from rollout.weights.source import (
     NamedTensors,
-    StoredWeights,
+    TensorSource,
+    WeightTensors,
     closed_iterator,
-    manifest_of,
-    pairs_of,
 )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedBucket:
-    """A bucket as numpy's array and plain containers, so that receivers unpickle nothing of
-    torch."""
-
-    flat: NDArray[np.uint8]  # (num_bytes,)
-    layout: Mapping[str, Any]  # BucketLayout.to_json()
-
-    @classmethod
-    def of(cls, bucket: FlattenedBucket) -> Self:
-        """A copy: the bucket's buffer may be used again."""
-        return cls(bucket.used.cpu().numpy().copy(), bucket.layout.to_json())
-
-    def unpacked(self) -> FlattenedBucket:
-        """Views of ``flat``. Raises InvalidInputError, naming the field, for a malformed one."""
-        layout = BucketLayout.from_json(self.layout, "bucket.layout")
-        if not isinstance(self.flat, np.ndarray) or self.flat.dtype != np.uint8:
-            raise InvalidInputError("bucket.flat", type(self.flat), "must be an array of uint8")
-        with warnings.catch_warnings():  # of memory that must not be written: it is only read
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            return FlattenedBucket(torch.from_numpy(self.flat), layout)
-
 
 DEFAULT_BUCKET_BYTES = 512 * 2**20
 CACHED_BUCKET_BYTES = 32 * 2**20
@@ -139,57 +115,76 @@ def buckets(
         yield FlattenedBucket(flat, packer.close())
 
 
-def offered_tensors(named_tensors: object, load_format: str | None) -> NamedTensors:
-    """The pairs of name and tensor in what `update_weights_from_tensor` is given.
+@dataclass(frozen=True, eq=False)
+class PackedBucket(WeightTensors):
+    """A bucket as numpy's array and plain containers, so that receivers unpickle nothing of
+    torch."""
 
-    Raises InvalidInputError for another load format, and what `pairs_of` and `unflattened` do.
-    """
-    known = isinstance(load_format, str) and load_format in ("direct", "flattened_bucket")
-    if load_format is not None and not known:
-        raise InvalidInputError(
-            "load_format", load_format, "must be None, direct or flattened_bucket"
-        )
-    if load_format != "flattened_bucket":
-        return pairs_of(named_tensors)
-    return unflattened(checked_iterable(named_tensors, "named_tensors", "FlattenedBuckets"))
+    flat: NDArray[np.uint8]  # (num_bytes,)
+    layout: Mapping[str, Any]  # BucketLayout.to_json()
+    is_direct: bool = False
+    is_stored = True
 
+    @classmethod
+    def of(cls, bucket: FlattenedBucket, *, is_direct: bool = False) -> Self:
+        """A copy: the bucket's buffer may be used again."""
+        return cls(bucket.used.cpu().numpy().copy(), bucket.layout.to_json(), is_direct)
 
-def unflattened(stream: Iterable[FlattenedBucket]) -> NamedTensors:
-    """The named tensors of buckets: of a collection a WeightSource, of a generator as they come.
-
-    Raises InvalidInputError for a collection of which two buckets lie in one buffer: `buckets`
-    reuses its own, so what it yields must be taken one by one.
-    """
-    if not isinstance(stream, Collection):
-        return _unflattened(stream)
-    for index, bucket in enumerate(stream):
-        _refuse_other(bucket, index)
-    if len({bucket.flat.data_ptr() for bucket in stream}) < len(stream):
-        raise InvalidInputError(
-            "named_tensors", len(stream),
-            "buckets share a buffer, which holds the last of them: hand over the iterator itself",
-        )  # fmt: skip
-    return _Buckets(stream)
-
-
-class _Buckets(StoredWeights):
-    """A weight source of buckets that all exist at once."""
-
-    def __init__(self, stream: Collection[FlattenedBucket]) -> None:
-        self._buckets = stream
+    @cached_property
+    def unpacked(self) -> FlattenedBucket:
+        """Views of ``flat``. Raises InvalidInputError, naming the field, for a malformed one."""
+        layout = BucketLayout.from_json(self.layout, "bucket.layout")
+        if not isinstance(self.flat, np.ndarray) or self.flat.dtype != np.uint8:
+            raise InvalidInputError("bucket.flat", type(self.flat), "must be an array of uint8")
+        with warnings.catch_warnings():  # of memory that must not be written: it is only read
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            return FlattenedBucket(torch.from_numpy(self.flat), layout)
 
     def manifest(self) -> Manifest:
-        return manifest_of_layouts(bucket.layout for bucket in self._buckets)
+        return manifest_of_layouts([self.unpacked.layout])
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return _unflattened(self._buckets)
+        return self.unpacked.unflatten()
 
 
-def _unflattened(stream: Iterable[FlattenedBucket]) -> Iterator[tuple[str, torch.Tensor]]:
-    with closed_iterator(stream) as found:
-        for index, bucket in enumerate(found):
+def tensor_source(named_tensors: Any, load_format: str | None = None) -> WeightTensors:
+    """The source of what `update_weights_from_tensor` is given. Its ``manifest`` raises
+    InvalidInputError for what cannot be weights."""
+    if isinstance(named_tensors, WeightTensors):
+        return named_tensors
+    if isinstance(load_format, str) and load_format == "flattened_bucket":
+        return BucketSource(named_tensors)
+    return TensorSource(named_tensors, load_format)
+
+
+class BucketSource(WeightTensors):
+    """`FlattenedBucket`s: several that all exist, or an iterator that reuses one buffer."""
+
+    def __init__(self, stream: Iterable[FlattenedBucket]) -> None:
+        self._stream = stream
+        self.is_stored = isinstance(stream, Collection)
+
+    def manifest(self) -> Manifest | None:
+        """Raises InvalidInputError where two of a collection lie in one buffer: `buckets` reuses
+        its own, so what it yields must be taken one by one."""
+        stream = checked_iterable(self._stream, "named_tensors", "FlattenedBuckets")
+        if not isinstance(stream, Collection):
+            return None
+        for index, bucket in enumerate(stream):
             _refuse_other(bucket, index)
-            yield from bucket.unflatten()
+        if len({bucket.flat.data_ptr() for bucket in stream}) < len(stream):
+            raise InvalidInputError(
+                "named_tensors", len(stream),
+                "buckets share a buffer, which holds the last of them: hand over the iterator "
+                "itself",
+            )  # fmt: skip
+        return manifest_of_layouts(bucket.layout for bucket in stream)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        with closed_iterator(self._stream) as found:
+            for index, bucket in enumerate(found):
+                _refuse_other(bucket, index)
+                yield from bucket.unflatten()
 
 
 def _refuse_other(bucket: object, index: int) -> None:
@@ -199,7 +194,7 @@ def _refuse_other(bucket: object, index: int) -> None:
 
 def _capacity(named_tensors: NamedTensors, bucket_bytes: int) -> int:
     """The bytes a bucket's buffer must hold: no more than all tensors where they are known."""
-    manifest = manifest_of(named_tensors)
+    manifest = tensor_source(named_tensors).manifest()
     if manifest is None:
         return bucket_bytes
     return min(bucket_bytes, sum(spec.num_bytes + ALIGNMENT for spec in manifest.values()))

@@ -10,15 +10,17 @@ import torch
 
 from rollout.models.checkpoint import Checkpoint
 from rollout.weights.manifest import Manifest, TensorSpec
-from rollout.weights.named_tensors import StoredWeights
+from rollout.weights.source import WeightTensors
 
 
-class CheckpointSource(StoredWeights):
+class CheckpointSource(WeightTensors):
     """A folder with model.safetensors, or with shards and their index.
 
     Opening reads every header: a missing or truncated shard raises CheckpointError here, and wrong
     names and shapes are in the manifest. Tensors are views of the mapped files.
     """
+
+    is_stored = True
 
     def __init__(self, model_path: str | Path) -> None:
         self._checkpoint = Checkpoint(Path(model_path))

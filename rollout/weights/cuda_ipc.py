@@ -21,7 +21,6 @@ from rollout.weights.bucket import (
     buckets,
 )
 from rollout.weights.bucket_layout import BucketLayout, checked_bucket_bytes
-from rollout.weights.named_tensors import NamedTensors, closed_iterator
 from rollout.weights.segment import (
     HEADER_BYTES,
     NO_BUCKET,
@@ -31,6 +30,7 @@ from rollout.weights.segment import (
     refuse_refilled,
     refuse_replaced,
 )
+from rollout.weights.source import NamedTensors, closed_iterator
 
 KIND = "cuda_ipc"
 

@@ -30,6 +30,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -39,12 +40,41 @@ from rollout.validation import checked_int, checked_list, checked_name
 from rollout.weights.bucket import FlattenedBucket
 from rollout.weights.bucket_layout import BucketEntry, BucketLayout, layouts, sliced_layout
 from rollout.weights.group import BroadcastGroup, WeightGroup
-from rollout.weights.manifest import Manifest, Slices, TensorSpec, named_dtype, slices_to_json
+from rollout.weights.manifest import (
+    Manifest,
+    Slices,
+    TensorSpec,
+    named_dtype,
+    slices_to_json,
+)
+from rollout.weights.source import WeightSource, WeightTensors
 
 _REFUSAL_SECONDS = 10.0  # at most, of each wait for the sender of an update that has failed
 
 
-class DistributedSource:
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupSource(WeightSource):
+    """The tensors that a joined group's rank 0 sends meanwhile.
+
+    Args:
+        load_format: None: the sender broadcasts each tensor by itself, in this order.
+            ``packed``: joined to buffers of a GiB, as vLLM's senders do; ``packed:BYTES``: of so
+            many bytes. ``flattened_bucket``: it is a `DistributedSender`, whose ``arguments``
+            these are.
+    """
+
+    names: Sequence[str]
+    dtypes: Sequence[str | torch.dtype]
+    shapes: Sequence[Sequence[int]]
+    group_name: str = "weight_update_group"
+    load_format: str | None = None
+
+    def manifest(self) -> Manifest:
+        """Raises InvalidInputError, naming the field."""
+        return announced_manifest(self.names, self.dtypes, self.shapes)
+
+
+class DistributedSource(WeightTensors):
     """The weights a group is about to send, as a WeightSource and a context manager of the update.
 
     Leaving it takes what is left off the wire and tells the sender how the update went.

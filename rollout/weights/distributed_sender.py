@@ -19,11 +19,11 @@ from rollout.weights.bucket_layout import (
 from rollout.weights.distributed import manifest_digest, outcome
 from rollout.weights.group import WeightGroup
 from rollout.weights.manifest import Manifest, Slices, TensorSpec, dtype_name, slices_from_json
-from rollout.weights.named_tensors import WeightSource, closed_iterator
+from rollout.weights.source import WeightTensors, closed_iterator
 
 
 class DistributedSender:
-    """Streams weight sources from rank 0 of a group to all its receivers."""
+    """Streams weights from rank 0 of a group to all its receivers."""
 
     def __init__(self, group: WeightGroup, bucket_bytes: int = CACHED_BUCKET_BYTES) -> None:
         if group.rank != 0:
@@ -31,9 +31,9 @@ class DistributedSender:
         self._group = group
         self._bucket_bytes = checked_bucket_bytes(bucket_bytes)
 
-    def arguments(self, source: WeightSource) -> dict[str, Any]:
+    def arguments(self, source: WeightTensors) -> dict[str, Any]:
         """The arguments of every engine's update_weights_from_distributed, JSON-able."""
-        manifest = source.manifest()
+        manifest = _manifest(source)
         return {
             "names": list(manifest),
             "dtypes": [dtype_name(spec.dtype) for spec in manifest.values()],
@@ -42,14 +42,14 @@ class DistributedSender:
             "load_format": "flattened_bucket",
         }
 
-    def send(self, source: WeightSource, timeout: float | None = None) -> None:
+    def send(self, source: WeightTensors, timeout: float | None = None) -> None:
         """Send all of it, while every engine is in its update_weights_from_distributed.
 
         Returns when every receiver has loaded it. Raises WeightUpdateError, naming ranks, where
         one refuses (nothing was sent), fails or does not answer within ``timeout`` seconds.
         """
         seconds = self._group.timeout if timeout is None else checked_seconds(timeout, "timeout")
-        manifest = source.manifest()
+        manifest = _manifest(source)
         number = self._announce(manifest)
         try:
             self._transfer(number, source, manifest, seconds)
@@ -58,7 +58,7 @@ class DistributedSender:
             self._group.notes.put("announcement", {"number": number, "over": True})
 
     def _transfer(
-        self, number: int, source: WeightSource, manifest: Manifest, seconds: float
+        self, number: int, source: WeightTensors, manifest: Manifest, seconds: float
     ) -> None:
         try:
             answers = self._require(number, "answer", seconds, "takes this update")
@@ -113,7 +113,7 @@ class DistributedSender:
             )
         return {rank: notes[key] for key, rank in keys.items()}
 
-    def _stream(self, source: WeightSource, manifest: Manifest, seconds: float) -> None:
+    def _stream(self, source: WeightTensors, manifest: Manifest, seconds: float) -> None:
         expected = iter(layouts(manifest, self._bucket_bytes))
         stream = buckets(source, self._bucket_bytes, device=self._group.device)
         with closed_iterator(stream) as packed:
@@ -128,7 +128,11 @@ class DistributedSender:
             raise WeightUpdateError("the source ended before its manifest was through")
 
     def _stream_slices(
-        self, source: WeightSource, manifest: Manifest, needed: Mapping[int, Slices], seconds: float
+        self,
+        source: WeightTensors,
+        manifest: Manifest,
+        needed: Mapping[int, Slices],
+        seconds: float,
     ) -> None:
         """Send each rank what it needs of each bucket. Ranks of equal needs share a buffer; all
         buffers together hold little more than a bucket, or the largest tensor."""
@@ -162,6 +166,13 @@ class DistributedSender:
                 self._group.send(tensors, seconds)
             if next(stream, None) is not None:
                 raise WeightUpdateError("the source goes on where its manifest ends")
+
+
+def _manifest(source: WeightTensors) -> Manifest:
+    manifest = source.manifest()
+    if manifest is None:
+        raise InvalidInputError("source", type(source).__name__, "must know what it will bring")
+    return manifest
 
 
 def _next_tensor(stream: Iterator[tuple[str, torch.Tensor]], entry: BucketEntry) -> torch.Tensor:

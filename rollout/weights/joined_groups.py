@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -10,9 +10,10 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from rollout.errors import InvalidInputError
 from rollout.validation import checked_int, checked_name, checked_seconds
-from rollout.weights.distributed import DistributedSource, announced_manifest
+from rollout.weights.distributed import DistributedSource, GroupSource
 from rollout.weights.group import BroadcastGroup, WeightGroup
 from rollout.weights.group_store import GroupStore
+from rollout.weights.source import WeightTensors
 
 _DEVICE_TYPES = {"gloo": "cpu", "nccl": "cuda"}  # under which torch keeps a backend's keys
 
@@ -83,25 +84,16 @@ class JoinedGroups:
         )
 
     @contextmanager
-    def source(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str | torch.dtype],
-        shapes: Sequence[Sequence[int]],
-        group_name: str,
-        *,
-        load_format: str | None,
-        timeout: float | None,
-    ) -> Iterator[DistributedSource]:
-        """The source of what the group's sender is about to send; the sender hears how it went.
+    def opened(self, source: GroupSource, timeout: float | None) -> Iterator[WeightTensors]:
+        """The tensors that the group's sender is about to send; it hears how it went.
 
         ``timeout``: seconds, of each wait; None: what the group was joined with.
         """
-        group = self._named(group_name)
+        group = self._named(source.group_name)
         seconds = group.timeout if timeout is None else checked_seconds(timeout, "timeout")
-        with DistributedSource(group, load_format=load_format, timeout=seconds) as source:
-            source.expect(announced_manifest(names, dtypes, shapes))
-            yield source
+        with DistributedSource(group, load_format=source.load_format, timeout=seconds) as tensors:
+            tensors.expect(source.manifest())
+            yield tensors
 
     def num_bytes(self, group_name: str) -> int:
         """Bytes that have come through a group. Raises InvalidInputError for an unknown one."""

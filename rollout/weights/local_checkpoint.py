@@ -1,9 +1,7 @@
-"""A local checkpoint that follows the versions a trainer publishes in a folder.
+"""A local checkpoint that follows the versions that SkyRL's trainer publishes in a folder.
 
-slime's trainer writes ``weight_v000007/`` for version 7: a whole checkpoint folder, or what has
-changed since version 6, each tensor's bytes xor-ed or overwritten, compressed with zstd, beside a
-checksum of what it must become. SkyRL's writes ``delta-00000007/``, always a difference. Version 0
-is the checkpoint that the engine began with.
+Version 0 is the checkpoint that the engine began with; ``delta-00000007/`` is what has changed from
+version 6 to 7 (`published_delta`).
 
 The folder ``.weight_sync`` in the local one holds a lock and ``state.json``, which names the
 version and where it came from. That file is missing while a version is written, so whatever ends
@@ -14,6 +12,7 @@ undo it.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -22,10 +21,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rollout.errors import CheckpointError, InvalidInputError
-from rollout.models.checkpoint import listed
+from rollout.models.checkpoint import Checkpoint, listed
 from rollout.models.pulled_folder import LOCK, STATE, SYNC, pulls_held_off
 from rollout.models.spec import read_json
-from rollout.weights.published_version import Place, PublishedVersion, opened
+from rollout.weights.published_delta import MANIFEST, Place, PublishedDelta, opened
+
+_INDEX = "model.safetensors.index.json"
+_SAMPLES, _SAMPLE = 16, 1 << 16  # of each file's bytes, for the digest
 
 
 class LocalCheckpoint:
@@ -74,7 +76,7 @@ class LocalCheckpoint:
         return int(version)
 
     def pull(self, target: int) -> None:
-        """Bring the folder to version ``target``: from the last whole one, by the differences.
+        """Bring the folder to version ``target``: from the one that is there, or from version 0.
 
         Waits for other pulls into it, and for those who load it. Raises CheckpointError for a
         version that is missing, damaged or of another base.
@@ -84,49 +86,41 @@ class LocalCheckpoint:
                 return
         with self._locked(fcntl.LOCK_EX):
             here = self._current(target)
-            start = target
-            while start > (here or 0) and self._published(start).is_difference:
-                start -= 1
-            whole = None
-            if here is None or start > here:
-                whole, here = self._published(start), start
-                whole.check_whole()
-            tensors = _places(self._folder if whole is None else whole.folder)
-            versions = [self._published(v) for v in range(here + 1, target + 1)]
-            differences = [v.difference(n) for n, v in enumerate(versions, here + 1)]
-            for version, difference in zip(versions, differences, strict=True):
-                unknown = sorted(difference.names - tensors.keys())
-                if unknown:
+            start = self._base if here is None else self._folder
+            names = Checkpoint(start).tensors.keys()  # raises where a shard is missing
+            versions = range((here or 0) + 1, target + 1)
+            deltas = {each: PublishedDelta(self._published(each), each) for each in versions}
+            for version, delta in deltas.items():
+                if unknown := sorted(delta.checksums.keys() - names):
                     raise CheckpointError(
-                        f"{version.folder}: {listed(unknown)}: no tensors of {self._folder}"
+                        f"{self._folder_of(version)}: {listed(unknown)}: no tensors of {start}"
                     )
-            if whole is not None:
-                self._copy(whole, here)
-            for number, difference in enumerate(differences, here + 1):
-                identity = self._identity(number)
+            if here is None:
+                self._copy_base()
+            for version, delta in deltas.items():
+                identity = self._identity(version)
                 places = _places(self._folder)
                 self._give_up()
-                difference.apply({n: places[n] for n in difference.names})
+                delta.apply(places)
                 for path in {path for path, *_ in places.values()}:
                     _to_disk(path)
                 self._commit(identity)
 
-    def _published(self, version: int) -> PublishedVersion:
-        """Raises CheckpointError for a version that is not there, and what the check raises."""
+    def _published(self, version: int) -> Path:
+        """The folder of a version. Raises CheckpointError for one that is not there, and what the
+        check raises."""
         if version == 0:
-            return PublishedVersion(self._base)
+            return self._base
         folder = self._folder_of(version)
         if not os.path.lexists(folder):
             raise CheckpointError(f"{folder}: version {version} was not published")
         self._check(folder)
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: must be a folder")
-        return PublishedVersion(folder)
+        return folder
 
     def _folder_of(self, version: int) -> Path:
-        """SkyRL's folder of a version where there is one, else slime's."""
-        of_skyrl = self._source / f"delta-{version:08d}"
-        return of_skyrl if of_skyrl.exists() else self._source / f"weight_v{version:06d}"
+        return self._source / f"delta-{version:08d}"
 
     def _current(self, target: int) -> int | None:
         """The version to go on from; None: begin with a whole one."""
@@ -134,9 +128,8 @@ class LocalCheckpoint:
         if version is None or version > target:
             return None
         found = read_json(self._state)
-        folder = self._folder_of(version)
-        if 0 < version < target and not os.path.lexists(folder):  # older ones may be pruned
-            origin = self._origin()
+        if 0 < version < target and not os.path.lexists(self._folder_of(version)):
+            origin = self._origin()  # older ones may be pruned
             return version if origin == {name: found.get(name) for name in origin} else None
         return version if found == self._identity(version) else None
 
@@ -145,14 +138,14 @@ class LocalCheckpoint:
 
     def _identity(self, version: int) -> dict[str, str]:
         """The fields of ``state.json``, which tell apart versions of one number of two runs."""
-        digest = self._published(version).digest()
+        digest = _digest(self._published(version))
         return {"version": f"{version:06d}", "digest": digest} | self._origin()
 
-    def _copy(self, whole: PublishedVersion, version: int) -> None:
-        with pulls_held_off(whole.folder):
-            identity = self._identity(version)
+    def _copy_base(self) -> None:
+        with pulls_held_off(self._base):
+            identity = self._identity(0)
             self._give_up()
-            files = {entry.name: entry for entry in os.scandir(whole.folder) if entry.is_file()}
+            files = {entry.name: entry for entry in os.scandir(self._base) if entry.is_file()}
             for entry in os.scandir(self._folder):
                 if entry.is_file() and entry.name not in files:
                     os.remove(entry.path)
@@ -195,6 +188,24 @@ def _to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _digest(folder: Path) -> str:
+    """SHA-256 of the indices, which have checksums where a version is a difference, and of each
+    weight file its size, its header and samples of the rest."""
+    digest = hashlib.sha256()
+    indices = [path for name in (_INDEX, MANIFEST) if (path := folder / name).exists()]
+    for path in [*indices, *sorted(folder.glob("*.safetensors"))]:
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}\n".encode())
+        with path.open("rb") as file:
+            start = size if path in indices else 8 + int.from_bytes(file.read(8), "little")
+            file.seek(0)
+            digest.update(file.read(min(start, size, 100 << 20)))
+            for sample in range(_SAMPLES):
+                file.seek(size * sample // _SAMPLES)
+                digest.update(file.read(_SAMPLE))
+    return digest.hexdigest()
 
 
 def _places(folder: Path) -> dict[str, Place]:

@@ -6,17 +6,16 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from rollout.errors import InvalidInputError
-from rollout.models.layers.weight_loader import WeightLoader, same_values
+from rollout.models.layers.weight_loader import WeightLoader
 from rollout.weights.checkpoint_source import CheckpointSource
 from rollout.weights.manifest import Manifest, TensorSpec
-from rollout.weights.named_tensors import WeightSource
+from rollout.weights.source import WeightTensors
 from rollout.weights.update_counts import NO_PART
 
 
@@ -44,7 +43,7 @@ class WeightPart(Protocol):
         ...
 
 
-FolderReader = Callable[[Path, frozenset[str]], WeightSource]
+FolderReader = Callable[[Path, frozenset[str]], WeightTensors]
 """Opens a folder that drafts are kept in: the tensors of the named parts, by the names updates use.
 """
 
@@ -135,7 +134,7 @@ class WeightParts(Mapping[str, WeightPart]):
         known = ", ".join(["all", *sorted({*self, "draft"} if steps else self)])
         raise InvalidInputError("selector", selector, f"this worker has: {known}")
 
-    def source(self, folder: Path, selector: str) -> WeightSource:
+    def source(self, folder: Path, selector: str) -> WeightTensors:
         """The source of an update from a folder to these parts. Raises CheckpointError."""
         parts = self.selected(selector)
         first = next(part for part in self if part in parts)  # the target, where it is among them
@@ -149,19 +148,18 @@ class WeightParts(Mapping[str, WeightPart]):
         return [name for name in names if name in both]
 
     def weight_loaders(self, parts: frozenset[str]) -> dict[str, WeightLoader]:
-        """The loaders that an update of these parts writes to. Tensors they borrow from other parts
-        may come too, unchanged."""
-        found: dict[str, WeightLoader] = {}
-        for part, model in self._parts.items():
-            if part not in parts:
-                continue
-            for name, loader in model.weight_loaders().items():
-                owner = self._owners[name]
-                if owner == part:
-                    found[name] = loader
-                elif owner not in parts:
-                    found[name] = _borrowed(name, owner, loader)
-        return found
+        """The loaders that an update of these parts writes to: of the tensors they own."""
+        return {
+            name: loader
+            for part, model in self._parts.items()
+            if part in parts
+            for name, loader in model.weight_loaders().items()
+            if self._owners[name] == part
+        }
+
+    def has(self, name: str) -> bool:
+        """Whether a part has a tensor of this name."""
+        return name in self._owners
 
     def manifest(self, selector: str) -> Manifest:
         """The manifest of a full update of these parts, in the dtypes they are stored in."""
@@ -202,14 +200,3 @@ class WeightParts(Mapping[str, WeightPart]):
                     values = loader.read().contiguous().cpu().reshape(-1)
                     digest.update(values.view(torch.uint8).numpy().data)
         return digest.hexdigest()
-
-
-def _borrowed(name: str, owner: str, loader: WeightLoader) -> WeightLoader:
-    def compare(stored: WeightLoader, values: torch.Tensor) -> None:
-        if not same_values(values, stored.read()):
-            raise InvalidInputError(
-                f"named_tensors[{name!r}]", "other values",
-                f"is the {owner}'s, which this selector leaves alone: leave it out",
-            )  # fmt: skip
-
-    return replace(loader.with_write(compare), is_borrowed=True)

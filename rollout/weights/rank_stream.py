@@ -5,82 +5,97 @@ While they read, rank 0 packs the next. Where ranks cannot map its segments (oth
 memory is full, it sends the bytes instead. ::
 
     every rank                   rank 0                        the others
-    open: are we on one host?
+    share: are we on one host?
     step: all are done with   -> where the next bucket is, or  -> read it
           the last bucket        its bytes, or the end
 
-Every stream is opened by all ranks and ends for all: rank 0 tells the end however its call ends,
-and a rank that does not read to the end takes the rest off the wire in `finish`.
+Every stream is shared by all ranks and ends for all: rank 0 tells the end however its call ends,
+and a rank that does not read to the end takes the rest off the wire.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 
-from rollout.errors import WeightUpdateError
+from rollout.errors import ParallelError, WeightUpdateError
 from rollout.parallel import RankGroup
 from rollout.weights.bucket import CACHED_BUCKET_BYTES, FlattenedBucket, buckets
 from rollout.weights.bucket_layout import BucketLayout
 from rollout.weights.manifest import Manifest
-from rollout.weights.named_tensors import NamedTensors, StoredWeights, closed_iterator, manifest_of
 from rollout.weights.segment import host_memory
 from rollout.weights.shared_memory import (
     SharedMemoryHandle,
     SharedMemoryReceiver,
     SharedMemorySender,
 )
+from rollout.weights.source import NamedTensors, WeightTensors, closed_iterator
 
 log = logging.getLogger(__name__)
 
 
-class RankStream:
-    """The tensors of one update call, to be read once.
+@dataclass(frozen=True, slots=True)
+class StreamSpec:
+    """What is known of a stream before it is read."""
 
-    ``weights``: what rank 0 was given; nothing on other ranks.
+    manifest: Manifest | None
+    is_stored: bool
+    is_direct: bool
+
+
+class RankStream(WeightTensors):
+    """The tensors of one update call, to be read once. Rank 0 alone can check them all.
+
+    ``weights``: what rank 0 was given; None on other ranks.
     """
 
+    checks_for_all = True
+
     def __init__(
-        self, group: RankGroup, manifest: Manifest | None, weights: NamedTensors = ()
+        self, group: RankGroup, spec: StreamSpec, weights: WeightTensors | None = None
     ) -> None:
-        self.known_manifest = manifest
-        self.weights = weights
+        self.spec = spec
+        self.is_stored = spec.is_stored
+        self.is_direct = spec.is_direct
+        self._weights = weights
         self._group = group
         self._on_one_host = False
         self._is_over = False
         self._flat = torch.empty(0, dtype=torch.uint8)  # of rank 0, where segments cannot be had
 
-    @staticmethod
-    def of(
-        group: RankGroup, manifest: Manifest | None, *, stored: bool, weights: NamedTensors = ()
-    ) -> RankStream:
-        """``stored``: whether rank 0 has all tensors now."""
-        if manifest is None:
-            return RankStream(group, None, weights)
-        kind = _StoredStream if stored else _AnnouncedStream
-        return kind(group, manifest, weights)
+    @classmethod
+    def from_rank_0(cls, group: RankGroup, weights: WeightTensors) -> Self:
+        """The stream of what rank 0 was given. Raises what its ``manifest`` does."""
+        spec = StreamSpec(weights.manifest(), weights.is_stored, weights.is_direct)
+        return cls(group, spec, weights)
 
-    @staticmethod
-    def from_rank_0(group: RankGroup, weights: NamedTensors) -> RankStream:
-        """The stream of what rank 0 was given. Raises what `manifest_of` does."""
-        stored = isinstance(weights, Collection | StoredWeights)
-        return RankStream.of(group, manifest_of(weights), stored=stored, weights=weights)
+    def manifest(self) -> Manifest | None:
+        return self.spec.manifest
 
-    @property
-    def is_stored(self) -> bool:
-        """Whether rank 0 has all tensors before the update begins."""
-        return isinstance(self, StoredWeights)
+    def tensors_to_check(self) -> NamedTensors:
+        return () if self._weights is None else self._weights.tensors_to_check()
 
-    def open(self) -> None:
-        """A collective, the first: find out whether segments can be shared."""
+    @contextmanager
+    def shared(self) -> Iterator[Self]:
+        """A context for the call that reads it, which every rank enters: a collective, that finds
+        out whether segments can be shared. The stream ends on all ranks, however the call does."""
         self._on_one_host = len(set(self._group.all_gather_text(host_memory()))) == 1
+        try:
+            yield self
+        except ParallelError:
+            raise
+        except BaseException as error:
+            self._finish(f"it failed: {error}")
+            raise
+        self._finish()
 
-    def finish(self, reason: str = "it was not read to its end") -> None:
+    def _finish(self, reason: str = "it was not read to its end") -> None:
         """End the stream for all ranks, whoever has read how much of it. A collective where it has
         not ended."""
         while not self._is_over:
@@ -99,6 +114,7 @@ class RankStream:
         return message, b""
 
     def _sent(self) -> Iterator[tuple[str, torch.Tensor]]:
+        assert self._weights is not None
         with ExitStack() as stack:
             sender = stack.enter_context(SharedMemorySender(CACHED_BUCKET_BYTES))
             segments = [sender] if self._on_one_host else []
@@ -114,7 +130,7 @@ class RankStream:
                     self._flat = torch.empty(num_bytes, dtype=torch.uint8)
                 return self._flat
 
-            stream = buckets(self.weights, CACHED_BUCKET_BYTES // 2, buffer=buffer)
+            stream = buckets(self._weights, CACHED_BUCKET_BYTES // 2, buffer=buffer)
             for bucket in stack.enter_context(closed_iterator(stream)):
                 if segments:
                     self._step({"handle": segments[0].handle(bucket.layout)})
@@ -137,20 +153,3 @@ class RankStream:
                 yield from FlattenedBucket(flat, layout).unflatten()
         if message["error"]:
             raise WeightUpdateError(f"rank 0: {message['error']}")
-
-
-class _AnnouncedStream(RankStream):
-    """A stream of which names, shapes and dtypes are known."""
-
-    def manifest(self) -> Manifest:
-        assert self.known_manifest is not None
-        return self.known_manifest
-
-
-class _StoredStream(_AnnouncedStream, StoredWeights):
-    """A stream of tensors that rank 0 has, and alone can check before the first is written."""
-
-    checks_for_all = True
-
-    def unchecked(self) -> Iterable[tuple[str, torch.Tensor]]:
-        return self.weights

@@ -9,6 +9,7 @@ of a bucket that has been replaced is refused, before and after its tensors are 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -29,7 +30,6 @@ from rollout.weights.bucket_layout import (
 )
 from rollout.weights.cuda_ipc import CudaIpcHandle, cuda_tensors
 from rollout.weights.manifest import Manifest
-from rollout.weights.named_tensors import NamedTensors, StoredWeights, closed_iterator
 from rollout.weights.segment import (
     MappedSegment,
     OwnedSegment,
@@ -38,6 +38,12 @@ from rollout.weights.segment import (
     refuse_refilled,
     refuse_replaced,
     remove_orphans,
+)
+from rollout.weights.source import (
+    NamedTensors,
+    WeightSource,
+    WeightTensors,
+    closed_iterator,
 )
 
 KIND = "shared_memory"
@@ -192,36 +198,65 @@ class SharedMemoryReceiver:
 Handle = SharedMemoryHandle | CudaIpcHandle
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HandleSource(WeightSource):
+    """Buckets that another process of this host holds, of `SharedMemorySender` or `CudaIpcSender`.
+
+    ``handles``: one or several, all valid now, or an iterator that asks the sender for the next
+    when the last is loaded.
+    """
+
+    handles: Mapping[str, Any] | Iterable[Mapping[str, Any]]
+
+    def split(self) -> Iterator[HandleSource]:
+        """Sources of handles that are valid at once."""
+        if isinstance(self.handles, Mapping | Collection):
+            yield self
+            return
+        with closed_iterator(self.handles) as stream:
+            yield from map(HandleSource, stream)
+
+    def require_list(self) -> None:
+        """Raises InvalidInputError for an iterator."""
+        if not isinstance(self.handles, Mapping | Collection):
+            kind = type(self.handles).__name__
+            raise InvalidInputError("handles", kind, "must be a list: other ranks read them too")
+
+
 class HandleReceiver:
-    """The engine's end of `SharedMemorySender` and `CudaIpcSender`."""
+    """The receiving end of `SharedMemorySender` and `CudaIpcSender`."""
 
     def __init__(self) -> None:
         self._segments = SharedMemoryReceiver()
 
-    def tensors(self, handles: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> NamedTensors:
-        """The names and tensors that the handles stand for.
+    @contextmanager
+    def opened(self, source: HandleSource) -> Iterator[WeightTensors]:
+        """The tensors of a source, while its sender's memory is held."""
+        try:
+            yield self.tensors(source.handles)
+        finally:
+            self._segments.release_removed()
 
-        A handle or a collection of them is a WeightSource, of which everything is checked now. Of
-        a generator each handle is taken when the one before has been loaded. Raises
-        InvalidInputError, naming the field, for handles that are malformed or no longer valid.
+    def tensors(self, handles: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> WeightTensors:
+        """The tensors that handles stand for.
+
+        Handles that are all there are checked now, of an iterator each when the one before has been
+        loaded. Raises InvalidInputError, naming the field, for those that are malformed or no
+        longer valid.
         """
         self._segments.release_removed()
-        if isinstance(handles, Mapping):
-            handles = [handles]
-        checked_iterable(handles, "handles", "handles")
-        if not isinstance(handles, Collection):
-            return self._streamed(handles)
-        parsed = {
-            f"handles[{index}]": _handle(handle, f"handles[{index}]")
-            for index, handle in enumerate(handles)
-        }
-        for field, handle in parsed.items():
+        given = [handles] if isinstance(handles, Mapping) else handles
+        parsed = _parsed(checked_iterable(given, "handles", "handles"))
+        if not isinstance(given, Collection):
+            return _HandleTensors(self, parsed, is_stored=False)
+        stored = list(parsed)
+        for field, handle in stored:
             if isinstance(handle, SharedMemoryHandle):
                 self._segments.check(handle, field)
         cuda_ipc.check_handles(
-            {field: handle for field, handle in parsed.items() if isinstance(handle, CudaIpcHandle)}
+            {field: handle for field, handle in stored if isinstance(handle, CudaIpcHandle)}
         )
-        return _HandleSource(parsed, self)
+        return _HandleTensors(self, stored, is_stored=True)
 
     def tensors_of(self, handle: Handle, field: str) -> Iterator[tuple[str, torch.Tensor]]:
         """The names and tensors of one handle's bucket."""
@@ -229,34 +264,37 @@ class HandleReceiver:
             return self._segments.tensors(handle, field)
         return cuda_tensors(handle, field)
 
-    def release_removed(self) -> None:
-        """Let go of the memory of senders that have removed it."""
-        self._segments.release_removed()
-
     def release(self) -> None:
         """Let go of every sender's memory. The next handle maps it again."""
         self._segments.release()
 
-    def _streamed(self, handles: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-        with closed_iterator(handles) as stream:
-            for index, handle in enumerate(stream):
-                field = f"handles[{index}]"
-                yield from self.tensors_of(_handle(handle, field), field)
 
+class _HandleTensors(WeightTensors):
+    """The tensors of handles by their fields."""
 
-class _HandleSource(StoredWeights):
-    """A weight source of handles that are all valid at once."""
-
-    def __init__(self, handles: Mapping[str, Handle], receiver: HandleReceiver) -> None:
-        self._handles = handles
+    def __init__(
+        self, receiver: HandleReceiver, handles: Iterable[tuple[str, Handle]], *, is_stored: bool
+    ) -> None:
         self._receiver = receiver
+        self._handles = handles
+        self.is_stored = is_stored
 
-    def manifest(self) -> Manifest:
-        return manifest_of_layouts([handle.layout for handle in self._handles.values()])
+    def manifest(self) -> Manifest | None:
+        if not self.is_stored:
+            return None
+        return manifest_of_layouts(handle.layout for _, handle in self._handles)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for field, handle in self._handles.items():
-            yield from self._receiver.tensors_of(handle, field)
+        with closed_iterator(self._handles) as handles:
+            for field, handle in handles:
+                yield from self._receiver.tensors_of(handle, field)
+
+
+def _parsed(handles: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Handle]]:
+    with closed_iterator(handles) as stream:
+        for index, handle in enumerate(stream):
+            field = f"handles[{index}]"
+            yield field, _handle(handle, field)
 
 
 def _handle(value: Mapping[str, Any], field: str) -> Handle:

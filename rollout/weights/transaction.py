@@ -33,9 +33,9 @@ import torch
 from rollout.errors import EngineStateError, WeightUpdateError
 from rollout.parallel import RankGroup, SingleRank
 from rollout.weights.manifest import Manifest
-from rollout.weights.named_tensors import NamedTensors, manifest_of
 from rollout.weights.open_update import OpenUpdate
 from rollout.weights.parts import WeightPart, WeightParts
+from rollout.weights.source import WeightTensors
 from rollout.weights.update_counts import UpdateCounts
 from rollout.weights.update_options import UpdateOptions
 from rollout.weights.versions import TARGET, next_versions, require_base
@@ -55,10 +55,11 @@ class WeightState(enum.Enum):
 class WeightTransaction:
     """Owns the weight versions of a worker's models and whether they may serve.
 
-    ``parts``: by the names selectors use, the target first; see `WeightParts`. ``passes_over``:
-    whether checkpoints hold a tensor of this name that none of the selected parts has; the tensor
-    is then ignored, and counted as that. ``ranks``: the ranks that run the same models, each with
-    its own slices of the tensors.
+    Args:
+        parts: by the names selectors use, the target first; see `WeightParts`.
+        passes_over: whether checkpoints hold a tensor of this name that no part has; like those of
+            parts that are not selected, it is then ignored, and counted as that.
+        ranks: the ranks that run the same models, each with its own slices of the tensors.
     """
 
     def __init__(
@@ -124,6 +125,11 @@ class WeightTransaction:
         return self._update is not None
 
     @property
+    def is_loading(self) -> bool:
+        """Whether the update under way has written."""
+        return self.is_under_way and self.state is WeightState.LOADING
+
+    @property
     def reaches_target(self) -> bool:
         """Whether the update under way does: if not, what the target computed stays true."""
         return self._update is not None and TARGET in self._update.parts
@@ -152,17 +158,14 @@ class WeightTransaction:
         self,
         options: UpdateOptions,
         manifest: Manifest | None = None,
-        source: NamedTensors | None = None,
-        *,
-        direct: bool = False,
+        source: WeightTensors | None = None,
     ) -> None:
         """Open an update.
 
         Args:
             manifest: all that is going to come; wrong names, shapes and dtypes are refused here.
-            source: of an update that one `load` brings, what that will be given: where its tensors
-                are all there, their values are checked here too.
-            direct: as for `load`.
+            source: of an update that one `load` brings, what that will be given: all that is known
+                of it is checked here, values too where its tensors are stored.
 
         Raises InvalidInputError, and WeightUpdateError while another update is under way, which
         goes on, or where this one would build on torn values that it does not replace, and
@@ -174,8 +177,8 @@ class WeightTransaction:
             if manifest is not None:
                 update.announce(manifest)
             if source is not None:
-                update.check_source(source, manifest, direct)
                 update.source = source
+                update.check(source)
         except BaseException as error:
             self._post("begin", error)
             raise
@@ -191,8 +194,8 @@ class WeightTransaction:
             )
         parts = self.parts.selected(options.selector)
         require_base(self.versions, parts, options.base_version)
-        built_on = self.parts.lenders(parts) | (parts if options.partial else frozenset())
-        if built_on & self._torn.keys():
+        built_on = parts if options.partial else frozenset()
+        if self._torn and (self.parts.lenders(parts) | built_on) & self._torn.keys():
             raise WeightUpdateError(
                 f"the weights are torn: {self.reason}; partial={options.partial} and "
                 f"selector={options.selector!r} cannot heal them"
@@ -202,7 +205,7 @@ class WeightTransaction:
             versions=next_versions(self.versions, parts, options.weight_version),
             parts=parts,
             weight_loaders=self.parts.weight_loaders(parts),
-            passes_over=self._passes_over,
+            is_ignored=lambda name: self.parts.has(name) or self._passes_over(name),
             last_call=self._clock(),
             lora_bases=self._lora_bases,
         )
@@ -227,22 +230,18 @@ class WeightTransaction:
                 self.abandon(f"it failed: {error}")
             raise
 
-    def load(self, named_tensors: NamedTensors, *, direct: bool = False) -> None:
+    def load(self, source: WeightTensors) -> None:
         """Write tensors of the open update; called as often as they come.
 
-        What is known of ``named_tensors`` beforehand is checked before the first is written: all of
-        a collection or of `StoredWeights`, the manifest of any other `WeightSource`; what streams
-        is checked as it comes. ``direct``: nothing is converted, the dtype must be the model's. Any
-        failure ends the update, on all ranks. Raises InvalidInputError, and what ``named_tensors``
-        raises.
+        What is known of the source beforehand is checked before the first is written: values too
+        where it is stored, the manifest where it has one; what streams is checked as it comes. Any
+        failure ends the update, on all ranks. Raises InvalidInputError, and what the source raises.
         """
         update = self._under_way()
         try:
-            manifest = update.manifest
-            if update.source is not named_tensors:
-                manifest = manifest_of(named_tensors)
-                update.check_source(named_tensors, manifest, direct)
-            update.load(named_tensors, manifest, direct)
+            if update.source is not source:
+                update.check(source)
+            update.load(source)
             update.is_loading |= update.restores_bases
             update.num_loads += 1
             if update.source is None:
@@ -281,7 +280,7 @@ class WeightTransaction:
     def _counted(self, update: OpenUpdate) -> UpdateCounts:
         """Count what became of a committed update's tensors, and say so."""
         counts = UpdateCounts(
-            stored=self.parts.counts(update.loaded.keys() - update.ignored),
+            stored=self.parts.counts(update.loaded),
             ignored=self.parts.counts(update.ignored),
         )
         self.num_tensors.update(counts.flat)

@@ -32,8 +32,7 @@ def refuse_wrapped(names: Iterable[str], known: Container[str]) -> None:
     It is not stripped silently: weights inside a wrapper may be shards, or lack their adapter.
     """
     for name in names:
-        plain = checkpoint_name(name)
-        if name in known or plain not in known:
+        if name in known or (plain := checkpoint_name(name)) not in known:
             continue
         if _ADAPTED in name.split("."):
             why = f"names hold `{_ADAPTED}.`, PEFT's for a weight without its adapter: {_SOURCE}, "

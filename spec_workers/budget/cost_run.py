@@ -8,7 +8,6 @@ from collections.abc import Callable
 import torch
 
 from rollout.ops import gpu
-from rollout.parallel import RankGroup
 from spec_workers.budget.budget import DraftBudget
 from spec_workers.budget.cost_curve import CostCurve
 from spec_workers.budget.learned_budget import LearnedBudget
@@ -40,7 +39,6 @@ def time_forwards(target: TargetWorker, curve: CostCurve, seconds: float) -> Non
     Between steps: borrows KV slots, and gives them back. Where they do not suffice, or where the
     context is too short, fewer sizes are timed.
     """
-    group = target.ranks.tensor
     graphs = target.graphs
     warm_ups = 1
     best: dict[int, float] = {}
@@ -49,10 +47,10 @@ def time_forwards(target: TargetWorker, curve: CostCurve, seconds: float) -> Non
         gpu.on(target.model.device),
         trial_forwards(target.memory, target.runner, sorted(set(padded.values()))) as forwards,
     ):
-        clock = _Clock(group, seconds)
+        clock = _Clock(seconds)
         for turn in range(warm_ups + _TURNS):
             if graphs is not None and turn == warm_ups:
-                clock = _Clock(group, seconds)
+                clock = _Clock(seconds)
             for rows, forward in forwards.items():
                 if clock.is_up and (graphs is None or turn > warm_ups):
                     break
@@ -65,11 +63,9 @@ def time_forwards(target: TargetWorker, curve: CostCurve, seconds: float) -> Non
 
 
 class _Clock:
-    """Rank 0's clock: ranks that run one model time equally many forwards, and learn the same from
-    them."""
+    """Times forwards until the seconds have passed."""
 
-    def __init__(self, group: RankGroup, seconds: float) -> None:
-        self._group = group
+    def __init__(self, seconds: float) -> None:
         self._deadline = time.perf_counter() + seconds
         self.is_up = False  # after the last forward
 
@@ -79,8 +75,5 @@ class _Clock:
         if logits_RV.is_cuda:
             torch.cuda.synchronize(logits_RV.device)
         now = time.perf_counter()
-        milliseconds, is_up = self._group.broadcast_floats(
-            [(now - started) * 1e3, now > self._deadline]
-        )
-        self.is_up = bool(is_up)
-        return milliseconds
+        self.is_up = now > self._deadline
+        return (now - started) * 1e3

@@ -20,14 +20,12 @@ from rollout.engine.draft_corpus import (
 )
 from rollout.engine.durable_files import whole_file
 from rollout.errors import IntegrityError, InvalidInputError
-from rollout.parallel import RankGroup, SingleRank
 from rollout.types import Request
 from spec_workers.corpus.external_loader import ExternalLoader
 from spec_workers.corpus.feed import CorpusFeed
 from spec_workers.corpus.inbox import CorpusInbox
 from spec_workers.corpus.options import CorpusOptions
 from spec_workers.corpus.outbox import CorpusOutbox
-from spec_workers.corpus.rank_loads import RankLoads
 
 _OPTION_OF = {
     "max_bytes": "corpus_bytes",
@@ -71,8 +69,6 @@ class NgramCorpus:
         self._weight_version: int | None = None  # of the latest step
         self._vocab_size = vocab_size
         self._loads = ExternalLoader(self.corpus, max_tokens=options.max_external_tokens)
-        self._group: RankGroup = SingleRank()  # those that draft alike
-        self._ranks: RankLoads | None = None  # where others must draft alike
         self.initial_path = options.corpus_path
         if options.corpus_path is not None:
             self.load(options.corpus_path, "spec.corpus_path")
@@ -84,12 +80,6 @@ class NgramCorpus:
     @property
     def num_tokens(self) -> int:
         return self.corpus.num_tokens
-
-    def join(self, group: RankGroup) -> None:
-        """Be one of several ranks that draft alike, before anything is loaded."""
-        self._group = group
-        if group.size > 1:
-            self._ranks = RankLoads(self._loads, group)
 
     def begin_step(self, requests: Sequence[Request], weight_version: int) -> None:
         """Take in what came since the last step: finished loads, a new weight version, and tokens
@@ -123,42 +113,27 @@ class NgramCorpus:
             name,
             documents,
             fraction_read=fraction_read,
-            on_request=publishing is Publishing.ON_REQUEST or self._ranks is not None,
+            on_request=publishing is Publishing.ON_REQUEST,
         )
-        if self._ranks is not None and publishing is Publishing.WHEN_READY:
-            self._ranks.add(name)
 
     def remove_external(self, name: str) -> None:
-        if self._ranks is None or not self._ranks.remove(name):
-            self._loads.remove(name)
+        self._loads.remove(name)
 
     def external_corpora(self) -> list[ExternalCorpus]:
-        failures = {} if self._ranks is None else self._ranks.failures
-        failed = [
-            ExternalCorpus(
-                name=name,
-                state=ExternalState.FAILED,
-                num_tokens=0,
-                num_bytes=0,
-                progress=None,
-                error=error,
-            )
-            for name, error in failures.items()
-        ]
-        own = [
+        found = [
             each if each.error is None else replace(each, error=self._by_option(each.error))
             for each in self._loads.statuses()
         ]
-        return sorted(failed + own, key=lambda each: each.name)
+        return sorted(found, key=lambda each: each.name)
 
     def wait(self, name: str, timeout: float | None) -> None:
         self._loads.wait(name, timeout)
 
     def publish(self) -> None:
-        (self._loads if self._ranks is None else self._ranks).publish()
+        self._loads.publish()
 
     def publish_external(self, name: str) -> None:
-        (self._loads if self._ranks is None else self._ranks).publish_one(name)
+        self._loads.publish_one(name)
 
     def share(self, max_bytes: int) -> None:
         if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
@@ -166,8 +141,6 @@ class NgramCorpus:
         if self.outbox is not None:
             raise InvalidInputError("max_bytes", max_bytes, "the corpus is shared already")
         self.outbox = CorpusOutbox(max_bytes)
-        # Ranks of one engine are one sender, and pass over what any of them sent.
-        self.outbox.sender = int(self._group.all_gather_text(str(self.outbox.sender))[0])
         self.inbox = CorpusInbox(self.corpus, max_bytes, self._vocab_size)
         self.feed.max_followed -= self.inbox.max_sequences
 

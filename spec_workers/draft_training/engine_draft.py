@@ -152,7 +152,6 @@ class DraftSwap:
         return {
             name: loader.read().cpu().clone()
             for name, loader in parts.weight_loaders(parts.selected(SELECTOR)).items()
-            if not loader.is_borrowed
         }
 
     @property

@@ -6,6 +6,7 @@ Legend: B entries of a batch, N draft nodes, G nodes of the n-gram trees.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from rollout.config import EngineConfig
 from rollout.models.checkpoint import Progress
 from rollout.models.draft_model import is_separate_chain
+from rollout.parallel import follows
 from rollout.types import Batch, DraftTrees, Request
 from spec_workers.budget import DraftBudget
 from spec_workers.corpus.ngram_corpus import NgramCorpus
@@ -67,13 +69,11 @@ class HybridWorker(NgramWorker):
         self.drafter = drafter
         self.lockstep = self.lockstep or drafter.lockstep
         self._num_sources = (len(SOURCES), len(drafter.sources))
-        self._gate = NeuralGate(budget, SOURCES, target.ranks.tensor)
+        self._gate = NeuralGate(budget, SOURCES)
         self._copied = only_roots(0)  # the n-gram trees of this step
         self._index_G = np.zeros(0, dtype=np.int64)  # where their nodes are in what was proposed
         self._asked_now = 0  # requests the draft was asked about in this step
         self._asked = self._skipped = 0
-        if self.lockstep:
-            self.check_idle()
 
     def propose(self, batch: Batch, floors_B: NDArray[np.float64]) -> DraftTrees:
         copied = self._copied = super().propose(batch, floors_B)
@@ -163,16 +163,21 @@ def _has_sure_path(trees: DraftTrees) -> NDArray[np.bool_]:
 
 
 @takes(HybridOptions)
-def build(config: EngineConfig, progress: Progress | None, options: HybridOptions) -> HybridWorker:
-    """A worker with a corpus and a neural draft.
+def build(
+    config: EngineConfig, progress: Progress | None, options: HybridOptions
+) -> HybridWorker | TargetWorker:
+    """A worker with a corpus and a neural draft; of a rank that follows, its target.
 
     ``progress`` is told how far the target's weights are read. Raises what the builds of
     `spec_workers.ngram`, `spec_workers.eagle` and `spec_workers.mtp` do.
     """
-    corpus, path = open_corpus(config, options), options.draft_path
+    path = options.draft_path
     is_chain = path is None or is_separate_chain(Path(path))
-    open_draft = open_chain if is_chain else open_eagle
-    target, drafter = open_draft(config, progress, options)
+    open_models = partial(open_chain if is_chain else open_eagle, config, progress, options)
+    if follows(config.parallel):
+        return open_models().target
+    corpus, models = open_corpus(config, options), open_models()
+    target, drafter = models.target, models.drafter(config, options)
     worker = HybridWorker(
         target,
         corpus,

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.parallel import RankGroup, SingleRank
 from rollout.types import DraftTrees, EntryResult
 from spec_workers.budget import DraftBudget, LearnedBudget
 from spec_workers.budget.calibration import Calibration
@@ -41,16 +40,9 @@ class NeuralGate:
     what steps cost the gate is always open.
     """
 
-    def __init__(
-        self, budget: DraftBudget, sources: Sequence[str], group: RankGroup | None = None
-    ) -> None:
-        """
-        Args:
-            sources: names of the values of ``sources_N`` in the corpus's trees.
-            group: ranks that run the same requests: rank 0's times are those of all.
-        """
+    def __init__(self, budget: DraftBudget, sources: Sequence[str]) -> None:
+        """``sources``: names of the values of ``sources_N`` in the corpus's trees."""
         self._budget = budget
-        self._group: RankGroup = group or SingleRank()
         # The budget's own lack the nodes that both propose: those are a source of their own.
         self._calibration = Calibration(sources)
         self._gate = Gate()
@@ -84,8 +76,7 @@ class NeuralGate:
             num_asked: of the batch's requests, those the draft was asked about.
             is_steady: the timing is steady-state: nothing was compiled or captured in it.
         """
-        (spent_ms,) = self._group.broadcast_floats([self._spent_ms])
-        self._spent_ms = 0.0
+        spent_ms, self._spent_ms = self._spent_ms, 0.0
         budget, batch = self._budget, step.batch
         token_ms_B = budget.token_ms(batch)
         if not isinstance(budget, LearnedBudget) or token_ms_B is None:

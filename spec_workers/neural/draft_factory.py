@@ -1,4 +1,4 @@
-"""Opens a target and a neural draft that reads it, from the draft's folder.
+"""Opens a target and the networks of a neural draft that reads it, from the draft's folder.
 
 The draft's weights and KV are the target's to look after. Mistakes show before the target is
 loaded, which may take minutes: InvalidInputError names the option; CheckpointError and
@@ -8,6 +8,7 @@ UnsupportedModelError are for a draft that cannot be read.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from rollout.config import EngineConfig
@@ -33,9 +34,34 @@ Load = Callable[[CausalLM], tuple[dict[str, DraftModel], Reader]]
 updates."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeuralModels:
+    """A target and the networks that draft for it, which are parts of its weights."""
+
+    target: TargetWorker
+    networks: list[DraftModel]  # one for each runner; some may be the same
+    num_steps: int
+    topk: int
+
+    def drafter(self, config: EngineConfig, options: NeuralOptions) -> NeuralDrafter:
+        """What drafts with them, with keys and values of its own."""
+        drafter = NeuralDrafter(
+            self.target,
+            self.networks,
+            num_steps=self.num_steps,
+            topk=self.topk,
+            num_draft_tokens=options.num_draft_tokens,
+            lockstep=options.runs_in_lockstep(config),
+            graphs=proposal_graphs(config.memory, self.target),
+        )
+        for runner in drafter.runners:
+            self.target.memory_saver.add_kv_pool(runner.kv.pool)
+        return drafter
+
+
 def open_eagle(
     config: EngineConfig, progress: Progress | None, options: NeuralOptions
-) -> tuple[TargetWorker, NeuralDrafter]:
+) -> NeuralModels:
     """A target with an EAGLE, EAGLE-2 or EAGLE-3 draft: its checkpoint decides which."""
     path = options.draft_path
     assert path is not None, "EagleOptions ask for it"
@@ -64,7 +90,7 @@ def open_eagle(
 
 def open_chain(
     config: EngineConfig, progress: Progress | None, options: NeuralOptions
-) -> tuple[TargetWorker, NeuralDrafter]:
+) -> NeuralModels:
     """A target with an MTP chain: that of a folder of its own, or of the target's checkpoint."""
     target_spec = _target_spec(config)
     try:
@@ -121,7 +147,7 @@ def _opened(
     num_steps: int,
     topk: int,
     num_runners: int,
-) -> tuple[TargetWorker, NeuralDrafter]:
+) -> NeuralModels:
     check_topk(topk, num_steps)
     target = TargetWorker(
         config,
@@ -140,17 +166,11 @@ def _opened(
     with target.ranks.all_or_none("while it started"):
         parts, reader = load(target.model)
     networks = list(parts.values())
-    drafter = NeuralDrafter(
-        target,
-        [networks[min(k, len(networks) - 1)] for k in range(num_runners)],
-        num_steps=num_steps,
-        topk=topk,
-        num_draft_tokens=options.num_draft_tokens,
-        lockstep=options.runs_in_lockstep(config),
-        graphs=proposal_graphs(config.memory, target),
-    )
     for name, network in parts.items():
         target.weights.parts.add(name, network, frozen=options.frozen, reader=reader)
-    for runner in drafter.runners:
-        target.memory_saver.add_kv_pool(runner.kv.pool)
-    return target, drafter
+    return NeuralModels(
+        target=target,
+        networks=[networks[min(k, len(networks) - 1)] for k in range(num_runners)],
+        num_steps=num_steps,
+        topk=topk,
+    )

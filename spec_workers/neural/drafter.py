@@ -105,8 +105,8 @@ class NeuralDrafter:
         self._state = DraftState(rows, len(models), first.spec.hidden_size, like)
         self._guesser = Guesser(topk, num_steps, first.token_ids_D)
         on_device = gpu.runs_on(self._device)
-        # On a device shapes are fixed, and ranks must grow the same trees whatever clocks say.
-        self._chooses_levels = not on_device and not lockstep and target.ranks.all.size == 1
+        # On a device shapes are fixed, and ranks in lockstep run the same levels.
+        self._chooses_levels = not on_device and not lockstep
         self._proposer = self._make_proposer(graphs, on_host=not on_device)
         self.is_warm = True
         """Whether the timing of the last `propose` is steady-state: on a GPU the first ones of a

@@ -28,7 +28,6 @@ from rollout.types import (
     Request,
     TokenExtras,
 )
-from spec_workers.rank_agreement import check_settings
 from spec_workers.target.builders import (
     agreed_limits,
     agreed_minimum_rows,
@@ -38,6 +37,7 @@ from spec_workers.target.builders import (
 from spec_workers.target.cpu_threads import choose_threads, may_choose_threads
 from spec_workers.target.draft_sizing import NO_DRAFT, DraftBytes
 from spec_workers.target.memory import bytes_of_steps, routes_spec, target_memory
+from spec_workers.target.rank_settings import check_settings
 from spec_workers.target.scorer import Scorer, joined
 from spec_workers.target.trial_forwards import trial_forwards
 
@@ -71,8 +71,8 @@ class TargetWorker:
         self.ranks = open_ranks(config.parallel, device)
         with self.ranks.all_or_none("while it started"):
             check_settings(self.ranks.all, config, device)
-            self.checks_ranks = config.parallel.check and self.ranks.tensor.size > 1
             self.model = open_model(config, device, self.ranks, progress)
+            self.model_dtype, self.model_device = self.model.dtype, self.model.device
             self.vocab_size = self.model.spec.vocab_size
             self.max_context_len = self.model.spec.max_context_len
             self.eos_token_ids = self.model.spec.eos_token_ids
@@ -105,7 +105,7 @@ class TargetWorker:
                 state_pool=self.state_pool,
                 minimum_rows=self.minimum_rows,
                 device=device,
-                features=features,
+                features=None if self.follows else features,  # drafts are rank 0's
                 graphs=self.graphs,
                 chunked_kernel=steps.chunked_kernel,
             )
@@ -127,6 +127,11 @@ class TargetWorker:
             choose_threads(forwards)
         if self.graphs is not None:
             self.graphs.graph_runner.drop()  # those of other numbers of threads
+
+    @property
+    def follows(self) -> bool:
+        """Whether this rank runs what another one tells, and nothing else."""
+        return self.ranks.tensor.rank > 0
 
     @property
     def row_buckets(self) -> tuple[int, ...]:

@@ -12,7 +12,6 @@ from rollout.config import EngineConfig
 from rollout.engine.worker import Worker
 from rollout.errors import CheckpointError
 from rollout.models.checkpoint import Progress
-from rollout.types import Batch, StepResult
 from tests.cluster.workload import ngram
 
 
@@ -34,17 +33,18 @@ def lacks(config: EngineConfig, progress: Progress | None = None) -> NoReturn:
 
 
 def sticks(flag: Path, config: EngineConfig, progress: Progress | None = None) -> Worker:
-    """Whoever finds the file ``flag`` first as it steps takes it, and steps for ever."""
+    """Whichever rank finds the file ``flag`` first in a forward takes it, and never ends it."""
     worker = ngram()(config, progress)
-    step = worker.step
+    runner = getattr(worker, "target", worker).runner
+    run = runner.run
 
-    def step_or_stick(batch: Batch) -> StepResult:
+    def run_or_stick(step: object) -> object:
         try:
             flag.unlink()
         except FileNotFoundError:
-            return step(batch)
+            return run(step)
         while True:
             time.sleep(1.0)
 
-    worker.step = step_or_stick
+    runner.run = run_or_stick
     return worker

@@ -19,7 +19,7 @@ from tests.cluster.thread_pool import intercept, kill
 from tests.cluster.workload import drain, generated, ngram, poll_until, rejoined
 from tests.helpers.hang import wait_until
 from tests.helpers.tiny_model import save_tiny_llama
-from tests.helpers.weight_transports import TensorSource, group_of, opened
+from tests.helpers.weight_transports import Announced, group_of, opened
 
 PROMPTS = [[3 + i, 10 + i, 11] for i in range(4)]
 PARAMS = SamplingParams(temperature=0.9, max_new_tokens=20, seed=5, n=2, ignore_eos=True)
@@ -94,7 +94,7 @@ def test_one_replica_that_refuses_keeps_the_old_weights_on_all(make_cluster, pol
 def test_a_failure_halfway_tears_all_until_a_full_update(make_cluster, policies):
     cluster, pool = make_cluster(2)
     errors = iter([None, InvalidInputError("bucket", 2, "broken link")])
-    intercept(pool.living["replica-1"], "update_weights_from_bucket", lambda *_: next(errors, None))
+    intercept(pool.living["replica-1"], "update_weights", lambda *_: next(errors, None))
     cluster.begin_weight_update()
     first, others = halves(policies[0].tensors)
     cluster.update_weights_from_tensor(first)
@@ -124,9 +124,7 @@ def test_a_replica_that_cannot_commit_what_another_did_is_replaced(make_cluster,
     assert generated(cluster, PROMPTS, PARAMS) == policies[0].rollouts
 
 
-@pytest.mark.parametrize(
-    "dies_in", ["begin_weight_update", "update_weights_from_bucket", "end_weight_update"]
-)
+@pytest.mark.parametrize("dies_in", ["begin_weight_update", "update_weights", "end_weight_update"])
 def test_a_replica_that_dies_during_an_update_comes_back_with_it(make_cluster, policies, dies_in):
     cluster, pool = make_cluster(2)
     dying = pool.living["replica-0"]
@@ -160,7 +158,7 @@ def test_an_update_that_is_silent_for_its_timeout_is_abandoned(make_cluster, pol
 def test_a_group_knows_who_was_there_when_it_was_made(make_cluster, policies):
     cluster, pool = make_cluster(2)
     with group_of(cluster, 3) as (group, _):
-        arguments = DistributedSender(group).arguments(TensorSource(policies[0].tensors))
+        arguments = DistributedSender(group).arguments(Announced(policies[0].tensors))
         kill(cluster, pool, "replica-1")
         with pytest.raises(WeightUpdateError, match="not all replicas are there after 0 s"):
             cluster.init_weights_update_group("127.0.0.1", 1, 1, 3, "another", timeout=0.0)

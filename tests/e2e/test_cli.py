@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import shlex
 import signal
 import sys
@@ -50,11 +49,9 @@ def arguments(tmp_path, tiny_model_path):
 
 
 @pytest.fixture
-def specrollout(monkeypatch, capsys, tmp_path):
+def specrollout(monkeypatch, capsys, tmp_path, log_restored):
     """Runs the command in this process, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["specrollout", *arguments])
@@ -67,8 +64,6 @@ def specrollout(monkeypatch, capsys, tmp_path):
 
     yield run
     GlobalHydra.instance().clear()
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 def test_a_run_the_same_again_and_another(specrollout, arguments, tmp_path):
@@ -105,7 +100,7 @@ def test_what_it_says_of_itself(specrollout):
         "specrollout MODEL PROMPTS",
         "spec: eagle, hybrid, mtp, ngram, none",
         "experiment: demo",
-        "specrollout report LOG.jsonl",
+        "specrollout report LOG ",
     ):
         assert text in shown.out
     assert max(map(len, shown.out.splitlines())) <= 100
@@ -164,7 +159,7 @@ def test_a_sweep_writes_one_file_per_job(specrollout, arguments, tmp_path):
     assert rows[0] == rows[2]  # speculation cannot be seen
     assert rows[1] == rows[3]
     assert rows[0] != rows[1]
-    assert len(list(tmp_path.glob("sweep/*/rollouts.jsonl.log.jsonl"))) == 4
+    assert len(list(tmp_path.glob("sweep/*/rollouts.jsonl.log"))) == 4
     assert swept.out.count("jobs of the sweep") == 1
     again = specrollout(*sweep, "sampling.temperature=0.6")
     assert " ".join(again.out.split()).count("nothing to do; output.overwrite=true") >= 1
@@ -198,8 +193,8 @@ def test_stopped_and_run_again(specrollout, arguments, tmp_path):
     last = specrollout(*arguments)
     assert last.code == 0
     assert f"resuming: {done} of 80 rollouts are in out.jsonl" in last.out
-    assert "specrollout report out.jsonl.log.jsonl" in last.out
-    assert (tmp_path / "out.jsonl.log.jsonl").read_text().count('"kind":"run"') == 3
+    assert "specrollout report out.jsonl.log" in last.out
+    assert (tmp_path / "out.jsonl.log").read_text().count('"kind":"run"') == 3
     assert specrollout(*arguments, "output.path=whole.jsonl", "spec=none").code == 0
     assert read_rows(output) == read_rows(tmp_path / "whole.jsonl")
 

@@ -27,7 +27,7 @@ SHORT = SamplingParams(max_new_tokens=1)
 LONG = SamplingParams(max_new_tokens=200, ignore_eos=True)
 
 # Of a driver's thread, or without an effect on the engine: any thread may call them at any time.
-UNGUARDED = {"set_driver_thread", "watch", "metrics", "compile_grammar"}
+UNGUARDED = {"set_driver_thread", "leading", "watch", "metrics", "compile_grammar"}
 # Guarded where they begin to act.
 LATER: dict[str, Callable[[RolloutEngine], object]] = {
     "stream": lambda engine: next(engine.stream(PROMPTS, PARAMS)),

@@ -15,12 +15,9 @@ from rollout.errors import InvalidInputError
 from rollout.types import Request
 from spec_workers.corpus.feed import CorpusFeed
 from spec_workers.corpus.inbox import CorpusInbox
-from spec_workers.corpus.ngram_corpus import NgramCorpus
-from spec_workers.corpus.options import CorpusOptions
 from spec_workers.corpus.outbox import CorpusOutbox
 from tests.helpers.compared import outcome
 from tests.helpers.requests import make_request
-from tests.helpers.thread_ranks import on_ranks
 
 VOCAB = 50_000
 ALL = 1 << 40
@@ -394,16 +391,3 @@ def test_sharing_is_off_until_it_is_asked_for(tiny_model_path):
         engine.learn_corpus_deltas([3])
     with pytest.raises(InvalidInputError, match="has no corpus"):
         make_engine(tiny_model_path, "none").share_corpus()
-
-
-def test_ranks_of_one_engine_are_one_sender():
-    """Else those that follow would learn what their own rank 0 sent."""
-
-    def sender(group):
-        corpus = NgramCorpus(VOCAB, CorpusOptions(corpus_bytes=1 << 20))
-        corpus.join(group)
-        corpus.share(1 << 20)
-        return corpus.take_delta().sender
-
-    first, second = on_ranks(2, sender)
-    assert first == second

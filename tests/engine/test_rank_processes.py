@@ -18,7 +18,7 @@ from tests.helpers.tensor_cases import PARAMS, PROMPTS, changed, numbers, stored
 from tests.helpers.tiny_model import save_tiny_llama
 
 OPTIONS = {"kv_bytes": 1 << 20, "dtype": "float32", "num_threads": 1}
-TWO = {"parallel": {"mode": "tensor", "size": 2, "check": True}}
+TWO = {"parallel": {"mode": "tensor", "size": 2}}
 NGRAM = {"budget": "fixed", "min_probability": 0.0, "calibration_seconds": 0}
 
 

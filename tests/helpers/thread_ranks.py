@@ -70,8 +70,8 @@ class ThreadRank:
     def all_gather_columns(self, x_TC: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
         return torch.cat(self._exchange(x_TC), 1)
 
-    def broadcast_floats(self, numbers: Sequence[float]) -> list[float]:
-        return self._exchange(list(numbers))[0]
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(self._exchange(x.clone())[0])
 
     def all_gather_int(self, number: int) -> list[int]:
         return self._exchange(number)

@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from rollout.engine.following_rank import FollowingRank
 from rollout.trainers.trl import specrollout_generation
 from tests.helpers.text_model import WORDS
 
@@ -103,7 +104,7 @@ class RunRecord:
     rewards: list[list[float]]
     weights: dict[str, torch.Tensor]
     logs: list[dict[str, float]]
-    accepted: int
+    accepted: int  # on a rank that schedules
 
     def column(self, name: str) -> list[float]:
         return [entry[name] for entry in self.logs if name in entry]
@@ -112,7 +113,7 @@ class RunRecord:
 def run(trainer: Any, resume_from_checkpoint: str | None = None) -> RunRecord:
     watcher = _BatchWatcher(trainer)
     trainer.train(resume_from_checkpoint=resume_from_checkpoint)
-    reward = trainer.reward_funcs[0]
+    reward, engine = trainer.reward_funcs[0], trainer.vllm_generation.engine
     return RunRecord(
         completion_ids=reward.completion_ids,
         logprobs=watcher.logprobs,
@@ -121,7 +122,7 @@ def run(trainer: Any, resume_from_checkpoint: str | None = None) -> RunRecord:
             name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()
         },
         logs=trainer.state.log_history,
-        accepted=trainer.vllm_generation.engine.status().total.accepted,
+        accepted=0 if isinstance(engine, FollowingRank) else engine.status().total.accepted,
     )
 
 

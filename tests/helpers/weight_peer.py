@@ -22,7 +22,7 @@ from rollout.weights.group import WeightGroup
 from rollout.weights.shared_memory import SharedMemorySender
 from tests.helpers.forked import forked
 from tests.helpers.hang import HANG_SECONDS
-from tests.helpers.weight_transports import BUCKET_BYTES, TensorSource
+from tests.helpers.weight_transports import BUCKET_BYTES, Announced
 
 CLOSED = r"onnection (closed|reset|refused)|roken pipe|cannot be reached"
 """The words for a member whose connections have ended, unlike one that is late."""
@@ -75,7 +75,7 @@ def peer(function: Callable[..., None], *arguments: Any, **cut: Any) -> Iterator
         found.process.join()
 
 
-class _CutSource(TensorSource):
+class _CutSource(Announced):
     """The tensors of a folder, up to the signal."""
 
     def __init__(self, folder: Path, cut: tuple[int, signal.Signals]) -> None:

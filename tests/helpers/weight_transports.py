@@ -18,6 +18,7 @@ from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.group import WeightGroup, listen
 from rollout.weights.manifest import Manifest, TensorSpec
 from rollout.weights.shared_memory import SharedMemorySender
+from rollout.weights.source import WeightTensors
 from rollout.weights.update_counts import UpdateCounts
 from tests.helpers.hang import HANG_SECONDS
 
@@ -37,8 +38,8 @@ TRANSPORTS = (
 )
 
 
-class TensorSource:
-    """Tensors as a WeightSource."""
+class Announced(WeightTensors):
+    """Tensors that come one by one, whose manifest is known."""
 
     def __init__(self, tensors: Tensors) -> None:
         self.tensors = tensors
@@ -104,7 +105,7 @@ def send_to(
     **options: Any,
 ) -> UpdateCounts:
     """A whole update of an engine or a cluster through the sender's group."""
-    source = TensorSource(tensors)
+    source = Announced(tensors)
     return _during(
         threads.submit(sender.send, source, HANG_SECONDS),
         lambda: engine.update_weights_from_distributed(**sender.arguments(source), **options),
@@ -142,7 +143,7 @@ def opened(kind: str, engine: Any, folder: Path, world_size: int = 2) -> Iterato
             case "shared_memory":
                 return engine.update_weights_from_ipc(shared.handles(pairs), **options)
             case "shared_memory_calls":
-                engine.begin_weight_update(TensorSource(tensors).manifest(), **options)
+                engine.begin_weight_update(Announced(tensors).manifest(), **options)
                 for handle in shared.handles(pairs):
                     engine.update_weights_from_ipc(handle)
                 return engine.end_weight_update()

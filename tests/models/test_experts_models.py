@@ -13,6 +13,7 @@ from rollout.config import DType
 from rollout.models.experts_config import ExpertsSpec
 from rollout.models.loader import load_model
 from rollout.models.spec import ModelSpec
+from rollout.weights.source import TensorSource
 from rollout.weights.transaction import WeightTransaction
 from rollout.weights.update_options import UpdateOptions
 from tests.helpers.dense_attention import logits_of
@@ -66,7 +67,7 @@ def test_fused_and_single_experts_are_one_update(name, tmp_path):
     transaction = WeightTransaction({"target": model}, passes_over=model.spec.passes_over)
     for tensors in (fused, make().state_dict(), single):
         transaction.begin(UpdateOptions())
-        transaction.load(tensors.items())
+        transaction.load(TensorSource(tensors))
         transaction.commit()
         is_old = tensors is not fused and tensors is not single
         for ours, theirs in zip(logits_of(model, PROMPTS), expected, strict=True):

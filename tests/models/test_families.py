@@ -17,6 +17,7 @@ from rollout.models.loader import load_model
 from rollout.models.mxfp4 import dequantised
 from rollout.models.spec import ModelSpec
 from rollout.ops.grouped_matmul import RowGroups
+from rollout.weights.source import TensorSource
 from rollout.weights.transaction import WeightTransaction
 from rollout.weights.update_options import UpdateOptions
 from tests.helpers.dense_attention import logits_of
@@ -46,7 +47,7 @@ def test_logits_as_loaded_and_after_an_update(name, tmp_path):
     trainer = tiny_family(name, seed=1)
     transaction = WeightTransaction({"target": model}, passes_over=model.spec.passes_over)
     transaction.begin(UpdateOptions())
-    transaction.load(trainer.state_dict().items())
+    transaction.load(TensorSource(trainer.state_dict()))
     transaction.commit()
     assert_parity(model, trainer, sequences(9))
 

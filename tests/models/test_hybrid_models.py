@@ -13,6 +13,7 @@ from transformers import (
 from rollout.config import DType
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.loader import load_model
+from rollout.weights.source import TensorSource
 from rollout.weights.transaction import WeightTransaction
 from rollout.weights.update_options import UpdateOptions
 from tests.helpers.dense_attention import (
@@ -112,7 +113,7 @@ def test_logits_are_those_of_transformers_and_an_update_is_a_load(family, packin
 def update(model, trainer) -> None:
     transaction = WeightTransaction({"target": model}, passes_over=model.spec.passes_over)
     transaction.begin(UpdateOptions())
-    transaction.load(trainer.state_dict().items())
+    transaction.load(TensorSource(trainer.state_dict()))
     transaction.commit()
 
 

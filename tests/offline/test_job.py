@@ -176,7 +176,7 @@ def test_parquet_in_and_out_keeps_types_and_order(config, tmp_path):
     assert (as_json[0]["code"], as_json[3]["code"]) == ("AA==", None)
     for name in ("sample_index", "text", "token_ids", "logprobs", "seed", "finish_reason"):
         assert out.column(name).to_pylist() == [row[name] for row in as_json]
-    files = [f"out.parquet{suffix}" for suffix in ("", ".log.jsonl", ".run.json")]
+    files = [f"out.parquet{suffix}" for suffix in ("", ".log", ".run.json")]
     assert sorted(path.name for path in tmp_path.glob("out*")) == files
 
 

@@ -148,7 +148,7 @@ def test_a_first_epoch_without_gain_says_what_comes_next():
 
 
 def test_the_log_of_a_run(config, tmp_path):
-    log = tmp_path / "rollouts.jsonl.log.jsonl"
+    log = tmp_path / "rollouts.jsonl.log"
     config = replace(config, log=LogConfig(every=7))
     run(config, "ngram")
     rows = output_rows(config)

@@ -81,7 +81,8 @@ def no_exchange_gives_the_numbers_of_another(ranks: Ranks) -> None:
             wanted = [number * SIZE + rank for rank in range(SIZE)]
             assert group.all_gather_int(wanted[RANK]) == wanted
         else:
-            assert group.broadcast_floats([number if RANK == 0 else -1.0]) == [number]
+            told = torch.tensor([number if RANK == 0 else -1])
+            assert group.broadcast(told).tolist() == [number]
 
 
 def fails_with(group: ProcessRanks, reason: str) -> None:

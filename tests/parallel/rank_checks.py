@@ -26,8 +26,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import MemoryConfig, ModelConfig, ParallelConfig, ParallelMode
+from rollout.engine.following_rank import FollowingRank
 from rollout.engine.worker_factory import worker_factory
 from rollout.errors import (
+    EngineStateError,
     InvalidInputError,
     OutOfMemoryError,
     ParallelError,
@@ -56,13 +58,14 @@ def one_rank(folder: str, spec: str = "none", **options: Any) -> RolloutEngine:
 def engine_of(folder: str, spec: str = "none", **options: Any) -> RolloutEngine:
     """One engine on all ranks of the case."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
-    parallel = {"mode": "tensor", "size": size, "timeout": HANG_SECONDS, "check": True}
+    parallel = {"mode": "tensor", "size": size, "timeout": HANG_SECONDS}
     return one_rank(folder, spec, **{"parallel": parallel if size > 1 else {}} | options)
 
 
 def rolled_out(engine: RolloutEngine, params: SamplingParams = PARAMS) -> list:
     found = numbers(engine.generate(PROMPTS, params))
-    engine.check_integrity()
+    if isinstance(engine, RolloutEngine):
+        engine.check_integrity()
     return found
 
 
@@ -73,10 +76,12 @@ def run(folder: str, spec: str, again: bool = False, **options: Any) -> dict[str
     rollouts = rolled_out(engine, SAMPLED)
     if again:
         assert rolled_out(engine, SAMPLED) == rollouts
+    scored = [engine.score(*rollout[:2], SAMPLED) for rollout in rollouts[:3]]
+    if isinstance(engine, FollowingRank):
+        return {"rollouts": rollouts, "scored": scored}
     metrics = engine.metrics()
     return {
-        "rollouts": rollouts,
-        "scored": [engine.score(*rollout[:2], SAMPLED) for rollout in rollouts[:3]],
+        "rollouts": rollouts, "scored": scored,
         "drafted": metrics.drafted, "accepted": metrics.accepted,
         "preemptions": metrics.preemptions, "hits": engine.worker.memory.counters.hit,
     }  # fmt: skip
@@ -87,7 +92,7 @@ def run(folder: str, spec: str, again: bool = False, **options: Any) -> dict[str
 
 def sent(engine: RolloutEngine, folder: str) -> None:
     """An update through a weight group, whose sender is a thread of rank 0."""
-    port = int(engine.worker.ranks.tensor.all_gather_text(str(free_port()))[0])
+    port = int(engine.tensor_ranks.all_gather_text(str(free_port()))[0])
     source = CheckpointSource(folder)
 
     def send() -> None:
@@ -140,7 +145,7 @@ def an_update_reaches_all_ranks_or_none(folder: str, other: str) -> None:
     told = "" if RANK else "^rank 1: "
     with pytest.raises(RolloutError, match=f"{told}.*wrong shape: {name}"):
         engine.update_weights_from_tensor(wrong)
-    assert engine.can_run
+    assert RANK or engine.can_run
     assert engine.weights_digest() == from_disk
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
@@ -152,41 +157,11 @@ def an_update_reaches_all_ranks_or_none(folder: str, other: str) -> None:
     error, says = (ZeroDivisionError, None) if RANK else (WeightUpdateError, "^rank 1: it failed")
     with pytest.raises(error, match=says):
         engine.update_weights_from_tensor(stream())
-    assert "torn" in engine.unavailable_reason
+    assert RANK or "torn" in engine.unavailable_reason
     with pytest.raises(RolloutError, match="nowhere" if RANK else "^rank 1: "):
         engine.update_weights_from_disk(str(Path(other) / "nowhere") if RANK else folder)
     engine.update_weights_from_disk(folder)
     assert engine.weights_digest() == before
-
-
-# Corpora
-
-
-def a_corpus_is_published_on_all_ranks_in_one_step(folder: str) -> None:
-    """One is loaded at another time on each rank, and one rank cannot load another."""
-    engine = engine_of(folder, "ngram", spec_options={"min_probability": 0.0})
-    chunks = [list(range(3, 90))] * 3
-    engine.submit(PROMPTS[0], PARAMS)
-    engine.submit(PROMPTS[1], SamplingParams(max_new_tokens=200, ignore_eos=True))
-    engine.add_external_corpus("late", token_chunks=chunks)
-    if RANK:
-        engine.worker.draft_corpus._loads.wait("late")
-    engine.add_external_corpus("broken", token_chunks=[[3, 4], [10**6]] if RANK else [[3, 4]])
-    published = None
-    for step in range(150):
-        engine.step()
-        states = {each.name: each.state for each in engine.worker.draft_corpus.external_corpora()}
-        if states["late"] == "published" and published is None:
-            published = step
-        is_open = published is None or states["broken"] != "failed"
-        if not any(engine.worker.ranks.tensor.all_gather_int(is_open)):
-            break  # a rank sees its own failure first
-    engine.add_external_corpus("both", token_chunks=chunks, wait=True)
-    states = {each.name: each.state.value for each in engine.external_corpora()}
-    assert states == {"late": "published", "both": "published", "broken": "failed"}
-    seen = engine.worker.ranks.tensor.all_gather_text(str(published))
-    assert seen[0] == seen[1] != "None", seen
-    engine.close()
 
 
 # A dataset job
@@ -201,7 +176,7 @@ def job_of(folder: str, data: str, output: str) -> RunConfig:
         sampling=SamplingParams(max_new_tokens=16, n=2, logit_bias={5: -1.0}, stop_token_ids=[9]),
         output=OutputConfig(path=output),
         memory=MemoryConfig(kv_bytes=1 << 20),
-        parallel=ParallelConfig(mode=mode, size=size, timeout=HANG_SECONDS, check=size > 1),
+        parallel=ParallelConfig(mode=mode, size=size, timeout=HANG_SECONDS),
     )
 
 
@@ -218,34 +193,36 @@ def a_job_that_was_stopped_goes_on(folder: str, data: str, output: str) -> None:
 # Ranks that fail or differ
 
 
-def ranks_that_were_asked_different_things_are_told(folder: str) -> None:
+def a_forward_that_fails_on_one_rank_is_run_again_by_none(folder: str) -> None:
     engine = engine_of(folder)
-    engine.submit(PROMPTS[0], PARAMS)
-    engine.step()
-    engine.submit(PROMPTS[1 + RANK], PARAMS)
-    with pytest.raises(ParallelError, match="step 2, before its forward"):
-        engine.step()
-
-
-def a_step_that_fails_on_one_rank_is_run_again_by_none(folder: str) -> None:
-    """It fails when ranks have exchanged everything but their times."""
-    engine = engine_of(folder)
-    engine.submit(PROMPTS[0], PARAMS)
-    engine.step()
+    if RANK == 0:
+        engine.submit(PROMPTS[0], PARAMS)
+        with engine.leading():
+            engine.step()
+        with pytest.raises(EngineStateError, match="do not follow this one"):
+            engine.step()
+        failed = "rank 1 has ended or left: it failed in the middle of what all ranks run: Zero"
+        with pytest.raises(ParallelError, match=f"^rank 0 of 2: {failed}"):
+            engine.generate(PROMPTS, PARAMS)
+        return
+    engine.follow()
 
     def fail(step: object) -> None:
         raise ZeroDivisionError
 
-    failed = r"it failed in the middle of a step: ZeroDivisionError\(\)"
-    if RANK:
-        engine.worker.observe = fail
-        with pytest.raises(ZeroDivisionError):
-            engine.step()
-        with pytest.raises(ParallelError, match=f"^rank 1 of 2: {failed}"):
-            engine.step()
-        return
-    with pytest.raises(ParallelError, match=f"^rank 0 of 2: rank 1 has ended or left: {failed}"):
-        _ = engine.step(), engine.step()
+    engine._models.runner.run = fail
+    with pytest.raises(ZeroDivisionError):
+        engine.generate(PROMPTS, PARAMS)
+    with pytest.raises(ParallelError, match=r"^rank 1 of 2: it failed in the middle"):
+        engine.generate(PROMPTS, PARAMS)
+
+
+def a_call_that_rank_0_is_refused_ends_no_rank(folder: str) -> None:
+    engine = engine_of(folder)
+    error = EngineStateError if RANK else InvalidInputError
+    with pytest.raises(error, match=r"prompts\[0\]"):
+        engine.generate([[-1]], PARAMS)
+    assert len(engine.generate(PROMPTS, PARAMS)) == len(PROMPTS)
 
 
 def ranks_that_were_not_started_alike_are_told_in_what(folder: str, other: str) -> None:
@@ -364,12 +341,16 @@ def rows_are_those_of_one_rank_alone(
     )  # fmt: skip
     update = changed(stored(folder))
     # First, while drafts have seen the same: how far a request is when it comes can be seen.
-    found, idle = own.driven(together, 9, update)
-    assert found == own.driven(alone, 9, update)[0], "update"
-    assert together.weights_digest() == alone.weights_digest()
-    found, idle_now = own.driven(together, 0, None)
-    assert found == own.driven(alone, 0, None)[0], "arrivals"
-    assert own.whole_calls(together) == own.whole_calls(alone)
+    if isinstance(together, FollowingRank):
+        together.follow()
+        return {"idle": 0, "accepted": 0}
+    with together.leading():
+        found, idle = own.driven(together, 9, update)
+        assert found == own.driven(alone, 9, update)[0], "update"
+        assert together.weights_digest() == alone.weights_digest()
+        found, idle_now = own.driven(together, 0, None)
+        assert found == own.driven(alone, 0, None)[0], "arrivals"
+        assert own.whole_calls(together) == own.whole_calls(alone)
     return {"idle": idle + idle_now, "accepted": together.metrics().accepted}
 
 

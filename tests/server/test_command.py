@@ -49,7 +49,7 @@ def test_the_defaults_are_the_dataclasses_own(composed, monkeypatch):
 
 
 @pytest.fixture
-def failing(monkeypatch, capsys, tmp_path):
+def failing(monkeypatch, capsys, tmp_path, log_restored):
     """Runs a command that ends at once; its exit code and what it printed as an error."""
     monkeypatch.chdir(tmp_path)
 

@@ -259,7 +259,6 @@ BODIES: dict[str, dict[str, object]] = {
     "/init_weight_transfer_engine": {"init_info": GROUP},
     "/update_weights": {"weight_dir": "nowhere"},
     "/fetch_weights": {"target_version": 1},
-    "/pull_weights": {"local_checkpoint_dir": "x", "source_dir": "x", "target_version": 0},
     "/load_lora_adapter": ADAPTER,
     "/v1/load_lora_adapter": ADAPTER,
     "/skyrl/v1/load_lora_adapter": ADAPTER,

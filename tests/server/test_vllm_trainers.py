@@ -161,8 +161,8 @@ def test_skyrl(client, policies):
 
 def test_skyrls_deltas(client, policies, weights_root):
     pytest.importorskip("zstandard")
-    pytest.importorskip("blake3")
-    from tests.helpers.slime_publisher import publish
+    pytest.importorskip("xxhash")
+    from tests.helpers.delta_publisher import publish
 
     new, old = policies
     source = weights_root / "deltas"
@@ -176,7 +176,7 @@ def test_skyrls_deltas(client, policies, weights_root):
     }  # fmt: skip
     post(client, JOIN, {"init_info": info})
     for number, (before, after) in enumerate([(old, new), (new, old)], start=1):
-        publish(source, number, before.tensors, after.tensors, layout="skyrl")
+        publish(source, number, before.tensors, after.tensors)
         fetch |= {"target_version": number, "uri": str(source / f"delta-{number:08d}")}
         body = {"update_info": fetch | {"version": number}}
         refused = client.post(UPDATE, json=body)

@@ -317,7 +317,7 @@ def what_one_rank_of_the_engine_refuses_reaches_none(kind: str, folder: Path) ->
     options, match = ({"selector": "nobody"}, "this worker has") if RANK else ({}, "^rank 1: ")
     with pytest.raises(RolloutError, match=match):
         RolloutHook(engine, trainer.model, **options).sync()
-    assert engine.can_run
+    assert RANK or engine.can_run
     assert engine.weights_digest() == before
 
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.errors import InvalidInputError
-from rollout.weights.bucket import FlattenedBucket, buckets, unflattened
+from rollout.weights.bucket import BucketSource, FlattenedBucket, buckets
 from rollout.weights.bucket_layout import ALIGNMENT, BucketLayout, layouts
 from rollout.weights.manifest import TensorSpec
-from tests.helpers.weight_transports import TensorSource
+from tests.helpers.weight_transports import Announced
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -34,7 +34,7 @@ def some_tensors(seed: int, count: int = 40) -> dict[str, torch.Tensor]:
 @given(seed=st.integers(0, 2**20), bucket_bytes=st.integers(64, 5000))
 def test_what_goes_in_comes_out(seed, bucket_bytes):
     tensors = some_tensors(seed)
-    planned = layouts(TensorSource(tensors).manifest(), bucket_bytes)
+    planned = layouts(Announced(tensors).manifest(), bucket_bytes)
     out = {}
     for layout, bucket in zip(planned, buckets(tensors.items(), bucket_bytes), strict=True):
         assert bucket.layout == layout, "a receiver that knows the manifest knows the layout"
@@ -58,7 +58,7 @@ def test_one_buffer_is_reused_and_large_tensors_are_not_copied():
     assert len(small) > 2
     assert large == tensors["large"].data_ptr()
     assert [entry.name for entry in layout.entries] == ["large"]
-    (bucket,) = buckets(TensorSource({"w": torch.ones(8)}), 2**30)
+    (bucket,) = buckets(Announced({"w": torch.ones(8)}), 2**30)
     assert bucket.flat.numel() <= 2 * ALIGNMENT, "a buffer is no larger than all there is"
     ((_, view),) = bucket.unflatten()
     bucket.flat.zero_()
@@ -68,11 +68,11 @@ def test_one_buffer_is_reused_and_large_tensors_are_not_copied():
 def test_buckets_of_one_buffer_cannot_be_kept():
     tensors = {f"t{i}": torch.full((16,), float(i)) for i in range(4)}
     with pytest.raises(InvalidInputError, match="hand over the iterator"):
-        unflattened(list(buckets(tensors.items(), 64)))
+        BucketSource(list(buckets(tensors.items(), 64))).manifest()
     kept = [FlattenedBucket(b.flat.clone(), b.layout) for b in buckets(tensors.items(), 64)]
-    assert [name for name, _ in unflattened(kept)] == list(tensors)
+    assert [name for name, _ in BucketSource(kept)] == list(tensors)
     with pytest.raises(InvalidInputError, match=r"named_tensors\[0\]"):
-        unflattened([("name", torch.zeros(1))])
+        BucketSource([("name", torch.zeros(1))]).manifest()
 
 
 def test_buffers_and_sizes_that_cannot_hold_a_bucket_are_refused():

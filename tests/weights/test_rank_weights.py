@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from unittest.mock import Mock
 
 import pytest
@@ -15,14 +16,16 @@ from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
 from rollout.models.layers.weight_loader import TensorSlice
 from rollout.models.loader import load_model
 from rollout.parallel import ModelRanks
+from rollout.weights.bucket import tensor_source
 from rollout.weights.bucket_layout import layouts, sliced_layout
+from rollout.weights.distributed import GroupSource
 from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.group import listen
 from rollout.weights.joined_groups import JoinedGroups
 from rollout.weights.manifest import TensorSpec, slices_from_json, slices_to_json
-from rollout.weights.named_tensors import manifest_of
 from rollout.weights.rank_stream import RankStream
 from rollout.weights.shared_memory import HandleReceiver, SharedMemorySender
+from rollout.weights.source import TensorSource
 from rollout.weights.transaction import WeightState, WeightTransaction
 from rollout.weights.update_options import UpdateOptions
 from tests.helpers.biased_llama import save_biased_llama
@@ -31,7 +34,7 @@ from tests.helpers.tensor_cases import changed, stored
 from tests.helpers.thread_ranks import on_ranks
 from tests.helpers.tiny_hybrid import save_tiny_hybrid
 from tests.helpers.tiny_moe import save_tiny_moe
-from tests.helpers.weight_transports import TensorSource, arguments, member
+from tests.helpers.weight_transports import Announced, arguments, member
 
 BUCKET_BYTES = 16_384
 CASES = {
@@ -53,7 +56,8 @@ class RankModel:
         )
 
     def update(self, source, **options):
-        self.weights.begin(UpdateOptions(**options), manifest_of(source), source)
+        source = tensor_source(source)
+        self.weights.begin(UpdateOptions(**options), source=source)
         self.weights.load(source)
         self.weights.commit()
 
@@ -75,21 +79,16 @@ def received(rank_model, port, group, call):
     """The bytes that came by an update through a weight group."""
     groups = JoinedGroups()
     groups.init("127.0.0.1", port, 1 + group.rank, 1 + group.size, "weights", "gloo", HANG_SECONDS)
-    with groups.source(**call, timeout=HANG_SECONDS) as source:
+    with groups.opened(GroupSource(**call), HANG_SECONDS) as source:
         rank_model.update(source)
     num_bytes = groups.num_bytes("weights")
     groups.close()
     return num_bytes
 
 
-def stream_of(group, tensors):
-    pairs = tensors.items()
-    if group.rank == 0:
-        stream = RankStream.from_rank_0(group, pairs)
-    else:
-        stream = RankStream.of(group, manifest_of(pairs), stored=True)
-    stream.open()
-    return stream
+def shared_stream(group, tensors):
+    stream = RankStream.from_rank_0(group, tensor_source(tensors))
+    return (RankStream(group, stream.spec) if group.rank else stream).shared()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -103,7 +102,7 @@ def test_a_rank_gets_its_part_of_whole_tensors_by_every_transport(case, tmp_path
 
     def send():
         group = member(store, world_size=1 + size)
-        DistributedSender(group, BUCKET_BYTES).send(TensorSource(new))
+        DistributedSender(group, BUCKET_BYTES).send(Announced(new))
         group.close()
 
     call = arguments(new) | {"load_format": "flattened_bucket"}
@@ -130,9 +129,8 @@ def test_a_rank_gets_its_part_of_whole_tensors_by_every_transport(case, tmp_path
             assert rank.weights.num_bytes == share
 
             rank.update(first.items())
-            stream = stream_of(group, new)
-            rank.update(stream)
-            stream.finish()
+            with shared_stream(group, new) as stream:
+                rank.update(stream)
             assert same(rank.own(), wanted)
             return share
 
@@ -163,14 +161,10 @@ def test_what_one_rank_refuses_is_written_by_none(fault, transport, tmp_path):
     def on_rank(group):
         rank = RankModel(folder, group)
         before = rank.own()
-        if transport == "rank 0":
-            source = stream_of(group, bad)
-        else:
-            source = (bad if group.rank == 1 or fault is not_a_number else good).items()
-        with pytest.raises(RolloutError):
+        given = bad if group.rank == 1 or fault is not_a_number else good
+        opened = shared_stream(group, bad) if transport == "rank 0" else nullcontext(given.items())
+        with pytest.raises(RolloutError), opened as source:
             rank.update(source, check_finite=True)
-        if transport == "rank 0":
-            source.finish()
         assert same(rank.own(), before)
         assert rank.weights.state is WeightState.WHOLE
         rank.update(good.items(), check_finite=True)
@@ -198,7 +192,7 @@ def test_a_call_that_fails_on_one_rank_ends_the_update_on_all(tmp_path):
 
         kind = ZeroDivisionError if group.rank else WeightUpdateError
         with pytest.raises(kind), rank.weights.broadcast_failures():
-            rank.weights.load(pairs())
+            rank.weights.load(TensorSource(pairs()))
         assert not rank.weights.is_under_way
         assert not rank.weights.serves
         rank.update(tensors.items())
@@ -219,21 +213,16 @@ def test_a_stream_that_breaks_off_ends_on_all_ranks(is_given, tmp_path):
 
     def on_rank(group):
         rank = RankModel(folder, group)
-        given = ()
-        if group.rank == 0:
-            given = broken_off(tensors.items()) if is_given else tensors.items()
-        stream = RankStream.of(group, None, stored=False, weights=given)
-        stream.open()
+        given = iter(tensors.items())
+        opened = shared_stream(group, broken_off(given) if is_given else given)
         breaks_off_here = group.rank == (0 if is_given else 1)
         kinds = ZeroDivisionError if breaks_off_here else (WeightUpdateError, InvalidInputError)
-        with pytest.raises(kinds) as error:
+        with pytest.raises(kinds), opened as stream:
             rank.update(broken_off(stream) if breaks_off_here and not is_given else stream)
-        stream.finish(str(error.value))
         if is_given:
             assert rank.weights.serves, "the first bucket was never full"
-        again = stream_of(group, tensors)
-        rank.update(again)
-        again.finish()
+        with shared_stream(group, tensors) as again:
+            rank.update(again)
         assert rank.weights.serves
 
     on_ranks(2, on_rank)
@@ -253,9 +242,8 @@ def test_a_stream_without_shared_memory_sends_bytes(reason, tmp_path, monkeypatc
 
     def on_rank(group):
         rank = RankModel(folder, group)
-        stream = stream_of(group, new)
-        rank.update(stream)
-        stream.finish()
+        with shared_stream(group, new) as stream:
+            rank.update(stream)
         return {name: loader.read() for name, loader in rank.model.weight_loaders().items()}
 
     for found in on_ranks(2, on_rank):

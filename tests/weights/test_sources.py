@@ -15,10 +15,10 @@ import torch
 from rollout.errors import EngineStateError, InvalidInputError
 from rollout.weights.bucket import buckets
 from rollout.weights.shared_memory import SharedMemorySender
-from tests.helpers.weight_transports import TensorSource
+from tests.helpers.weight_transports import Announced
 
 
-class Stream(TensorSource):
+class Stream(Announced):
     """Knows whether it was closed before its end; never closed by being forgotten."""
 
     def __init__(self, tensors) -> None:

@@ -9,13 +9,14 @@ import torch
 
 from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
 from rollout.weights import group as group_module
+from rollout.weights.distributed import GroupSource
 from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.group import WeightGroup, listen
 from rollout.weights.joined_groups import JoinedGroups
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.ports import free_port
 from tests.helpers.torch_trainer import joined_trainer
-from tests.helpers.weight_transports import TensorSource, arguments, group_of, send_to
+from tests.helpers.weight_transports import Announced, arguments, group_of, send_to
 from tests.weights.conftest import assert_refuses, assert_serves
 
 
@@ -60,7 +61,7 @@ def test_a_group_that_cannot_be_made_is_refused(engine, policies):
 def test_a_sender_that_says_nothing(engine, policies):
     """The call's own timeout counts, else the open update's, else the group's."""
     with group_of(engine, engine_timeout=0.4) as (group, _):
-        call = DistributedSender(group, 8192).arguments(TensorSource(policies[1].tensors))
+        call = DistributedSender(group, 8192).arguments(Announced(policies[1].tensors))
         for options, said in (({"timeout": 0.3}, "0.3"), ({}, "0.4")):
             with pytest.raises(WeightUpdateError, match=f"announced nothing in {said} seconds"):
                 engine.update_weights_from_distributed(**call, **options)
@@ -91,11 +92,11 @@ def test_arguments_of_an_update_are_refused_by_field(engine, policies):
 
 def test_what_one_receiver_refuses_reaches_none(engine, policies):
     store = listen("127.0.0.1", HANG_SECONDS)
-    odd = TensorSource(policies[1].tensors | {"odd": policies[1].tensors["model.norm.weight"]})
+    odd = Announced(policies[1].tensors | {"odd": policies[1].tensors["model.norm.weight"]})
     others = JoinedGroups()
 
     def receive(call):
-        with others.source(**call, timeout=HANG_SECONDS) as source:
+        with others.opened(GroupSource(**call), HANG_SECONDS) as source:
             for _ in source:
                 raise AssertionError("nothing was sent")
 
@@ -121,7 +122,7 @@ def test_receivers_that_say_nothing_are_given_up_and_the_next_update_is_taken(en
     with group_of(engine) as (group, threads):
         sender = DistributedSender(group, 8192)
         with pytest.raises(WeightUpdateError, match=r"no answer in 0\.05 seconds from rank 1"):
-            sender.send(TensorSource(policies[1].tensors), timeout=0.05)
+            sender.send(Announced(policies[1].tensors), timeout=0.05)
         send_to(engine, sender, threads, policies[2].tensors)
     assert_serves(engine, policies[2])
 
@@ -129,7 +130,7 @@ def test_receivers_that_say_nothing_are_given_up_and_the_next_update_is_taken(en
 def test_a_sender_that_stops_in_the_middle(engine, policies):
     """Its own source fails: every receiver hears why."""
 
-    class Failing(TensorSource):
+    class Failing(Announced):
         def __iter__(self):
             for index, pair in enumerate(super().__iter__()):
                 if index == 9:
@@ -174,11 +175,11 @@ def test_tensors_of_torchs_own_group_come_as_they_were_sent(pair, load_format):
         flat = [tensor.reshape(-1).view(torch.uint8) for tensor in sent]
         parts = [flat] if load_format == "packed" else [flat[:2], flat[2:]]
         sent = [torch.cat(part) for part in parts]
-    call = arguments(tensors) | {"load_format": load_format, "timeout": HANG_SECONDS}
+    call = arguments(tensors) | {"load_format": load_format}
     with ThreadPoolExecutor(1) as threads:
         for _ in range(2):
             sending = threads.submit(trainer.send, sent)
-            with groups.source(**call) as received:
+            with groups.opened(GroupSource(**call), HANG_SECONDS) as received:
                 for name, tensor in received:
                     assert torch.equal(tensor, tensors[name])
                     assert tensor.dtype is tensors[name].dtype
@@ -189,14 +190,15 @@ def test_a_refusal_takes_what_torchs_group_sends_off_the_wire(pair):
     """The sender cannot be told, and must not wait for a receiver that has turned away."""
     trainer, groups = pair
     tensors = {"a": torch.ones(3), "b": torch.ones(4)}
-    call = arguments(tensors) | {"timeout": HANG_SECONDS}
+    call = arguments(tensors)
     with ThreadPoolExecutor(1) as threads:
         sent = threads.submit(trainer.send, tensors.values())
-        with pytest.raises(ValueError, match="refused"), groups.source(**call, load_format=None):
+        opened = groups.opened(GroupSource(**call), HANG_SECONDS)
+        with pytest.raises(ValueError, match="refused"), opened:
             raise ValueError("refused")
         sent.result(HANG_SECONDS)
-    source = groups.source(**call, load_format="flattened_bucket")
-    with pytest.raises(InvalidInputError, match="load_format=None"), source:
+    opened = groups.opened(GroupSource(**call, load_format="flattened_bucket"), HANG_SECONDS)
+    with pytest.raises(InvalidInputError, match="load_format=None"), opened:
         pass
 
 

@@ -9,7 +9,7 @@ import torch
 
 from rollout.models.causal_lm import CausalLM
 from rollout.models.decoder_layer import DecoderLayer
-from rollout.models.draft_model import DraftModel, DraftSpec, embedded, selected
+from rollout.models.draft_model import DraftModel, DraftSpec, selected
 from rollout.models.forward_context import LayerAttention
 from rollout.models.layers.linear import Linear, linear_weight_loaders
 from rollout.models.layers.rope import cos_sin_table
@@ -69,7 +69,7 @@ class Eagle(DraftModel):
         rows_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
         layer, eps = self.layer, self.spec.decoder.rms_norm_eps
-        embedded_TE = embedded(self.embedding_VE, self._target, input_ids_T)
+        embedded_TE = self.embedded(self.embedding_VE, input_ids_T)
         residual_TE = self.fc(torch.cat([embedded_TE, hidden_TE], dim=1))
         attended_TE = layer.attend(residual_TE, positions_T, self.cos_sin_PD, attention, rows_R)
         residual_TE = selected(residual_TE, rows_R)

@@ -13,7 +13,7 @@ import torch
 from rollout.errors import CheckpointError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.decoder_layer import DecoderLayer
-from rollout.models.draft_model import DraftModel, DraftSpec, embedded, selected
+from rollout.models.draft_model import DraftModel, DraftSpec, selected
 from rollout.models.forward_context import LayerAttention
 from rollout.models.layers.linear import Linear, linear_weight_loaders
 from rollout.models.layers.rope import cos_sin_table
@@ -158,7 +158,7 @@ class Eagle3(DraftModel):
         """The residual stream after the layer, normed only with ``norm_output``."""
         layer, eps = self.layer, self.spec.decoder.rms_norm_eps
         normed_TE = rms_norm(hidden_TE, layer.hidden_norm_E, eps)
-        embedded_TE = embedded(self.embedding_VE, self._target, input_ids_T)
+        embedded_TE = self.embedded(self.embedding_VE, input_ids_T)
         embedded_TE = rms_norm(embedded_TE, layer.input_norm_E, eps)
         joined_T2E = torch.cat([embedded_TE, normed_TE], dim=1)
         residual_TE = selected(

@@ -62,14 +62,13 @@ class WeightLoader:
     read: Callable[[], torch.Tensor]
     location: tuple[int, int]  # id() of the object that stores it, and its first row there
     alias_of: str | None = None  # the tensor of which this is a second name
-    is_borrowed: bool = False  # owned by another model: writing checks that the values are equal
     parts: tuple[str, ...] = ()  # tensors that this one fuses, such as experts
     shard: Shard | None = None  # this rank's slice; None: all of the tensor is stored
 
     @property
     def required(self) -> bool:
         """Whether a full load must name it. Aliases and fused tensors have other names to load."""
-        return self.alias_of is None and not self.is_borrowed and not self.parts
+        return self.alias_of is None and not self.parts
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
         """The slice of a whole tensor that this rank stores."""

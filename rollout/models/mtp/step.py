@@ -10,7 +10,7 @@ import torch
 
 from rollout.models.causal_lm import CausalLM
 from rollout.models.decoder_layer import DecoderLayer
-from rollout.models.draft_model import DraftModel, DraftSpec, embedded, selected
+from rollout.models.draft_model import DraftModel, DraftSpec, selected
 from rollout.models.forward_context import LayerAttention
 from rollout.models.layers.linear import Linear
 from rollout.models.layers.weight_factory import WeightFactory
@@ -91,7 +91,7 @@ class MtpStep(DraftModel):
     ) -> torch.Tensor:
         layer, decoder = self._layer, self.spec.decoder
         eps, unit_offset = decoder.rms_norm_eps, decoder.norm_unit_offset
-        embedded_TE = embedded(self._embedding_VE, self._target, input_ids_T)
+        embedded_TE = self.embedded(self._embedding_VE, input_ids_T)
         joined = [
             rms_norm(embedded_TE, self._embedding_norm_E, eps, unit_offset),
             rms_norm(hidden_TE, self._hidden_norm_E, eps, unit_offset),

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from rollout.server.body_fields import Body, Listed
 from rollout.server.received_tensors import Handles, PerTensor
+from rollout.weights.distributed import GroupSource
 from rollout.weights.manifest import Manifest, TensorSpec, named_dtype
 from rollout.weights.update_options import UpdateOptions
 
@@ -67,6 +68,11 @@ class DistributedBody(UpdateFields):
     shapes: PerTensor[Listed[Listed[int]]]
     group_name: str = "weight_update_group"
     load_format: str | None = None  # or packed[:BYTES]; or a DistributedSender's flattened_bucket
+
+    @property
+    def source(self) -> GroupSource:
+        """The tensors to receive."""
+        return GroupSource(self.names, self.dtypes, self.shapes, self.group_name, self.load_format)
 
 
 class IpcBody(UpdateFields):

@@ -15,11 +15,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-from collections.abc import Callable
 from contextlib import ExitStack, closing
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, HTTPException, Query, Request
 
@@ -52,9 +50,8 @@ from rollout.server.sglang.weight_bodies import (
     TensorByName,
     TensorFields,
 )
-from rollout.weights.distributed import announced_manifest
-from rollout.weights.manifest import Manifest
-from rollout.weights.update_counts import UpdateCounts
+from rollout.weights.disk_source import DiskSource
+from rollout.weights.shared_memory import HandleSource
 
 RAW_TYPES = ("application/octet-stream", "application/x-safetensors")
 _BINARY = {"type": "string", "format": "binary"}
@@ -64,8 +61,6 @@ def routes(serving: Serving) -> APIRouter:
     router = APIRouter(tags=["weights"], route_class=JsonRoute)
     update = serving.open_update
     root = weights_root(serving)
-
-    load = partial(load_tensors, serving)
 
     @router.post(
         "/update_weights_from_tensor",
@@ -81,41 +76,36 @@ def routes(serving: Serving) -> APIRouter:
         except InvalidInputError as error:
             return await refuse(serving, error)
 
-        def take(engine: Engine, options: dict[str, Any]) -> UpdateCounts | None:
+        def take(engine: Engine) -> Answer:
             with tensors:
-                return engine.update_weights_from_tensor(
-                    tensors, load_format=body.load_format, **options
-                )
+                return update.load(engine, tensors, body.options)
 
-        return await load(body.options, take, tensors.manifest)
+        return await change(serving, take)
 
     @router.post("/update_weights_from_disk", responses=CHANGED)
     async def update_weights_from_disk(body: DiskBody) -> JsonAnswer:
         """A safetensors folder below server.weights_root, or the model's own."""
 
-        def read(engine: Engine, options: dict[str, Any]) -> UpdateCounts | None:
+        def read(engine: Engine) -> Answer:
             if body.load_format not in (None, "auto", "safetensors"):
                 raise InvalidInputError(
                     "load_format", body.load_format, "must be auto or safetensors"
                 )
             folder = root.folder("model_path", body.model_path)
-            return engine.update_weights_from_disk(folder, **options)
+            return update.load(engine, DiskSource(folder), body.options)
 
-        return await load(body.options, read)
+        return await change(serving, read)
 
     @router.post("/update_weights_from_distributed", responses=CHANGED)
     async def update_weights_from_distributed(body: DistributedBody) -> JsonAnswer:
         """Receive the weights that the group's sender broadcasts meanwhile."""
-
-        return await receive_tensors(serving, body)
+        return await change(serving, lambda engine: update.load(engine, body.source, body.options))
 
     @router.post("/update_weights_from_ipc", responses=CHANGED)
     async def update_weights_from_ipc(body: IpcBody) -> JsonAnswer:
         """Buckets in shared memory of this host, or of a GPU that both processes see."""
-        return await load(
-            body.options,
-            lambda engine, options: engine.update_weights_from_ipc(body.handles, **options),
-        )
+        source = HandleSource(body.handles)
+        return await change(serving, lambda engine: update.load(engine, source, body.options))
 
     @router.post("/begin_weight_update", responses=CHANGED)
     async def begin_weight_update(body: BeginBody) -> JsonAnswer:
@@ -188,40 +178,6 @@ def routes(serving: Serving) -> APIRouter:
     return router
 
 
-async def load_tensors(
-    serving: Serving,
-    options: dict[str, Any],
-    function: Callable[[Engine, dict[str, Any]], UpdateCounts | None],
-    manifest: Callable[[], Manifest | None] = lambda: None,
-) -> JsonAnswer:
-    """Load one call's tensors by ``function``, as `HttpWeightUpdate.load` says, and answer."""
-
-    def run(engine: Engine) -> Answer:
-        return serving.open_update.load(
-            engine, manifest(), options, lambda heard: function(engine, heard)
-        )
-
-    return await change(serving, run)
-
-
-async def receive_tensors(
-    serving: Serving,
-    body: DistributedBody,
-    received: Callable[[Engine], None] = lambda engine: None,
-) -> JsonAnswer:
-    """Receive what a group's sender broadcasts meanwhile; then call ``received``."""
-
-    def receive(engine: Engine, options: dict[str, Any]) -> UpdateCounts | None:
-        counts = engine.update_weights_from_distributed(
-            body.names, body.dtypes, body.shapes, body.group_name,
-            load_format=body.load_format, **options,
-        )  # fmt: skip
-        received(engine)
-        return counts
-
-    return await load_tensors(serving, body.options, receive, lambda: _announced(body))
-
-
 def weights_root(serving: Serving) -> AllowedPaths:
     """The folders that weights may be read from."""
     configured = serving.config.weights_root
@@ -240,7 +196,7 @@ async def _received(request: Request, query: TensorFields) -> tuple[TensorFields
             async for chunk in request.stream():
                 file.write(chunk)
             tensors = await asyncio.to_thread(ReceivedTensors, [file])
-            _check_load_format(query)
+            tensors.is_direct = _is_direct(query)
             on_error.pop_all()
         return query, tensors
     if kind != "application/json":
@@ -252,12 +208,13 @@ async def _received(request: Request, query: TensorFields) -> tuple[TensorFields
     return body, await asyncio.to_thread(_decoded, body)
 
 
-def _check_load_format(fields: TensorFields) -> None:
+def _is_direct(fields: TensorFields) -> bool:
     if fields.load_format not in (None, "direct"):
         raise InvalidInputError(
             "load_format", fields.load_format,
             "must be left out, or direct: safetensors bytes say what they hold",
         )  # fmt: skip
+    return fields.load_format == "direct"
 
 
 def _decoded(body: TensorBody) -> ReceivedTensors:
@@ -271,15 +228,6 @@ def _decoded(body: TensorBody) -> ReceivedTensors:
             except (binascii.Error, ValueError) as error:
                 raise InvalidInputError(file.field, text, f"must be base64: {error}") from None
         tensors = ReceivedTensors(files)
-        _check_load_format(body)
+        tensors.is_direct = _is_direct(body)
         on_error.pop_all()
     return tensors
-
-
-def _announced(body: DistributedBody) -> Manifest | None:
-    """The announced manifest; None if it is malformed: the call itself then says so, and takes the
-    tensors off the wire."""
-    try:
-        return announced_manifest(body.names, body.dtypes, body.shapes)
-    except InvalidInputError:
-        return None

@@ -10,6 +10,7 @@ from rollout.errors import InvalidInputError
 from rollout.server.body_fields import Body, Listed
 from rollout.server.received_tensors import PerTensor
 from rollout.server.sglang.weight_bodies import UpdateFields, Version
+from rollout.weights.distributed import GroupSource
 
 _NO_PICKLES = "is a pickle, which this server does not read: send tensors through a group"
 _GROUPS = (
@@ -106,14 +107,14 @@ class UpdateInfo(Body):
         if counts is not None and self.packed:
             raise InvalidInputError("update_info.packed", True, "sparse updates are not packed")
 
-    def announced(self) -> dict[str, Any]:
-        """Names, dtypes and shapes of what is broadcast, in this order."""
+    def source(self, load_format: str | None) -> GroupSource:
+        """What is broadcast, in this order."""
         names, dtypes, shapes = self.names, self.dtype_names, self.shapes
         if self.num_updates_list is not None:
             names = [f"{name}:{kind}" for name in names for kind in ("elements", "values")]
             dtypes = [each for dtype in dtypes for each in ("int32", dtype)]
             shapes = [[count] for count in self.num_updates_list for _ in range(2)]
-        return {"names": names, "dtypes": dtypes, "shapes": shapes}
+        return GroupSource(names, dtypes, shapes, self.group_name, load_format)
 
 
 class UpdateBody(UpdateFields):

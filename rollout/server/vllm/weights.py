@@ -18,9 +18,8 @@ from rollout.server.body_fields import CHANGED, Body
 from rollout.server.json_route import JsonAnswer, JsonRoute
 from rollout.server.serving import Serving
 from rollout.server.sglang.control import Answer, change, refuse, success
-from rollout.server.sglang.published_weights import Puller
-from rollout.server.sglang.weight_bodies import DistributedBody
-from rollout.server.sglang.weights import load_tensors, receive_tensors, weights_root
+from rollout.server.sglang.weights import weights_root
+from rollout.server.vllm.puller import Puller
 from rollout.server.vllm.weight_bodies import (
     FetchBody,
     FinishBody,
@@ -31,7 +30,8 @@ from rollout.server.vllm.weight_bodies import (
     UpdateInfo,
     require_checkpoint_names,
 )
-from rollout.weights.update_counts import UpdateCounts
+from rollout.weights.disk_source import DiskSource
+from rollout.weights.source import WeightSource
 
 
 def routes(serving: Serving) -> APIRouter:
@@ -141,7 +141,7 @@ class _Transfer:
             return await refuse(self._serving, wrong)
         source = body.sync_dir or (body.uri or "").rstrip("/").rpartition("/")[0]
         self._fetched = None  # meanwhile the folder holds neither version
-        answer = await self._puller.pull(self._checkpoint, "sync_dir", source, body.target_version)
+        answer = await self._puller.pull(self._checkpoint, source, body.target_version)
         if answer.status_code == 200:
             self._fetched = body.target_version
         return answer
@@ -160,14 +160,18 @@ class _Transfer:
         if info is not None and folder is None:
             return await self._receive(info, body.options)
 
-        def read(engine: Engine, options: dict[str, Any]) -> UpdateCounts | None:
+        def read(engine: Engine) -> Answer:
             assert folder is not None
-            path = self._root.folder("weight_dir", folder)
-            counts = engine.update_weights_from_disk(path, **options)
-            self._note_version(engine)
-            return counts
+            return self._load(
+                engine, DiskSource(self._root.folder("weight_dir", folder)), body.options
+            )
 
-        return await load_tensors(self._serving, body.options, read)
+        return await change(self._serving, read)
+
+    def _load(self, engine: Engine, source: WeightSource, options: dict[str, Any]) -> Answer:
+        answer = self._serving.open_update.load(engine, source, options)
+        self._note_version(engine)
+        return answer
 
     async def _receive(self, info: UpdateInfo, options: dict[str, Any]) -> JsonAnswer:
         name = info.group_name
@@ -183,11 +187,9 @@ class _Transfer:
         num_bytes = 2**30 if joined is None else joined.packed_buffer_size_bytes
         if info.num_updates_list is not None:
             options.setdefault("base_version", self._known_version)
-        announced = DistributedBody(
-            **info.announced(), group_name=name, **options,
-            load_format=f"packed:{num_bytes}" if is_packed else None,
-        )  # fmt: skip
-        return await receive_tensors(self._serving, announced, self._note_version)
+        load_format = f"packed:{num_bytes}" if is_packed else None
+        source = info.source(load_format)
+        return await change(self._serving, lambda engine: self._load(engine, source, options))
 
     def _folder_of(self, version: int) -> str:
         """The folder that was brought to SkyRL's version. Raises InvalidInputError."""

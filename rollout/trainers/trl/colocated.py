@@ -6,10 +6,12 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import nn
 
 from rollout.engine.engine import RolloutEngine
+from rollout.engine.following_rank import FollowingRank
 from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError
 from rollout.parallel import RankGroup, SingleRank
@@ -84,7 +86,7 @@ class ColocatedEngine:
         self._hook: RolloutHook | None = None
         self._values_kept = True  # of the weights, by an engine that sleeps
         self._ranks: RankGroup = SingleRank()
-        if isinstance(engine, RolloutEngine):
+        if isinstance(engine, RolloutEngine | FollowingRank):
             self._ranks = engine.tensor_ranks
         self._fall_asleep()
 
@@ -117,7 +119,11 @@ class ColocatedEngine:
         self.engine.resume_memory()  # the rest; nothing where nothing is released
         all_prompts, all_seeds, own = self._gathered(prompts, seeds)
         try:
-            rollouts = self._run(all_prompts, params, all_seeds, samples_per_prompt)[own]
+            run = partial(self._run, all_prompts, params, all_seeds, samples_per_prompt)
+            if isinstance(self.engine, RolloutEngine | FollowingRank):
+                rollouts = self.engine.led(run)[own]
+            else:
+                rollouts = run()
         finally:
             self._fall_asleep()
         for rollout in rollouts:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from rollout.engine.following_rank import FollowingRank
 from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError
 from rollout.open_engine import open_pretrained
@@ -139,7 +140,9 @@ class SpecGeneration:
             self._generation = ColocatedEngine(
                 engine, model, sleep=enable_sleep_mode, adapters_only=adapters_only
             )
-        self._metrics = DraftMetrics(None if isinstance(self.engine, ServerEngine) else self.engine)
+        self._metrics = DraftMetrics(
+            None if isinstance(self.engine, ServerEngine | FollowingRank) else self.engine
+        )
         self._num_syncs = 0
         self.trainer: Any = None  # whose log gets the metrics; set when it takes this over
         # Where TRL's tool loop looks up how long a conversation may become.

@@ -104,7 +104,7 @@ def test_stopped_by_ctrl_c_and_resumed_while_a_replica_is_killed(start, tmp_path
     wait_until_gone(replicas)
     assert "died and is started anew" in log.read_text()
     assert output.read_bytes() == alone.read_bytes()
-    lines = [json.loads(line) for line in Path(f"{output}.log.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in Path(f"{output}.log").read_text().splitlines()]
     assert {line["kind"] for line in lines} >= {"run", "step", "rollout", "totals"}
     assert sum(line["kind"] == "rollout" for line in lines) == NUM_PROMPTS * N
 

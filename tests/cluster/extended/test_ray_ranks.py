@@ -37,7 +37,7 @@ def settings(replicas: int, **options) -> ClusterConfig:
 
 @pytest.fixture(scope="module")
 def on_ranks(config: EngineConfig) -> EngineConfig:
-    return replace(config, parallel=ParallelConfig(mode=ParallelMode.tensor, size=2, check=True))
+    return replace(config, parallel=ParallelConfig(mode=ParallelMode.tensor, size=2))
 
 
 def test_an_engine_that_cannot_be_made_raises_its_own_error(config, on_ranks):
@@ -97,7 +97,6 @@ def run_while(cluster: RolloutCluster, hit: Callable[[], None]) -> list[dict]:
 
 
 def test_replicas_of_two_ranks_give_the_rollouts_of_one_engine(cluster, expected, caplog):
-    """Their ranks compare drafts in each step, those of the other replica's rollouts too."""
     for _ in range(2):
         assert generated(cluster) == expected
         cluster.corpus_exchange.finish()

@@ -95,5 +95,5 @@ def test_whatever_fails_the_job_goes_on(library, tmp_path, tiny_model_path, prom
         assert output.read_bytes() == whole.read_bytes()
     else:
         assert sorted(output.read_text().splitlines()) == sorted(whole.read_text().splitlines())
-    names = [name, f"{name}.log.jsonl", f"{name}.run.json"]
+    names = [name, f"{name}.log", f"{name}.run.json"]
     assert sorted(path.name for path in output.parent.iterdir()) == names

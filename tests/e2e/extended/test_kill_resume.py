@@ -77,4 +77,4 @@ def test_killed_at_random_moments(config, suffix, spec):
     names = sorted(path.name for path in output.parent.glob("killed*"))
     saved = [f"{output.name}.corpus", f"{output.name}.corpus.learned.json"]
     saved = saved if spec == "ngram" else []
-    assert names == [output.name, *saved, f"{output.name}.log.jsonl", f"{output.name}.run.json"]
+    assert names == [output.name, *saved, f"{output.name}.log", f"{output.name}.run.json"]

@@ -24,7 +24,7 @@ def log(tiny_model_path, tmp_path_factory):
     params = SamplingParams(temperature=0.6, max_new_tokens=40, n=4, seed=3)
     config = small_job(tiny_model_path, folder, prompts, params)
     run(config, "ngram")
-    path = folder / "rollouts.jsonl.log.jsonl"
+    path = folder / "rollouts.jsonl.log"
     with path.open("a") as file:
         file.write(json.dumps(learned_line()) + "\n")
     output = folder / "rollouts.jsonl"

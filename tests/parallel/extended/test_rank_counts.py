@@ -99,6 +99,7 @@ def test_ranks_have_the_bits_of_one(cases: list[Case], tmp_path: Path) -> None:
         for found in ranks:
             assert found["rollouts"] == wanted["rollouts"], row
             assert found["scored"] == wanted["scored"], row
+        found = ranks[0]
         preempted += found["preemptions"] if row["company"] == "scarce" else 0
         assert (found["hits"] > 0) == (row["prefix cache"] == "on"), row
         assert (found["drafted"] > 0) == (row["spec"] != "none"), row
@@ -123,7 +124,7 @@ def test_every_family_on_two_ranks(tmp_path: Path) -> None:
         for found in ranks:
             assert found["rollouts"] == wanted["rollouts"], options
             assert found["scored"] == wanted["scored"], options
-            assert found["accepted"] > 0, options
+        assert ranks[0]["accepted"] > 0, options
 
 
 def test_ranks_with_rows_of_their_own_have_the_bits_of_one_alone(tmp_path: Path) -> None:

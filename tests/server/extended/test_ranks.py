@@ -18,7 +18,7 @@ from tests.server.conftest import Live, fresh_metrics, fresh_status, post, run_s
 from tests.server.policies import ok, output_ids
 from tests.server.server_process import paused_request, served
 
-RANKS = ("parallel=tensor", "parallel.size=2", "parallel.check=true")
+RANKS = ("parallel=tensor", "parallel.size=2")
 TEXTS = ["one two three four five six seven", "three four five six seven eight nine"]
 
 Server = tuple[subprocess.Popen[str], str]

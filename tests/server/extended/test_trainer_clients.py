@@ -94,23 +94,3 @@ def test_a_step_of_slime(client, post, policies):
         answer = post("/generate", SEEDED)
         assert answer["output_ids"] == weights.output_ids
         assert answer["meta_info"]["weight_version"] == str(number)
-
-
-def test_slime_with_differences(client, post, policies, weights_root):
-    pytest.importorskip("zstandard")
-    pytest.importorskip("blake3")
-    from tests.helpers.slime_publisher import publish
-
-    first, second = policies
-    local, source = weights_root / "local", weights_root / "published"
-    source.mkdir()
-    pull = {"local_checkpoint_dir": str(local), "source_dir": str(source)}
-    post("/pull_weights", pull | {"target_version": 0})
-    for number, (old, new) in enumerate([(first, second), (second, first)], start=1):
-        publish(source, number, old.tensors, new.tensors)
-        post("/pull_weights", pull | {"target_version": number})
-        post("/pause_generation")
-        body = {"model_path": str(local), "weight_version": str(100 + number)}
-        post("/update_weights_from_disk", body)
-        post("/continue_generation")
-        assert post("/generate", SEEDED)["output_ids"] == new.output_ids

@@ -39,7 +39,7 @@ def samples_by(way: str, folder: Path) -> list[list[int]]:
     record = run(trainer)
     engine = trainer.vllm_generation.engine
     assert trainer.is_deepspeed_enabled == (way == "zero3")
-    assert engine.worker.ranks.tensor.size == (2 if way == "tensor" else 1)
+    assert engine.tensor_ranks.size == (2 if way == "tensor" else 1)
     differences = record.column("sampling/sampling_logp_difference/max")
     assert len(differences) == 2
     assert max(differences) < 2e-5
