@@ -62,7 +62,6 @@ class Gate:
 class _OctaveGate:
     def __init__(self, width: int) -> None:
         self._limit = _LIMIT / width**0.5
-        self._catches_up = False  # a probe's first step drafts for all that was emitted before
         self.closed_for = 0  # steps until it opens; 0: open
         self.interval = _FIRST_INTERVAL  # when it closes next
         self.sum = 0.0  # plain steps gained since it opened
@@ -70,13 +69,10 @@ class _OctaveGate:
     def observe(self, gained: float) -> None:
         if self.closed_for:
             return  # the step was launched before the gate closed
-        if self._catches_up:
-            self._catches_up = False
-            return
         self.sum += gained - _MIN_GAIN
         if self.sum >= _CREDIT * self._limit:
             self.sum, self.interval = _CREDIT * self._limit, _FIRST_INTERVAL
         if self.sum < -self._limit:
             self.closed_for = max(self.interval, int(-self.sum / _MAX_SHARE))
             self.interval = min(2 * self.interval, _LONGEST_INTERVAL)
-            self.sum, self._catches_up = 0.0, True
+            self.sum = 0.0
