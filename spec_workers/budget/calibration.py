@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-TENTHS = 10
+_TENTHS = 10
 _FIRST_RATIO = 0.85  # of accepted to claimed: the highest of many estimates run high
 _INERTIA = 20.0  # claimed acceptances that the first ratio counts for
 _MEMORY = 400.0  # claimed acceptances that a cell remembers
@@ -24,7 +24,7 @@ class Calibration:
     def __init__(self, sources: Sequence[str]) -> None:
         """``sources``: names of the values of ``sources_N``."""
         self.sources = tuple(sources)
-        shape = (len(self.sources), TENTHS)
+        shape = (len(self.sources), _TENTHS)
         self._counts_ST = np.zeros(shape)
         self._claimed_ST = np.zeros(shape)
         self._accepted_ST = np.zeros(shape)
@@ -76,8 +76,8 @@ class Calibration:
 
 
 def _cells(probs_N: NDArray[np.floating], sources_N: NDArray) -> NDArray[np.intp]:
-    tenths_N = np.minimum((probs_N * TENTHS).astype(np.intp), TENTHS - 1)
-    return sources_N.astype(np.intp) * TENTHS + tenths_N
+    tenths_N = np.minimum((probs_N * _TENTHS).astype(np.intp), _TENTHS - 1)
+    return sources_N.astype(np.intp) * _TENTHS + tenths_N
 
 
 _REQUEST_INERTIA = 5.0  # expected acceptances that all requests together count for
