@@ -108,12 +108,11 @@ def test_commands_are_understood(given):
         train_draft_parser().parse_args(arguments)
         return
     if command == "compare":
-        options = compare_options(arguments)
-        arguments = [*options.overrides, f"spec={','.join(options.kinds)}"]
+        arguments = compare_options(arguments).overrides
     kind = ServeConfig if command == "serve" else RunConfig
     translated = hydra_arguments(arguments, kind)
     overrides = [each for each in translated if re.match(r"\+?[\w.]+=", each)]
-    if command == "compare" or "-m" in translated:  # one of each list; options that all kinds have
+    if "-m" in translated:  # one of each list; options that all kinds have
         lists = [each for each in overrides if "," in each]
         if any(each.startswith("spec=") for each in lists):
             overrides = [each for each in overrides if not each.startswith("spec.")]

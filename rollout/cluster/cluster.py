@@ -18,6 +18,7 @@ from rollout.cluster.router import Router
 from rollout.cluster.weights import ClusterWeights
 from rollout.config import EngineConfig
 from rollout.engine.draft_corpus import ExternalCorpus, Publishing
+from rollout.engine.engine import RolloutEngine
 from rollout.engine.metrics import EngineStatus, StepMetrics
 from rollout.engine.requests import RequestFactory
 from rollout.engine.tokenizer import PromptEncoder
@@ -173,7 +174,9 @@ class RolloutCluster(UpdateCalls):
         params: SamplingParams | None = None,
     ) -> tuple[list[float], TokenExtras]:
         """Logprobs of given output tokens, by any one replica."""
-        scored = self.replicas.on_one("score_with_extras", prompt_ids, output_ids, params)
+        scored = self.replicas.on_one(
+            RolloutEngine.score_with_extras, prompt_ids, output_ids, params
+        )
         if lost := self.weights.unavailable_reason:  # who came later has the checkpoint's
             raise WeightUpdateError(lost)
         return scored
@@ -234,10 +237,10 @@ class RolloutCluster(UpdateCalls):
         self.weights.sync.try_again()
 
     def flush_cache(self) -> None:
-        self.replicas.on_all("flush_cache")
+        self.replicas.on_all(RolloutEngine.flush_cache)
 
     def check_integrity(self) -> None:
-        self.replicas.on_all("check_integrity")
+        self.replicas.on_all(RolloutEngine.check_integrity)
 
     def close(self) -> None:
         """End all replicas, and Ray where the cluster started it."""
@@ -315,7 +318,7 @@ class RolloutCluster(UpdateCalls):
         return self.weights.weights_digest(selector)
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[float]:
-        return self.replicas.on_one("get_weights_by_name", name, truncate_size)
+        return self.replicas.on_one(RolloutEngine.get_weights_by_name, name, truncate_size)
 
     # Corpora
 
@@ -357,11 +360,11 @@ class RolloutCluster(UpdateCalls):
 
     def save_corpus(self, path: str | os.PathLike[str]) -> None:
         """Any one replica saves its corpus, by ``path`` on its host."""
-        self.replicas.on_one("save_corpus", path)
+        self.replicas.on_one(RolloutEngine.save_corpus, path)
 
     def learned(self) -> dict[str, Any]:
         """The learned state of any one replica."""
-        return self.replicas.on_one("learned")
+        return self.replicas.on_one(RolloutEngine.learned)
 
     # Replicas
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +14,7 @@ from typing import Any
 from rollout.cluster.replica import Replica
 from rollout.cluster.replica_manager import WAIT_SECONDS, ReplicaManager
 from rollout.engine.draft_corpus import ExternalCorpus, ExternalState, Publishing, check_name
+from rollout.engine.engine import RolloutEngine
 from rollout.errors import InvalidInputError
 from rollout.parallel.time_limit import on_thread
 
@@ -32,7 +33,7 @@ class _Change:
     """A call that every replica makes, also one that starts later."""
 
     number: int
-    method: str
+    method: Callable[..., Any]
     arguments: Mapping[str, Any]
 
     @property
@@ -78,9 +79,14 @@ class ClusterCorpora:
             key: self._replicas.share(value) for key, value in given.items() if value is not None
         }
         self._replicas.await_one()  # whoever refuses it says so now
-        method, arguments = "add_external_corpus", {"name": name, "publish": publish, **source}
+        method, arguments = (
+            RolloutEngine.add_external_corpus,
+            {"name": name, "publish": publish, **source},
+        )
         self._replicas.on_all(
-            method, undo=lambda replica: replica.call("remove_external_corpus", name), **arguments
+            method,
+            undo=lambda replica: replica.call(RolloutEngine.remove_external_corpus, name),
+            **arguments,
         )
         self._changes = [
             each for each in self._changes if (each.method, each.name) != (method, name)
@@ -92,37 +98,37 @@ class ClusterCorpora:
 
     def remove_external_corpus(self, name: str) -> None:
         self._require_known(name)
-        calls = self._replicas.call_all("remove_external_corpus", name)
+        calls = self._replicas.call_all(RolloutEngine.remove_external_corpus, name)
         _, failed = self._replicas.outcomes(calls)
         for error in failed.values():
             if not isinstance(error, InvalidInputError):  # a replica that lacks it refuses
                 raise error
         self._changes = [each for each in self._changes if each.name != name]
-        self._record("remove_external_corpus", {"name": name})
+        self._record(RolloutEngine.remove_external_corpus, {"name": name})
 
     def publish_external_corpus(self, name: str) -> None:
         self._require_known(name)
-        self._replicas.on_all("publish_external_corpus", name=name)
+        self._replicas.on_all(RolloutEngine.publish_external_corpus, name=name)
         for each in self._changes.copy():
             if each.name == name and each.arguments.get("publish") == Publishing.ON_REQUEST:
                 self._changes.remove(each)
                 # A replica that starts may have it already, to be published on request.
-                self._record("remove_external_corpus", {"name": name})
+                self._record(RolloutEngine.remove_external_corpus, {"name": name})
                 self._record(each.method, {**each.arguments, "publish": Publishing.WHEN_READY})
 
     def external_corpora(self) -> list[ExternalCorpus]:
         """All corpora by name, each as on the replica that is least far with it."""
         self._replicas.await_one()
-        return merged(self._replicas.on_all("external_corpora"))
+        return merged(self._replicas.on_all(RolloutEngine.external_corpora))
 
     def load_corpus(self, path: str | os.PathLike[str]) -> None:
         """Load a file on every replica, also on those that start later, under the same path."""
         path = os.fspath(path)
-        self._replicas.on_all("load_corpus", path=path)
+        self._replicas.on_all(RolloutEngine.load_corpus, path=path)
         self._changes.clear()
-        self._record("load_corpus", {"path": path})
+        self._record(RolloutEngine.load_corpus, {"path": path})
 
-    def _record(self, method: str, arguments: Mapping[str, Any]) -> None:
+    def _record(self, method: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
         self._count += 1
         self._changes.append(_Change(number=self._count, method=method, arguments=arguments))
         self._replicas.repeat_joins()
@@ -177,5 +183,6 @@ def _await(name: str, answers: Sequence[tuple[_Change, Future[Any]]]) -> None:
         try:
             answer.result()
         except (InvalidInputError, OSError, MemoryError) as error:
-            if change.method != "remove_external_corpus":  # what is not there need not be removed
+            # What is not there need not be removed.
+            if change.method != RolloutEngine.remove_external_corpus:
                 log.warning("%s starts without a change of corpora: %s", name, error)

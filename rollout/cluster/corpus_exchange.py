@@ -10,6 +10,7 @@ from typing import Any
 from rollout.cluster.replica import Replica, then
 from rollout.cluster.replica_manager import WAIT_SECONDS, ReplicaManager
 from rollout.engine.draft_corpus import CorpusDelta
+from rollout.engine.engine import RolloutEngine
 from rollout.errors import InvalidInputError
 
 
@@ -42,13 +43,15 @@ class CorpusExchange:
             self._taking = []
             if deltas:
                 shared = self._replicas.share(deltas)
-                self._learning = [*self._replicas.call_all("learn_corpus_deltas", shared).values()]
+                self._learning = [
+                    *self._replicas.call_all(RolloutEngine.learn_corpus_deltas, shared).values()
+                ]
             return
         self._learning = []
         has_others = self._has_corpus and len(self._replicas.joined) > 1
         if has_others and time.monotonic() - self._begun_at >= self._seconds:
             self._begun_at = time.monotonic()
-            self._taking = [*self._replicas.call_all("take_corpus_delta").values()]
+            self._taking = [*self._replicas.call_all(RolloutEngine.take_corpus_delta).values()]
 
     def finish(self) -> None:
         """A whole round: when it returns, all replicas were told what was committed before."""
@@ -67,7 +70,7 @@ class CorpusExchange:
                 answer.result()
                 self._has_corpus = True
 
-        return then(replica.call("share_corpus", self._max_bytes), note)
+        return then(replica.call(RolloutEngine.share_corpus, self._max_bytes), note)
 
 
 def _value(future: Future[CorpusDelta]) -> CorpusDelta | None:

@@ -9,6 +9,7 @@ from typing import Any
 from rollout.cluster.replica import Replica, then
 from rollout.cluster.replica_manager import ReplicaManager
 from rollout.cluster.reports import ReplicaReports
+from rollout.engine.engine import RolloutEngine
 from rollout.types import MemoryTag, PauseMode
 
 
@@ -39,7 +40,7 @@ class ClusterLifecycle:
 
     def pause_generation(self, mode: PauseMode | str = PauseMode.ABORT) -> None:
         """Pause all replicas, and those that start meanwhile."""
-        self._replicas.on_all("pause_generation", mode, newcomers=True)
+        self._replicas.on_all(RolloutEngine.pause_generation, mode, newcomers=True)
         self.is_paused = True
         if mode == PauseMode.ABORT:
             self._abort_all()
@@ -48,7 +49,7 @@ class ClusterLifecycle:
 
     def continue_generation(self) -> None:
         self.is_paused = False
-        self._replicas.on_all("continue_generation", newcomers=True)
+        self._replicas.on_all(RolloutEngine.continue_generation, newcomers=True)
 
     @property
     def released_tags(self) -> frozenset[MemoryTag]:
@@ -61,11 +62,11 @@ class ClusterLifecycle:
         freed: dict[str, int] = {}
         tags = list(tags)
         answers = self._replicas.on_all(
-            "release_memory",
+            RolloutEngine.release_memory,
             tags,
             keep_weights,
             newcomers=True,
-            undo=lambda each: each.call("resume_memory", tags),
+            undo=lambda each: each.call(RolloutEngine.resume_memory, tags),
         )
         for each in answers.values():
             for tag, num_bytes in each.items():
@@ -75,20 +76,20 @@ class ClusterLifecycle:
 
     def resume_memory(self, tags: Iterable[MemoryTag | str] | None = None) -> None:
         wanted = list(self._released if tags is None else tags)
-        self._replicas.on_all("resume_memory", wanted, newcomers=True)
+        self._replicas.on_all(RolloutEngine.resume_memory, wanted, newcomers=True)
         for tag in wanted:
             self._released.pop(MemoryTag(tag), None)
 
     def _bring(self, replica: Replica) -> Future[Any]:
         """A joiner: paused and asleep as the others are."""
         if self.is_paused:
-            replica.call("pause_generation", PauseMode.IN_PLACE)
+            replica.call(RolloutEngine.pause_generation, PauseMode.IN_PLACE)
         for keep_weights in (True, False):
             tags = [tag for tag, keeps in self._released.items() if keeps is keep_weights]
             if tags:
-                replica.call("release_memory", tags, keep_weights)
+                replica.call(RolloutEngine.release_memory, tags, keep_weights)
 
         def note(answer: Future[Any]) -> None:
             self._reports.statuses[replica.name] = answer.result()
 
-        return then(replica.call("status"), note)
+        return then(replica.call(RolloutEngine.status), note)

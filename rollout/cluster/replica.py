@@ -35,8 +35,8 @@ class Replica(Protocol):
         """Abort requests of the replica."""
         ...
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call ``getattr(engine, method)(*args, **kwargs)``; the future has its value or its
+    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call a method of `RolloutEngine` on the engine; the future has its value or its
         exception."""
         ...
 

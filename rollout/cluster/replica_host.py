@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -69,13 +69,15 @@ class ReplicaHost:
         async with self._turns.take(turn):
             self._reporter.abort(request_ids)
 
-    async def call(self, turn: int, method: str, *args: Any, **kwargs: Any) -> CallResult:
+    async def call(
+        self, turn: int, method: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> CallResult:
         """Call a method of the engine between two steps."""
 
         def run(engine: RolloutEngine) -> CallResult:
             value, error = None, None
             try:
-                value = getattr(engine, method)(*args, **kwargs)
+                value = method(engine, *args, **kwargs)
             except ParallelError:  # the end of this replica
                 raise
             except Exception as raised:  # the caller's

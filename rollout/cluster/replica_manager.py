@@ -102,7 +102,7 @@ class ReplicaManager:
 
     def on_all(
         self,
-        method: str,
+        method: Callable[..., Any],
         *args: Any,
         newcomers: bool = False,
         undo: Callable[[Replica], Future[Any]] | None = None,
@@ -141,7 +141,9 @@ class ReplicaManager:
             raise failures[0]
         return values
 
-    def call_all(self, method: str, *args: Any, **kwargs: Any) -> dict[Replica, Future[Any]]:
+    def call_all(
+        self, method: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> dict[Replica, Future[Any]]:
         """Call an engine's method on each replica that has joined, and wait for none."""
         return {each: each.call(method, *args, **kwargs) for each in self._joined.values()}
 
@@ -152,7 +154,7 @@ class ReplicaManager:
                 raise ClusterError("the cluster is closed")
             self.poll(WAIT_SECONDS)
 
-    def on_one(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def on_one(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The result of an engine's method on one replica; on another, if that one dies meanwhile.
 
         Raises ClusterError where several die one after the other: the call may be what kills them.
@@ -164,7 +166,7 @@ class ReplicaManager:
                 return replica.call(method, *args, **kwargs).result()
             except ReplicaDiedError:
                 self.wait_until_gone(replica)
-        raise ClusterError(f"{_MAX_TRIES} replicas died while they ran {method}")
+        raise ClusterError(f"{_MAX_TRIES} replicas died while they ran {method.__name__}")
 
     def outcomes(
         self, answers: Mapping[Replica, Future[Any]]

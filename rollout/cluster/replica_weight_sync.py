@@ -10,6 +10,7 @@ from typing import Any
 
 from rollout.cluster.replica import Replica
 from rollout.cluster.replica_manager import ReplicaManager
+from rollout.engine.engine import RolloutEngine
 from rollout.errors import EngineStateError, IntegrityError, WeightUpdateError
 from rollout.weights.bucket import CACHED_BUCKET_BYTES
 from rollout.weights.bucket_layout import layouts
@@ -109,7 +110,7 @@ class ReplicaWeightSync:
     def _copy(self, peer: Replica, replica: Replica, future: Future[None]) -> None:
         try:
             try:
-                peer.call("read_weights", []).result()
+                peer.call(RolloutEngine.read_weights, []).result()
             except (WeightUpdateError, EngineStateError) as error:  # torn, or given back
                 log.info("%s waits for weights: %s", replica.name, error)
                 with self._lock:
@@ -129,17 +130,21 @@ def copy_weights(source: Replica, receiver: Replica) -> None:
     for part, version in versions.items():
         if version == brought[part]:
             continue  # never updated, or brought before it began to join anew
-        manifest = source.call("weights_manifest", part).result()
-        receiver.call("begin_weight_update", manifest, selector=part, weight_version=version)
+        manifest = source.call(RolloutEngine.weights_manifest, part).result()
+        receiver.call(
+            RolloutEngine.begin_weight_update, manifest, selector=part, weight_version=version
+        )
         for layout in layouts(manifest, CACHED_BUCKET_BYTES):
-            bucket = source.call("read_weights", [each.name for each in layout.entries]).result()
-            receiver.call("update_weights", bucket).result()
-        receiver.call("end_weight_update").result()
-    digests: list[Any] = [each.call("weights_digest") for each in (source, receiver)]
+            bucket = source.call(
+                RolloutEngine.read_weights, [each.name for each in layout.entries]
+            ).result()
+            receiver.call(RolloutEngine.update_weights, bucket).result()
+        receiver.call(RolloutEngine.end_weight_update).result()
+    digests: list[Any] = [each.call(RolloutEngine.weights_digest) for each in (source, receiver)]
     ours, theirs = (digest.result() for digest in digests)
     if ours != theirs:
         raise IntegrityError(f"{receiver.name} has other weights than {source.name}, which it had")
 
 
 def _versions(replica: Replica) -> Mapping[str, int]:
-    return replica.call("status").result().weight_versions
+    return replica.call(RolloutEngine.status).result().weight_versions

@@ -11,6 +11,7 @@ from typing import Any
 from rollout.cluster.replica import Replica
 from rollout.cluster.replica_manager import WAIT_SECONDS, ReplicaManager
 from rollout.cluster.replica_weight_sync import ReplicaWeightSync
+from rollout.engine.engine import RolloutEngine
 from rollout.errors import IntegrityError, InvalidInputError, RolloutError, WeightUpdateError
 from rollout.validation import checked_int
 from rollout.weights.bucket import CACHED_BUCKET_BYTES, PackedBucket, buckets
@@ -89,7 +90,7 @@ class ClusterWeights:
             options |= {"weight_version": version}
         self._update = _Update(checked, version, frozenset(self._replicas.joined.values()))
         try:
-            self._on_all("begin_weight_update", manifest, **options)
+            self._on_all(RolloutEngine.begin_weight_update, manifest, **options)
         except BaseException:
             self.abandon_weight_update()
             raise
@@ -106,7 +107,7 @@ class ClusterWeights:
             self._under_way()
         self.sync.note_commit()
         self._last_version = update.version or self._last_version
-        done, failed = self._ask_all("end_weight_update", weight_version)
+        done, failed = self._ask_all(RolloutEngine.end_weight_update, weight_version)
         if not done:
             reason = next(iter(failed.values()), WeightUpdateError("every replica died"))
             self.abandon_weight_update(f"it failed: {reason}")
@@ -117,7 +118,9 @@ class ClusterWeights:
             )
             replica.kill()
             self._replicas.wait_until_gone(replica)
-        statuses, _ = self._replicas.outcomes({each: each.call("status") for each in done})
+        statuses, _ = self._replicas.outcomes(
+            {each: each.call(RolloutEngine.status) for each in done}
+        )
         if not statuses:
             reason = WeightUpdateError("every replica died that had committed it")
             self.abandon_weight_update(str(reason))
@@ -132,7 +135,7 @@ class ClusterWeights:
         if self._update is None:
             return
         self._update = None
-        self._ask_all("abandon_weight_update", reason)
+        self._ask_all(RolloutEngine.abandon_weight_update, reason)
         self.sync.release()
 
     def update_weights(self, source: WeightSource, /, **options: Any) -> UpdateCounts | None:
@@ -153,7 +156,7 @@ class ClusterWeights:
                 raise InvalidInputError("options", names, "are set by begin_weight_update alone")
         except RolloutError as error:
             if isinstance(source, GroupSource):  # its sender is waiting to hear of it
-                self._ask_all("decline_weights", source, str(error))
+                self._ask_all(RolloutEngine.decline_weights, source, str(error))
             raise
         try:
             update = self._under_way()
@@ -192,13 +195,15 @@ class ClusterWeights:
         ranks = {name: rank_offset + i * self._num_ranks for i, name in enumerate(names)}
         done, failed = self._replicas.outcomes({
             each: each.call(
-                "init_weights_update_group", master_address, master_port, ranks[each.name],
-                world_size, group_name, backend, timeout, sender,
+                RolloutEngine.init_weights_update_group, master_address, master_port,
+                ranks[each.name], world_size, group_name, backend, timeout, sender,
             )
             for each in self._living()
         })  # fmt: skip
         if failed or len(done) < len(ranks):
-            for answer in [each.call("destroy_weights_update_group", group_name) for each in done]:
+            for answer in [
+                each.call(RolloutEngine.destroy_weights_update_group, group_name) for each in done
+            ]:
                 answer.exception()
             raise next(iter(failed.values()), WeightUpdateError("a replica died meanwhile"))
         self._groups[group_name] = frozenset(done)
@@ -206,12 +211,14 @@ class ClusterWeights:
     def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:
         members = self._group(group_name)
         del self._groups[group_name]
-        for answer in [each.call("destroy_weights_update_group", group_name) for each in members]:
+        for answer in [
+            each.call(RolloutEngine.destroy_weights_update_group, group_name) for each in members
+        ]:
             answer.exception()  # of one that died, or of a group whose sender is gone
 
     def weights_digest(self, selector: str = "all") -> str:
         """The digest that all replicas share. Raises IntegrityError where they differ."""
-        digests = self._replicas.on_all("weights_digest", selector)
+        digests = self._replicas.on_all(RolloutEngine.weights_digest, selector)
         if len(set(digests.values())) > 1:
             raise IntegrityError(f"the replicas' weights differ: {digests}")
         return next(iter(digests.values()))
@@ -227,7 +234,9 @@ class ClusterWeights:
         if not isinstance(source, DiskSource):
             return source.manifest()
         path, selector = str(source.model_path), UpdateOptions.of(options).selector
-        first, *others = self._on_all("weights_manifest", selector, model_path=path).values()
+        first, *others = self._on_all(
+            RolloutEngine.weights_manifest, selector, model_path=path
+        ).values()
         if any(other != first for other in others):
             raise InvalidInputError("model_path", path, "is not the same folder on every host")
         return first
@@ -240,7 +249,7 @@ class ClusterWeights:
             self._load_stream(source)
             return
         for each in source.split() if isinstance(source, HandleSource) else [source]:
-            self._on_all("update_weights", each)
+            self._on_all(RolloutEngine.update_weights, each)
 
     def _load_stream(self, tensors: WeightTensors) -> None:
         """Replicas load one bucket while the next is packed."""
@@ -250,7 +259,7 @@ class ClusterWeights:
                 packed = PackedBucket.of(bucket, is_direct=tensors.is_direct)
                 shared = self._replicas.share(packed)
                 wait()
-                wait = self._send_all("update_weights", shared)
+                wait = self._send_all(RolloutEngine.update_weights, shared)
             wait()
 
     def _under_way(self) -> _Update:
@@ -291,11 +300,13 @@ class ClusterWeights:
             )
         return self._groups[group_name]
 
-    def _on_all(self, method: str, *args: Any, **kwargs: Any) -> dict[Replica, Any]:
+    def _on_all(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[Replica, Any]:
         """Re-raises the first failure; WeightUpdateError if no replica is alive."""
         return self._send_all(method, *args, **kwargs)()
 
-    def _send_all(self, method: str, *args: Any, **kwargs: Any) -> Callable[[], dict[Replica, Any]]:
+    def _send_all(
+        self, method: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Callable[[], dict[Replica, Any]]:
         answers = {each: each.call(method, *args, **kwargs) for each in self._living()}
 
         def wait() -> dict[Replica, Any]:
@@ -309,7 +320,7 @@ class ClusterWeights:
         return wait
 
     def _ask_all(
-        self, method: str, *args: Any, **kwargs: Any
+        self, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> tuple[dict[Replica, Any], dict[Replica, Exception]]:
         return self._replicas.outcomes(
             {each: each.call(method, *args, **kwargs) for each in self._living()}

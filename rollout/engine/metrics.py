@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.engine.draft_corpus import ExternalCorpus
-from rollout.engine.speedup import HALF_INTERVAL, PlainPace, Saving
+from rollout.engine.speedup import HALF_INTERVAL, MIN_STEPS, PlainPace, Saving
 from rollout.types import Batch, Rollout, StepForecast, StepResult
 
 
@@ -68,7 +68,9 @@ class EngineMetrics:
     forward_ms: float = 0.0
     sample_ms: float = 0.0
     total_ms: float = 0.0
-    forecast_steps: int = 0  # of which the cost was predicted
+    forecast_steps: int = 0  # whose cost was predicted
+    plain_forecasts: int = 0  # steps of plain decoding among them
+    drafting_forecasts: int = 0  # steps that verified drafts among them
     predicted_gain_ms: float = 0.0  # expected extra time of plain decoding
     gain_ms: float = 0.0  # that extra time by accepted nodes and the pace of plain steps between
     gain_variance_ms2: float = 0.0  # the squared standard error of `gain_ms`
@@ -88,7 +90,9 @@ class EngineMetrics:
 
     @property
     def saved_error_seconds(self) -> float:
-        """Half of the 95 % interval of `saved_seconds`."""
+        """Half of the 95 % interval of `saved_seconds`; infinite after too few steps."""
+        if min(self.plain_forecasts, self.drafting_forecasts) < MIN_STEPS:
+            return math.inf
         return HALF_INTERVAL * math.sqrt(self.gain_variance_ms2) / 1e3
 
     def saving(self, run_seconds: float, replicas: int) -> Saving:
@@ -151,6 +155,8 @@ class MetricsRecorder:
         step.predicted_ms, step.plain_ms = forecast.predicted_ms, forecast.plain_ms
         step.predicted_gain_ms = forecast.predicted_gain_ms
         took_ms = pace.bounded(step.total_ms - step.schedule_ms, forecast.predicted_ms)
+        self.total.plain_forecasts += decodes_alone and not step.drafted
+        self.total.drafting_forecasts += step.drafted > 0
         if not step.drafted:
             # All that can be lost in it is the time of proposing what was not verified.
             step.gain_ms = -pace.ratio * max(0.0, forecast.predicted_ms - forecast.plain_ms)

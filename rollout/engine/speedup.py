@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 HALF_INTERVAL = 1.96
 """Standard errors in half of a 95 % interval."""
+
+MIN_STEPS = 5
+"""Plain steps, and drafting steps, below which nothing is claimed."""
 
 _FEWEST = 4  # differences whose scatter is believed
 _FIRST_ERROR = 0.5  # of the pace before that, so that nothing is claimed
@@ -91,7 +95,7 @@ class Saving:
     """The seconds that drafts saved of a run, with half of their 95 % interval."""
 
     seconds: float
-    error_seconds: float
+    error_seconds: float  # infinite where too few steps were compared
     run_seconds: float
 
     @property
@@ -106,16 +110,28 @@ class Saving:
         return max(share, _LEAST_SHOWN)
 
     @property
+    def is_measured(self) -> bool:
+        """Whether enough steps were compared to give a figure."""
+        return math.isfinite(self.error_seconds)
+
+    @property
     def is_significant(self) -> bool:
         """Whether the interval of `speedup` leaves out 1."""
         return abs(self.speedup - 1.0) > self.speedup_error
 
     @property
     def factor(self) -> str:
-        """The speedup with its error, such as ``1.20x ± 0.10``."""
+        """The speedup with its error, such as ``1.20x ± 0.10``; a dash where it is not measured."""
+        if not self.is_measured:
+            return "-"
         return f"{self.speedup:.2f}x \N{PLUS-MINUS SIGN} {self.speedup_error:.2f}"
 
     def __str__(self) -> str:
+        if not self.is_measured:
+            return (
+                f"speedup not measured: too few steps (it takes {MIN_STEPS} plain and {MIN_STEPS} "
+                "drafting ones)"
+            )
         if self.is_significant:
             saved = f"{self.seconds:+.1f} s \N{PLUS-MINUS SIGN} {self.error_seconds:.1f}"
             return f"{self.factor} over plain decoding ({saved})"

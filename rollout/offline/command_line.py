@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 from hydra._internal.utils import get_args_parser
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 
 from rollout.config import KEY_OF
 from rollout.errors import InvalidInputError
@@ -43,7 +42,7 @@ def with_model_path(argument: str) -> str:
     """
     name, _, folder = argument.partition("=")
     is_model = "/" in folder or Path(folder, "config.json").is_file()
-    return _override("model.path", folder) if name == "model" and is_model else argument
+    return f"model.path={_quoted(folder)}" if name == "model" and is_model else argument
 
 
 def take_flags(arguments: Sequence[str], kind: type) -> tuple[list[str], list[str]]:
@@ -57,7 +56,7 @@ def take_flags(arguments: Sequence[str], kind: type) -> tuple[list[str], list[st
     parser = argparse.ArgumentParser(
         add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
     )
-    keys = _keys_by_name(kind)
+    keys, texts = _keys_by_name(kind), set(_text_keys(kind))
     for name, key in keys.items():
         if key not in _HAS_ANOTHER_MEANING or key.endswith(f".{name}"):
             spellings = dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}"))
@@ -71,7 +70,7 @@ def take_flags(arguments: Sequence[str], kind: type) -> tuple[list[str], list[st
     for name, value in vars(given).items():
         *group, key = keys[name].split()
         if not group or value != "1":  # one rank or one replica is no group of them
-            overrides += [*group, _override(key, value)]
+            overrides += [*group, f"{key}={_quoted(value) if key in texts else value}"]
     return overrides, rest
 
 
@@ -93,7 +92,7 @@ def words_as_overrides(words: Sequence[str], kind: type, given: Sequence[str] = 
         if word in are_overrides:
             overrides.append(are_overrides[word])
         elif (key := next(keys, None)) is not None:
-            overrides.append(_override(key, word))
+            overrides.append(f"{key}={_quoted(word)}")
         else:
             raise InvalidInputError("arguments", word, "must be KEY=VALUE or --flag VALUE")
     return overrides
@@ -147,12 +146,20 @@ def _is_path(word: str) -> bool:
     return word.startswith(("/", "./", "../")) or Path(word).exists()
 
 
-def _override(key: str, value: Any) -> str:
-    """KEY=VALUE, with a value that Hydra cannot read as text."""
-    override = f"{key}={value}"
-    try:
-        OverridesParser.create().parse_override(override)
-    except HydraException:
-        escaped = value.replace("'", "\\'")
-        return f"{key}='{escaped}'"
-    return override
+def _text_keys(kind: type, section: str = "") -> Iterator[str]:
+    for name, hint in get_type_hints(kind).items():
+        if hint in (str, str | None):
+            yield f"{section}{name}"
+        elif isinstance(hint, type) and is_dataclass(hint):
+            yield from _text_keys(hint, f"{section}{name}.")
+
+
+def _quoted(text: str) -> str:
+    """The text as Hydra and OmegaConf read it unchanged: no number, no null, no interpolation."""
+    plain = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
+    return "'" + re.sub(r"(\\*)('|\Z)", _escaped, plain) + "'"
+
+
+def _escaped(found: re.Match[str]) -> str:
+    backslashes, quote = found.groups()
+    return 2 * backslashes + (quote and "\\'")

@@ -54,7 +54,7 @@ class DataConfig:
     prompt_column: str | None = None  # default: the first of PROMPT_COLUMNS that a row has
     columns: list[str] | None = None  # carried through to the output; default: all others
     chat_template: ChatTemplateMode = ChatTemplateMode.auto
-    limit: int | None = None  # the first so many rows
+    limit: int | None = None  # rows at most
     on_error: OnError = OnError.stop
 
     def __post_init__(self) -> None:
@@ -114,7 +114,6 @@ class LogConfig:
     tracker: Tracker | None = None  # what gets the counters of steps too
     every: int = 1  # steps between two logged ones; rollouts are all logged
     seconds: float = 5.0  # between two progress lines where there is no terminal
-    verbose: bool = False  # every total in the summary at the end
 
     def __post_init__(self) -> None:
         if self.every < 1:

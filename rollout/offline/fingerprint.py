@@ -77,7 +77,7 @@ def differences(there: dict[str, Any], now: dict[str, Any]) -> list[str]:
 def _difference(name: str, there: Any, now: Any) -> str:
     if isinstance(now, str) and (" " in name or name == "model"):  # hashes say nothing to a reader
         return f"{name} differs"
-    shown = name if name.isprintable() else repr(name)  # whoever wrote the record wrote it too
+    shown = name if name.isprintable() else repr(name)  # the record is untrusted text
     return f"{shown} was {there!r} and is {now!r}"
 
 
@@ -92,8 +92,7 @@ def _files_hash(folder: Path, names: tuple[str, ...]) -> str:
 
 
 def _weights_hash(folder: Path) -> str:
-    """The hash of names, sizes and evenly spaced samples: training changes every part of a
-    checkpoint, and reading all of one of hundreds of gigabytes would take as long as loading it."""
+    """Hash of names, sizes and samples: reading whole checkpoints would take as long as loading."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size

@@ -1,4 +1,4 @@
-"""What Hydra composes, and checks of it: types, required keys, unknown keys."""
+"""Composes the configuration with Hydra and checks types, required and unknown keys."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import logging
 import signal
 import threading
 import time
+from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -27,12 +28,12 @@ from rollout.offline.output_rows import rollout_columns
 from rollout.offline.paths import JobPaths
 from rollout.offline.progress import JobProgress, loading_model
 from rollout.offline.prompt_check import CheckedPrompts, check_rows
-from rollout.offline.prompt_tokens import TokenFile, check_tokens
+from rollout.offline.prompt_tokens import check_tokens
 from rollout.offline.prompts import PromptFile, PromptRow
 from rollout.offline.run_log import RunLog
 from rollout.offline.summary import JobResult, JobStatus, Summary
 from rollout.open_engine import open_with
-from rollout.types import FinishReason, Request, Rollout, SamplingParams
+from rollout.types import FinishReason, Rollout, SamplingParams
 
 
 class StopSignals:
@@ -94,7 +95,7 @@ def _run(config: RunConfig, console: Console, opened: OpenEngine) -> JobResult:
     paths.check()
     path = paths.output
     with ExitStack() as at_end:
-        file = at_end.enter_context(PromptFile(config.data, _existing(path.parent)))
+        file = PromptFile(config.data)
         columns = rollout_columns(config.output, config.sampling)
         prompts = check_rows(file, config.data.on_error, path, columns)
         at_end.enter_context(output_lock(path))
@@ -105,13 +106,10 @@ def _run(config: RunConfig, console: Console, opened: OpenEngine) -> JobResult:
             log.info("%s is complete (%d rollouts), nothing to do; output.overwrite=true replaces "
                      "it", path, output.completion.rollouts)  # fmt: skip
             return JobResult(JobStatus.NOTHING_TO_DO, path)
-        started = time.perf_counter()
         with loading_model(console, config.model.path) as progress:
             engine = opened(progress)
         at_end.callback(engine.close)
         tokens = check_tokens(prompts, engine, config)
-        at_end.callback(tokens.close)
-        load_seconds = time.perf_counter() - started
         at_end.callback(output.close)
         output.open(prompts)
         corpus = JobCorpus(engine, paths, config.output.corpus_seconds)
@@ -121,12 +119,10 @@ def _run(config: RunConfig, console: Console, opened: OpenEngine) -> JobResult:
             log.info("resuming: %d of %d rollouts are in %s", output.num_done, total, path)
         summary = Summary(
             output=path,
-            load_seconds=load_seconds,
             resumed=output.num_done,
             skipped_prompts=len(prompts.skipped),
             replicas=config.cluster.replicas,
             log=paths.log,
-            verbose=config.log.verbose,
             remedy=_empty_remedy(config.data.chat_template),
         )
         with (
@@ -157,28 +153,18 @@ def _empty_remedy(mode: ChatTemplateMode) -> str:
     return "check the prompts and sampling.stop"
 
 
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest there is of those it would be made in."""
-    return next(each for each in (folder, *folder.parents) if each.is_dir())
-
-
 class _Submitted(NamedTuple):
-    """A sample that is unfinished in the engine."""
-
     row: PromptRow
-    request: Request
     step: int  # the engine's last one before
 
 
 class _Job:
-    """The loop, and which samples of which prompts are unfinished in the engine."""
-
     def __init__(
         self,
         config: RunConfig,
         engine: Engine,
         prompts: CheckedPrompts,
-        tokens: TokenFile,
+        tokens: list[array[int]],
         output: RolloutOutput,
         corpus: JobCorpus,
         summary: Summary,
@@ -194,16 +180,13 @@ class _Job:
         self.failed: list[str] = []
 
     def _missing_samples(
-        self, prompts: CheckedPrompts, tokens: TokenFile
+        self, prompts: CheckedPrompts, tokens: list[array[int]]
     ) -> Iterator[tuple[PromptRow, list[int], int]]:
-        """Row, token ids and sample index of what is still to be made.
-
-        Lazily, so that a long file is never in memory; the samples of a prompt together.
-        """
+        """Row, token ids and sample index of what is still to be made, prompt by prompt."""
         for row, token_ids in zip(prompts.rows(), tokens, strict=True):
             for sample_index in range(self._params.n):
                 if not self._output.has(row.index, sample_index):
-                    yield row, token_ids, sample_index
+                    yield row, token_ids.tolist(), sample_index
 
     def generate(self, stop: StopSignals, run_log: RunLog, progress: JobProgress) -> None:
         started = time.perf_counter()
@@ -220,18 +203,13 @@ class _Job:
                     self.failed.append(f"{where}: {rollout.error}")
                     continue
                 self._output.append(rollout, each.row)
-                progress.ended(each.request, rollout)
                 self._summary.empty += rollout.is_empty
-                if not self._summary.rollouts:
-                    self._summary.first_rollout_seconds = time.perf_counter() - started
                 self._summary.rollouts += 1
             # After they were written: a log that fails loses no rollout.
             for rollout, each in zip(ended, submitted, strict=True):
                 run_log.rollout(rollout, each.step)
-            metrics = self._engine.metrics()
             run_log.step(self._summary.rollouts)
-            unfinished = [each.request for each in self._submitted.values()]
-            progress.update(self._output.num_done, metrics, unfinished)
+            progress.update(self._output.num_done, self._engine.metrics())
             self._corpus.tend()
         self._summary.seconds = time.perf_counter() - started
         self._summary.metrics = self._engine.metrics()
@@ -245,11 +223,11 @@ class _Job:
             if following is None:
                 break
             row, token_ids, sample_index = following
-            request = self._engine.submit(
+            self._engine.submit(
                 token_ids, self._params, prompt_index=row.index, sample_index=sample_index
             )
             step = self._engine.last_step.step
-            self._submitted[row.index, sample_index] = _Submitted(row, request, step)
+            self._submitted[row.index, sample_index] = _Submitted(row, step)
 
 
 def _key(rollout: Rollout) -> tuple[int, int]:

@@ -71,22 +71,17 @@ class JobCorpus:
         if self._keeps and now - self._saved_at >= self._seconds:
             self._save()
 
-    def finish(self) -> list[tuple[str, str]]:
-        """Save for the run that goes on, or for the next epoch. Lines for the summary:
-        the corpus's own first."""
+    def finish(self) -> str:
+        """Save for the run that goes on, or for the next epoch. Returns the summary's line."""
         if not self._has_corpus:
-            return []
+            return ""
         self._report()
         if self._keeps:
             self._save()
         shown = f"{self._start}; {self._num_tokens:,} tokens now"
         if self._keeps and self._path.exists():
             shown += f", in {self._path} ({self._path.stat().st_size / 1e6:.1f} MB)"
-        lines = [("corpus", shown)]
-        for each in self._engine.external_corpora():
-            shown = each.error or f"{each.state.value}, {each.num_tokens:,} tokens"
-            lines.append((f"corpus {each.name}", shown))
-        return lines
+        return shown
 
     @property
     def was_empty(self) -> bool:
@@ -106,7 +101,7 @@ class JobCorpus:
         self._saved_at = time.monotonic()
 
     def _remove_half_saved(self) -> None:
-        """Remove half-saved files of dead processes. Call it only while nobody saves."""
+        """Remove half-saved files of dead processes. Call it only while no replica saves."""
         for scratch in self._paths.half_saved():
             try:
                 scratch.unlink(missing_ok=True)

@@ -51,7 +51,7 @@ class Journal:
                 self._sync()
         except OSError as error:
             self._failed = True
-            with suppress(OSError):  # then whoever goes on cuts the torn line off
+            with suppress(OSError):  # then the next run cuts the torn line off
                 os.ftruncate(self._file, self.end)
             raise cannot_write(self.path, error) from None
         return start

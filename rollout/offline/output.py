@@ -64,7 +64,7 @@ def output_lock(output: Path) -> Iterator[None]:
             path.write_text(str(os.getpid()))
         yield
     finally:
-        with suppress(OSError):  # a file that nobody holds locked hinders nobody
+        with suppress(OSError):  # a file without a lock does no harm
             path.unlink(missing_ok=True)
         lock.release()
 
@@ -184,7 +184,6 @@ class RolloutOutput:
             path.unlink(missing_ok=True)
 
     def _scan(self, prompts: CheckedPrompts) -> int:
-        """Note every whole row; returns the end of the last."""
         self._offsets = array("q", [-1]) * (prompts.num_rows * self._n)
         self.num_done = end = 0
         journal = self._paths.journal

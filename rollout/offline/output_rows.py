@@ -37,7 +37,6 @@ class _Column:
 
     @property
     def json_type(self) -> Any:
-        """The type of the whole in JSON."""
         whole = self.json
         for _ in range(self.depth):
             whole = GenericAlias(list, (whole,))

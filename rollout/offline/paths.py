@@ -1,4 +1,4 @@
-"""Every path of a job: what it reads, and what it writes, renames or removes.
+"""Every path that a job reads, writes, renames or removes.
 
 <output>                 JSONL: the rollouts so far. Parquet: there only when complete
 <output>.partial.jsonl   Parquet only: the rollouts so far, until they are compacted
@@ -29,7 +29,7 @@ def lock_file(output: Path) -> Path:
 
 
 class JobPaths:
-    """The paths of one job, by what they are for.
+    """The paths of one job, by purpose.
 
     A link given as the output is followed: two jobs that name one file differently see each
     other's lock.
@@ -59,60 +59,49 @@ class JobPaths:
 
     def half_saved(self) -> list[Path]:
         """Scratch files left by jobs and replicas that died while they saved the corpus."""
-        return [path for path in self.output.parent.iterdir() if self._is_half_saved(path)]
+        names = tuple(saved.name + SHARED_SCRATCH for saved in (self.corpus, self.learned))
+        folder = self.output.parent
+        there = folder.iterdir() if folder.is_dir() else ()
+        return [path for path in there if path.name.startswith(names)]
 
     def check(self) -> None:
-        """Raise InvalidInputError where the job would destroy what it reads, or write a file twice.
+        """Raise InvalidInputError where the job would write what it reads, or a file twice.
 
-        Files are compared by what their names stand for: links, hard ones too, are seen through.
+        Links are followed.
         """
-        for field, path, is_other in (
-            ("output.path", Path(str(self._config.output.path)), _is_no_file),
-            ("log.jsonl", self.log, Path.is_dir),
-        ):
-            if path is not None and is_other(path):
-                raise InvalidInputError(field, str(path), "must name a file, and is none")
-        written: dict[object, tuple[str, str, Path]] = {}
+        inputs = {os.path.realpath(path): field for field, path in self._read()}
+        written: dict[str, str] = {}
         for field, given, path in self._written():
-            if found := written.get(_identity(path)):
+            if (path == self.output and _is_no_file(path)) or (path == self.log and path.is_dir()):
+                raise InvalidInputError(field, given, "must name a file, and is none")
+            own = "" if str(path) == given else f"the job writes {path} too, which "
+            target = os.path.realpath(path)
+            if target in inputs:
+                raise InvalidInputError(field, given, f"{own}is {inputs[target]}: give another")
+            if target in written:
                 raise InvalidInputError(
-                    field, given, f"is {found[2]}, which {found[0]} writes: give another"
+                    field, given, f"{own}is written for {written[target]}: give another"
                 )
-            written[_identity(path)] = (field, given, path)
-        for read, path in self._read():
-            if found := written.get(_identity(path)):
-                field, given, there = found
-                own = "" if str(there) == given else f"the job writes {there} too, which "
-                raise InvalidInputError(field, given, f"{own}is {read}: give another")
-            if self._is_half_saved(path) or self._is_half_saved(Path(os.path.realpath(path))):
-                raise InvalidInputError(
-                    read, str(path), f"has a name that {self.output} may have for itself: rename it"
-                )
+            written[target] = field
 
     def require_unread(self, field: str, given: Path) -> None:
         """Raise InvalidInputError where a file to be written is one that is read."""
         for read, path in self._read():
-            if _is_same(given, path):
+            if os.path.realpath(path) == os.path.realpath(given):
                 raise InvalidInputError(field, str(given), f"is {read}: give another")
 
     def _beside(self, suffix: str) -> Path:
         return self.output.with_name(self.output.name + suffix)
 
-    def _is_half_saved(self, path: Path) -> bool:
-        names = (saved.name + SHARED_SCRATCH for saved in (self.corpus, self.learned))
-        return path.name.startswith(tuple(names)) and _is_same(path.parent, self.output.parent)
-
     @property
     def _own(self) -> list[Path]:
-        """Files named after the output."""
         files = [self.record, scratch_file(self.record), self.corpus, self.learned]
         files.append(self.tensorboard)
         if self.is_parquet:
             files += [self.journal, scratch_file(self.output)]
-        return [*files, lock_file(self.output)]
+        return [*files, *self.half_saved(), lock_file(self.output)]
 
     def _written(self) -> Iterator[tuple[str, str, Path]]:
-        """The field a path comes from, its value, and the path."""
         given = str(self._config.output.path)
         yield "output.path", given, self.output
         for path in self._own:
@@ -138,29 +127,16 @@ class JobPaths:
             for name, file in external.items():
                 yield f"spec.external_corpora.{name}", Path(str(file))
         corpus = spec.get("corpus_path")
-        if isinstance(corpus, str) and not _is_same(Path(corpus), self.corpus):
+        if isinstance(corpus, str) and os.path.realpath(corpus) != os.path.realpath(self.corpus):
             yield "spec.corpus_path", Path(corpus)  # its own is read before it is replaced
             yield "spec.corpus_path", learned_file(corpus)
 
     def _model_files(self, folder: Path) -> Iterator[Path]:
-        own = {path.name for path in self._own} if _is_same(folder, self.output.parent) else ()
+        own = {os.path.realpath(path) for path in (self.output, *self._own)}
         for path in folder.iterdir() if folder.is_dir() else ():
-            if path.suffix in MODEL_SUFFIXES and path.name not in own:
+            if path.suffix in MODEL_SUFFIXES and os.path.realpath(path) not in own:
                 yield path
 
 
 def _is_no_file(path: Path) -> bool:
     return path.exists() and not path.is_file()
-
-
-def _is_same(path: Path, other: Path) -> bool:
-    return _identity(path) == _identity(other)
-
-
-def _identity(path: Path) -> object:
-    """The identity of a file: equal for two names of it."""
-    try:
-        there = path.stat()
-    except (OSError, ValueError):
-        return os.path.realpath(path)
-    return there.st_dev, there.st_ino

@@ -6,6 +6,7 @@ import io
 import logging
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,7 @@ def check_rows(
     there twice, and for a file without prompts.
     """
     checked = CheckedPrompts(file=file)
-    types = ColumnTypes(output) if output.suffix == ".parquet" else None
-    sources: dict[str, str] = {}  # column in the output -> column in the file
+    is_parquet = output.suffix == ".parquet"
     broken: list[BrokenRow] = []
     for row in file.rows():
         checked.num_rows += 1
@@ -65,17 +65,11 @@ def check_rows(
                 f"{row.where} has columns that the output has too: {', '.join(sorted(twice))}; "
                 "rename them, or copy others with data.columns",
             )
-        if types is not None:
-            sources |= {"prompt": row.prompt_column} | {name: name for name in row.extras}
-            if not file.is_parquet:
-                types.add(carried(row), row.where)
-        else:
+        if not is_parquet:
             _check_json(file, row)
     handle_broken(broken, checked, on_error)
-    if types is not None:
-        if file.is_parquet:
-            types.declare(file.arrow_schema(), sources)
-        checked.carried_schema = types.schema()
+    if is_parquet:
+        checked.carried_schema = _parquet_schema(checked, output)
     return checked
 
 
@@ -116,98 +110,41 @@ def handle_broken(broken: list[BrokenRow], checked: CheckedPrompts, on_error: On
         raise InvalidInputError("data.path", path, "has no usable prompt")
 
 
-def _other_remedy(column: str) -> str:
-    return "" if column == "prompt" else ", or copy other columns with data.columns"
+def _parquet_schema(checked: CheckedPrompts, output: Path) -> Any:
+    """The Arrow schema of the columns that a Parquet output takes from the prompts.
 
+    Raises InvalidInputError for a column that Parquet cannot hold.
+    """
+    pa, pq = import_pyarrow("output.path", output)
 
-def _kind(value: Any) -> str | None:
-    """The kind of a value from JSON; None for one that any column may hold."""
-    match value:
-        case bool():
-            return "true or false"
-        case int() | float():
-            return "a number"
-        case str():
-            return "text"
-        case dict():
-            return "an object"
-        case [*items] if known := [item for item in items if item is not None]:
-            return {
-                "text": "a list of texts",
-                "a number": "a list of numbers",
-                "an object": "a list of objects",
-            }.get(_kind(known[0]) or "", "a list")
-        case _:
-            return None
-
-
-class ColumnTypes:
-    """The Arrow types of columns seen row by row, for an output that must declare them at once."""
-
-    def __init__(self, output: Path) -> None:
-        self._output = output
-        self._pa, self._pq = import_pyarrow("output.path", output)
-        self._schema = self._pa.schema([])
-        self._rows: list[dict[str, Any]] = []
-        self._kinds: dict[str, tuple[str, str]] = {}  # column -> kind of value, and where it was
-
-    def add(self, columns: dict[str, Any], where: str) -> None:
-        """Widen the types so that they hold the values of the row at ``where`` too.
-
-        Raises InvalidInputError for a value of another kind than the column's.
-        """
-        for name, value in columns.items():
-            if (kind := _kind(value)) is None:
-                continue
-            first, first_where = self._kinds.setdefault(name, (kind, where))
-            if kind != first:
-                raise InvalidInputError(
-                    "output.path", str(self._output),
-                    f"column {name!r} is {first} in {first_where} and {kind} in {where}, and a "
-                    f"Parquet column has one type: write .jsonl{_other_remedy(name)}",
-                )  # fmt: skip
-        self._rows.append(columns)
-        if len(self._rows) == _ROWS_PER_MERGE:
-            self._merge()
-
-    def declare(self, there: Any, names: dict[str, str]) -> None:
-        """Take the types from the schema ``there``; ``names`` maps a column here to one there.
-
-        Raises InvalidInputError for a type that is read and cannot be written.
-        """
-        self._schema = self._pa.schema(
-            [there.field(old).with_name(new) for new, old in names.items()]
-        )
-        for column in self._schema:
-            try:
-                self._pa.Table.from_pylist([], schema=self._pa.schema([column]))
-            except (self._pa.ArrowException, NotImplementedError) as error:
-                raise self._no_column(column.name, error) from None
-
-    def schema(self) -> Any:
-        """Raises InvalidInputError for values that make no Parquet column, as `add` does."""
-        self._merge()
-        return self._schema
-
-    def _merge(self) -> None:
-        names = {name: None for row in self._rows for name in row}
-        for name in names:
-            try:
-                kind = self._pa.array([row.get(name) for row in self._rows]).type
-                self._schema = self._pa.unify_schemas(
-                    [self._schema, self._pa.schema([(name, kind)])], promote_options="permissive"
-                )
-                # Some types, such as that of {}, exist in Arrow and not in Parquet.
-                empty = self._pa.schema([(name, kind)]).empty_table()
-                self._pq.write_table(empty, io.BytesIO())
-            except (self._pa.ArrowException, OverflowError) as error:
-                raise self._no_column(name, error) from None
-        self._rows.clear()
-
-    def _no_column(self, name: str, error: Exception) -> InvalidInputError:
+    def refusal(name: str, error: Exception) -> InvalidInputError:
+        others = "" if name == "prompt" else ", or copy other columns with data.columns"
         return InvalidInputError(
             "output.path",
-            str(self._output),
-            f"column {name!r} cannot be stored as Parquet ({error}): write "
-            f".jsonl{_other_remedy(name)}",
+            str(output),
+            f"column {name!r} cannot be stored as Parquet ({error}): write .jsonl{others}",
         )
+
+    schema = pa.schema([])
+    if checked.file.is_parquet:
+        there, sources = checked.file.arrow_schema(), dict[str, str]()
+        for row in checked.rows():
+            sources |= {"prompt": row.prompt_column} | {name: name for name in row.extras}
+        for name, source in sources.items():
+            schema = schema.append(there.field(source).with_name(name))
+            try:
+                pa.Table.from_pylist([], schema=schema)  # some types are read and not written
+            except (pa.ArrowException, NotImplementedError) as error:
+                raise refusal(name, error) from None
+        return schema
+    rows = checked.rows()
+    while group := [carried(row) for row in islice(rows, _ROWS_PER_MERGE)]:
+        for name in dict.fromkeys(name for row in group for name in row):
+            try:
+                column = pa.schema([(name, pa.array([row.get(name) for row in group]).type)])
+                schema = pa.unify_schemas([schema, column], promote_options="permissive")
+                # Some types, such as that of {}, exist in Arrow and not in Parquet.
+                pq.write_table(column.empty_table(), io.BytesIO())
+            except (pa.ArrowException, OverflowError) as error:
+                raise refusal(name, error) from None
+    return schema

@@ -3,64 +3,29 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from array import array
 from collections import Counter
-from collections.abc import Iterator
 from functools import cached_property
-from pathlib import Path
 
 from rollout.engine.protocol import Engine
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.offline.config import ChatTemplateMode, RunConfig
 from rollout.offline.prompt_check import CheckedPrompts, handle_broken
-from rollout.offline.prompts import BrokenRow, room_for
+from rollout.offline.prompts import BrokenRow
 from rollout.types import Prompt, SamplingParams
 
 log = logging.getLogger(__name__)
 
 
-class TokenFile:
-    """The token ids of prompts, one after the other, in a file without a name.
-
-    A file of prompts may be larger than memory, and to tokenize it a second time takes as long as
-    the first.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._lengths = array("q")
-        with room_for("the prompts' token ids", folder):
-            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (`close` does)
-
-    def append(self, token_ids: list[int]) -> None:
-        """Add a prompt's token ids. Raises OutputError where there is no room."""
-        with room_for("the prompts' token ids", self._folder):
-            array("i", token_ids).tofile(self._file)
-        self._lengths.append(len(token_ids))
-
-    def __iter__(self) -> Iterator[list[int]]:
-        """The prompts' token ids in the order they were added; one reader at a time."""
-        with room_for("the prompts' token ids", self._folder):
-            self._file.seek(0)  # which writes what is buffered
-        for length in self._lengths:
-            token_ids = array("i")
-            token_ids.fromfile(self._file, length)
-            yield token_ids.tolist()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def check_tokens(checked: CheckedPrompts, engine: Engine, config: RunConfig) -> TokenFile:
+def check_tokens(checked: CheckedPrompts, engine: Engine, config: RunConfig) -> list[array[int]]:
     """Check what takes a tokenizer and the sizes of model and memory.
 
     Logs how the prompts were encoded, and how many of them leave too little of the context.
     Returns the token ids of ``checked.rows()``: they are what runs. Raises as `check_rows` does.
     """
     broken = []
-    tokens = TokenFile(checked.file.folder)
+    tokens: list[array[int]] = []
     rows = RowEncoder(engine.encoder, config.data.chat_template)
     encoded: Counter[str] = Counter()  # what was done -> prompts
     num_cut = 0
@@ -76,7 +41,7 @@ def check_tokens(checked: CheckedPrompts, engine: Engine, config: RunConfig) -> 
                 raise
             broken.append(BrokenRow(row.index, row.where, str(error)))
         else:
-            tokens.append(token_ids)
+            tokens.append(array("i", token_ids))
             encoded[done] += 1
     handle_broken(broken, checked, config.data.on_error)
     shown = [f"{count} of {done}" for done, count in encoded.items()]
@@ -96,7 +61,7 @@ class RowEncoder:
     """Encodes prompts as ``data.chat_template`` says."""
 
     def __init__(self, encoder: PromptEncoder, mode: ChatTemplateMode) -> None:
-        """Raises InvalidInputError where text must go through a template that there is not."""
+        """Raises InvalidInputError if a chat template is required and the tokenizer has none."""
         self._encoder = encoder
         self._mode = mode
         if mode is ChatTemplateMode.always and not encoder.has_chat_template:
@@ -130,16 +95,12 @@ class RowEncoder:
 
 
 def _check_fits(engine: Engine, token_ids: list[int], params: SamplingParams) -> bool:
-    """Whether ``max_new_tokens`` fit the context. Raises what submitting the prompt would.
-
-    The engine would end a rollout where the KV slots do. A job refuses to begin: its output must
-    not depend on how much memory was free.
-    """
+    """Whether ``max_new_tokens`` fit the context. Raises OutOfMemoryError beyond the KV slots."""
     prompt_len = engine.check(token_ids, params)
     wanted = prompt_len + params.max_new_tokens
     needed = min(wanted, engine.max_context_len)
     slots = engine.max_sequence_len
-    if needed > slots:
+    if needed > slots:  # submitting would cut the rollout, and output must not depend on memory
         raise OutOfMemoryError(
             f"prompt of {prompt_len} tokens, with what may be generated, needs {needed} KV "
             f"slots and there are {slots}: raise memory.kv_bytes or memory.max_kv_tokens, or lower "

@@ -1,27 +1,24 @@
 """Reads prompts, one row per prompt.
 
-A prompt is text (taken as it stands), chat messages or token ids. Rows are read one after the
-other, as often as needed, from a copy on disk, which is never held in memory.
+A prompt is text (taken as it stands), chat messages or token ids.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-import mmap
-import os
-import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from rollout.errors import InvalidInputError, OutputError
+from rollout.errors import InvalidInputError
 from rollout.offline.config import DataConfig
 from rollout.offline.output_rows import import_pyarrow
-from rollout.offline.prompt_copy import copy_prompts
+from rollout.offline.prompt_source import read_source
 from rollout.types import Prompt
 
 PROMPT_COLUMNS = (
@@ -61,52 +58,15 @@ def carried(row: PromptRow) -> dict[str, Any]:
     return {"prompt": row.prompt, **row.extras}
 
 
-@contextmanager
-def room_for(content: str, folder: Path) -> Iterator[None]:
-    """Raises OutputError where ``content`` cannot be written to ``folder``."""
-    try:
-        yield
-    except OSError as error:
-        raise OutputError(
-            f"{folder} cannot hold {content}, a temporary file that the job needs: "
-            f"{error.strerror}. Make room, or give another output.path"
-        ) from None
-
-
 class PromptFile:
-    """The prompts of a file or a dataset as they are when this is made; later changes are not seen.
+    """The prompts of a file or a dataset, read once; later changes are not seen."""
 
-    A copy without a name is read and hashed: nobody else can change it, and it goes with the
-    process. A lock would not do, since writers need not heed one, nor an open descriptor, since
-    files are also rewritten in place. Leaving the object's ``with`` block deletes the copy.
-    """
-
-    def __init__(self, config: DataConfig, folder: Path) -> None:
-        """Copy the prompts to the disk that holds ``folder``.
-
-        Raises InvalidInputError for prompts that cannot be read, OutputError for a folder that
-        cannot hold the copy.
-        """
+    def __init__(self, config: DataConfig) -> None:
+        """Raises InvalidInputError for prompts that cannot be read."""
         self.path = Path(config.path)
-        self.folder = folder
         self._config = config
-        with room_for(f"a copy of {self.path}", folder), ExitStack() as undo:
-            self._copy = undo.enter_context(tempfile.TemporaryFile(dir=folder))
-            self.is_parquet = copy_prompts(config, self._copy)
-            self._copy.seek(0)
-            self.sha256 = hashlib.file_digest(self._copy, "sha256").hexdigest()
-            undo.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._copy.close()
-
-    def _content(self) -> mmap.mmap | None:
-        """The copy, with a position of its own; None where it is empty."""
-        number = self._copy.fileno()
-        return mmap.mmap(number, 0, prot=mmap.PROT_READ) if os.fstat(number).st_size else None
+        self._content, self.is_parquet = read_source(config)
+        self.sha256 = hashlib.sha256(self._content).hexdigest()
 
     def rows(self) -> Iterator[PromptRow | BrokenRow]:
         """Every row up to ``data.limit``, in file order. Blank lines are not rows."""
@@ -119,10 +79,8 @@ class PromptFile:
                 yield BrokenRow(index, where, str(error))
 
     def _jsonl_rows(self) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
-        content = self._content()
         noun = "line" if ".jsonl" in self.path.suffixes else "row"
-        lines = iter(content.readline, b"") if content is not None else ()
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(io.BytesIO(self._content), start=1):
             text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if text.strip():
                 yield f"{noun} {number}", text
@@ -145,7 +103,7 @@ class PromptFile:
         """The file opened. What goes wrong while it is read is an InvalidInputError."""
         pa, pq = import_pyarrow("data.path", self._config.path)
         try:
-            content = pa.BufferReader(self._content() or b"")
+            content = pa.BufferReader(self._content)
             with pq.ParquetFile(content, page_checksum_verification=True) as file:
                 names = file.schema_arrow.names
                 if twice := sorted({name for name in names if names.count(name) > 1}):

@@ -33,7 +33,7 @@ class JsonlLog:
     """Lines of ``{"kind": "step", "time": <Unix seconds>, ...}``; goes on with a file.
 
     A line is handed to the operating system whole, so a killed process leaves at most its last one
-    torn; whoever goes on with the file begins a line of its own.
+    torn; the next run starts a new line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -72,7 +72,6 @@ class JsonlLog:
 
 
 def _require_log(path: Path) -> None:
-    """Raise MetricsError for a file that holds something else than a log."""
     if not path.is_file():
         return
     with path.open("rb") as file:

@@ -17,8 +17,6 @@ from rich.text import Text
 from rollout.engine.empty_outputs import are_many_empty
 from rollout.engine.metrics import EngineMetrics
 
-_MAX_SETTING = 28  # columns of a terminal of 80, which leave room for the figures
-
 
 @dataclass(kw_only=True, slots=True)
 class Summary:
@@ -31,14 +29,11 @@ class Summary:
     empty: int = 0  # rollouts without text
     remedy: str = ""  # where those are many
     replicas: int = 1  # engines side by side, whose times `metrics` adds up
-    load_seconds: float = 0.0  # model, tokenizer, and checking the prompts
     seconds: float = 0.0  # of generation
-    first_rollout_seconds: float | None = None  # since generation began
-    corpus: list[tuple[str, str]] = field(default_factory=list)  # its lines, the first for all
+    corpus: str = ""
     corpus_was_empty: bool = False  # at the start, and is saved
     metrics: EngineMetrics = field(default_factory=EngineMetrics)
     log: Path | None = None  # the run's log
-    verbose: bool = False  # print `details` too
 
     @property
     def tokens_per_second(self) -> float:
@@ -50,13 +45,15 @@ class Summary:
         table = Table(title="summary", show_header=False, title_justify="left")
         table.add_column(style="bold")
         table.add_column(overflow="fold")
-        for name, value in [*self.lines(), *(self.details() if self.verbose else [])]:
+        for name, value in self.lines():
             table.add_row(name, Text(value))  # no markup: paths and stops have brackets
         console.print(table)
-        console.print(f"more: {self._more()}", soft_wrap=True, highlight=False, markup=False)
+        if self.log is not None:
+            more = f"more: specrollout report {shlex.quote(str(self.log))}"
+            console.print(more, soft_wrap=True, highlight=False, markup=False)
 
     def lines(self) -> list[tuple[str, str]]:
-        """The totals that matter most, by name, as text."""
+        """The totals by name, as text."""
         tokens = self.metrics.generated_tokens
         empty: list[tuple[str, str]] = []
         if are_many_empty(self.empty, self.rollouts):
@@ -69,58 +66,13 @@ class Summary:
             ("accept length", f"{self.metrics.accept_length:.3f} tokens per target forward of a "
                               "request"),
             ("speculation", self._speedup()),
-            *self.corpus[:1],
-        ]  # fmt: skip
-
-    def details(self) -> list[tuple[str, str]]:
-        """The other totals, in the same form."""
-        metrics = self.metrics
-        first = self.first_rollout_seconds
-        return [
-            ("prompt tokens", f"{metrics.prompt_tokens:,}, {metrics.cached_tokens:,} of them from "
-                              "the prefix cache"),
-            ("load and check", f"{self.load_seconds:.1f} s before the first step"),
-            ("first rollout", "-" if first is None else f"after {first:.1f} s"),
-            ("engine steps", f"{metrics.steps:,}, each one forward pass over all running requests"),
-            ("target forwards", f"{metrics.target_forwards:,}: steps that sampled for a request, "
-                                "summed over requests"),
-            ("draft tokens", self._drafts()),
-            ("time", self._shares()),
-            *self.corpus[1:],
-            ("preemptions", f"{metrics.preemptions:,} requests, for lack of KV slots"),
-            ("peak memory", f"{metrics.peak_memory_bytes / 2**20:,.0f} MiB"),
+            *([("corpus", self.corpus)] if self.corpus else []),
         ]  # fmt: skip
 
     def _beside(self) -> str:
         resumed = f"; {self.resumed:,} from earlier runs" if self.resumed else ""
         skipped = f"; {self.skipped_prompts:,} prompts skipped" if self.skipped_prompts else ""
         return resumed + skipped
-
-    def _more(self) -> str:
-        if self.log is None:
-            return "log.verbose=true shows every total"
-        return f"specrollout report {shlex.quote(str(self.log))}"
-
-    def _drafts(self) -> str:
-        drafted, accepted = self.metrics.drafted, self.metrics.accepted
-        if not drafted:
-            return "none"
-        expected = self.metrics.expected_accepted
-        share = f"{accepted / drafted:.0%}; {expected:,.0f} expected"
-        return f"{drafted:,} verified, {accepted:,} accepted ({share})"
-
-    def _shares(self) -> str:
-        metrics = self.metrics
-        phases = {
-            "forward": metrics.forward_ms,
-            "draft": metrics.draft_ms,
-            "sampling": metrics.sample_ms,
-            "scheduling": metrics.schedule_ms,
-        }
-        whole = max(self.seconds * self.replicas * 1e3, 1e-9)
-        rest = whole - sum(phases.values())
-        shares = [f"{name} {ms / whole:.1%}" for name, ms in phases.items()]
-        return ", ".join([*shares, f"writing and the rest {max(rest, 0.0) / whole:.1%}"])
 
     def _speedup(self) -> str:
         metrics = self.metrics
@@ -139,7 +91,7 @@ class JobStatus(enum.Enum):
     COMPLETED = "completed"
     NOTHING_TO_DO = "nothing to do"  # the output was complete already
     STOPPED = "stopped"  # by a signal; the same job goes on where it stopped
-    FOLLOWED = "followed"  # this is one of several ranks, of which rank 0 did the job
+    FOLLOWED = "followed"  # this rank followed rank 0, which did the job
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,35 +126,20 @@ class SweepTable:
             padding=(0, 1, 0, 0),
         )
         table.add_column("job", justify="right")
-        own = [[_short(each) for each in given if each not in common] for given, _ in self._rows]
-        longest = max(len(each) for settings in own for each in ["settings", *settings])
-        table.add_column("settings", overflow="fold", min_width=min(longest, _MAX_SETTING))
-        table.add_column("rollouts", justify="right")
-        for name in ("seconds", "tokens/s"):
-            table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("accept length", justify="right")
-        for index, (_, result) in enumerate(self._rows):
-            cells = map(Text, _cells(result))
-            table.add_row(str(index), Text("\n".join(own[index])), *cells)
+        table.add_column("settings", overflow="fold")
+        for name in ("rollouts", "seconds", "tokens/s", "accept length"):
+            table.add_column(name, justify="right")
+        for index, (overrides, result) in enumerate(self._rows):
+            own = "\n".join(each for each in overrides if each not in common)
+            table.add_row(str(index), Text(own), *_cells(result))
         console.print(table)
         for index, (_, result) in enumerate(self._rows):
             if result is not None:
+                output = result.output if result.summary is None else result.summary.output
                 console.print(
-                    f"job {index}: {_shown(result)}", highlight=False, markup=False, soft_wrap=True
+                    f"job {index}: {output}", highlight=False, markup=False, soft_wrap=True
                 )
         console.print("specrollout compare says whether drafts pay")
-
-
-def _short(override: str) -> str:
-    """``num_draft_tokens=16`` of ``spec.num_draft_tokens=16``: the table has little room."""
-    name, equals, value = override.partition("=")
-    return name.rpartition(".")[2] + equals + value
-
-
-def _shown(result: JobResult) -> Path:
-    path = result.output if result.summary is None else result.summary.output
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def _cells(result: JobResult | None) -> tuple[str, ...]:

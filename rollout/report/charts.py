@@ -80,6 +80,7 @@ def _saved(log: Log) -> Chart:
             run.steps[name][ends] / run.num_replicas
             for name in ("saved_seconds", "saved_error_seconds")
         )
+        saved = np.where(np.isfinite(error), saved, np.nan)
         seconds = run.step_seconds[ends]
         lines.append(
             make_line(run.name, seconds / unit, saved, series, saved - error, saved + error)
@@ -258,5 +259,4 @@ def _interval(share: float, nodes: float) -> list[float | None]:
 
 
 def _thinned(values: list[T]) -> list[T]:
-    """A sample of at most ``_MAX_POINTS`` values, evenly spread."""
     return values[:: -(-len(values) // _MAX_POINTS) or 1]

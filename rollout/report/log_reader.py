@@ -20,53 +20,6 @@ from rollout.report.run import (
     number,
 )
 
-
-class Timeline:
-    """The times of one run's steps. Without logged times, their durations are summed up."""
-
-    def __init__(self, steps: Columns, started: float) -> None:
-        """``started``: Unix seconds; NaN: the first step's duration before its logged time."""
-        self._known = np.flatnonzero(np.isfinite(steps["step"]))
-        self._numbers = steps["step"][self._known]
-        self._step_ms = np.nan_to_num(steps["total_ms"])
-        times = steps["time"]
-        has_time = np.flatnonzero(np.isfinite(times))
-        if np.isnan(started) and len(has_time):
-            started = times[has_time[0]] - self._step_ms[has_time[0]] / 1e3
-        self._started = started
-        if len(has_time):
-            # Times must not run backwards if the clock was set back.
-            elapsed = np.fmax.accumulate(times - started)
-            self.step_seconds = np.maximum(np.nan_to_num(elapsed), 0.0)
-        else:
-            self.step_seconds = np.cumsum(self._step_ms) / 1e3
-
-    def ended(self, rollouts: Columns) -> np.ndarray:
-        """[rollouts] end of each in seconds; NaN where unknown."""
-        by_clock = np.maximum(rollouts["time"] - self._started, 0.0)
-        return np.where(np.isfinite(by_clock), by_clock, self._at_step(rollouts["step"]))
-
-    def began(self, rollouts: Columns) -> np.ndarray:
-        """[rollouts] begin of the first target forward of each, in seconds; NaN where unknown.
-
-        It assumes that the rollout took part in every step; a preempted one began earlier.
-        """
-        first_step = rollouts["step"] - rollouts["verify_steps"] + 1
-        began = self._at_step(first_step, begin=True)
-        return np.where(rollouts["verify_steps"] > 0, began, np.nan)
-
-    def _at_step(self, numbers: np.ndarray, *, begin: bool = False) -> np.ndarray:
-        """Seconds at which these steps, or the next logged ones, ended (or began)."""
-        if not len(self._known):
-            return np.full(len(numbers), np.nan)
-        indices = np.searchsorted(self._numbers, np.nan_to_num(numbers, nan=np.inf))
-        steps = self._known[np.minimum(indices, len(self._known) - 1)]
-        seconds = self.step_seconds[steps]
-        if begin:
-            seconds = np.maximum(seconds - self._step_ms[steps] / 1e3, 0.0)
-        return np.where(np.isfinite(numbers), seconds, np.nan)
-
-
 _KINDS = ("run", "step", "rollout", "learned", "totals")
 
 
@@ -89,7 +42,7 @@ def read_log(path: Path) -> Log:
                 if line is None:
                     num_unreadable += 1
                     continue
-                if not runs or runs[-1].ends_before(line):
+                if not runs or line["kind"] == "run":
                     runs.append(_OpenRun())
                 runs[-1].add(line)
     except OSError as error:
@@ -116,34 +69,19 @@ def _parse(text: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(line, dict):
         return None
-    if "kind" not in line and "step" in line and "total_ms" in line:
-        line["kind"] = "step"  # a log of steps alone has no kinds
     return line if line.get("kind") in _KINDS else None
 
 
 class _OpenRun:
-    """A run whose lines are being read."""
-
     def __init__(self) -> None:
         self.num_lines = 0  # without the line that begins the run
-        self._settings: Mapping[str, Any] | None = None
+        self._settings: Mapping[str, Any] = {}
         self._learned: Mapping[str, Any] = {}
         self._totals: Mapping[str, Any] = {}
         self._steps = ColumnsBuilder(STEP_FIELDS)
         self._rollouts = ColumnsBuilder(ROLLOUT_FIELDS)
         self._groups: list[str] = []
         self._finish_reasons: list[str] = []
-        self._last_step = float("-inf")
-
-    def ends_before(self, line: Mapping[str, Any]) -> bool:
-        """Whether ``line`` begins another run: it says so, or it counts steps from the start."""
-        match line["kind"]:
-            case "run":
-                return self._settings is not None or self.num_lines > 0
-            case "step":
-                return number(line.get("step")) <= self._last_step
-            case _:
-                return False
 
     def add(self, line: Mapping[str, Any]) -> None:
         match line["kind"]:
@@ -152,8 +90,6 @@ class _OpenRun:
                 return
             case "step":
                 self._steps.add(line)
-                step = number(line.get("step"))
-                self._last_step = max(self._last_step, step) if step == step else self._last_step
             case "rollout":
                 self._rollouts.add(line)
                 self._groups.append(str(line.get("group", line.get("prompt_index", ""))))
@@ -166,22 +102,41 @@ class _OpenRun:
 
     def close(self, path: Path, run_number: int) -> Run:
         steps, rollouts = self._steps.columns(), self._rollouts.columns()
-        settings = self._settings or {}
-        times = Timeline(steps, number(settings.get("time")))
+        started = number(self._settings.get("time"))
+        # Times must not run backwards if the clock was set back.
+        elapsed = np.fmax.accumulate(steps["time"] - started)
+        step_seconds = np.maximum(np.nan_to_num(elapsed), 0.0)
         return Run(
             path=path,
             number=run_number,
-            settings=settings,
-            step_seconds=times.step_seconds,
+            settings=self._settings,
+            step_seconds=step_seconds,
             steps=steps,
             rollouts=rollouts,
-            began_seconds=times.began(rollouts),
-            ended_seconds=times.ended(rollouts),
+            began_seconds=_began_seconds(rollouts, steps, step_seconds),
+            ended_seconds=np.maximum(rollouts["time"] - started, 0.0),
             groups=self._groups,
             finish_reasons=self._finish_reasons,
             learned=self._learned,
             totals=self._totals,
         )
+
+
+def _began_seconds(rollouts: Columns, steps: Columns, step_seconds: np.ndarray) -> np.ndarray:
+    """[rollouts] begin of the first target forward of each, in seconds; NaN where unknown.
+
+    It assumes that the rollout took part in every step; a preempted one began earlier.
+    """
+    known = np.flatnonzero(np.isfinite(steps["step"]))
+    first_step = rollouts["step"] - rollouts["verify_steps"] + 1
+    is_known = np.isfinite(first_step) & (rollouts["verify_steps"] > 0)
+    began = np.full(len(first_step), np.nan)
+    if len(known):
+        following = np.searchsorted(steps["step"][known], first_step[is_known])
+        first = known[np.minimum(following, len(known) - 1)]  # it, or the next logged one
+        total_ms = np.nan_to_num(steps["total_ms"][first])
+        began[is_known] = np.maximum(step_seconds[first] - total_ms / 1e3, 0.0)
+    return began
 
 
 def _without_stamp(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,7 +64,6 @@ def write_report(
 
 
 def _check_is_page(path: Path) -> None:
-    """Refuse to replace a file that is no page: a log, or rollouts."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -102,7 +101,6 @@ def _how_many(runs: Sequence[Run]) -> str:
 
 
 def _subtitle(runs: Sequence[Run]) -> str:
-    """The models, the prompts and the day of the runs."""
     parts = []
     for name in ("model", "data"):
         values = dict.fromkeys(str(run.settings[name]) for run in runs if name in run.settings)

@@ -168,7 +168,6 @@ def _text(row: Mapping[str, Any]) -> RolloutText:
 
 
 def _prompt_text(prompt: object) -> str:
-    """A prompt's text; of a conversation, its messages one after the other."""
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list) and prompt and all(isinstance(each, dict) for each in prompt):

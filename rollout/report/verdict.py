@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from rollout.engine.speedup import HALF_INTERVAL, Saving
+from rollout.engine.speedup import HALF_INTERVAL, MIN_STEPS, Saving
 from rollout.report.key_figures import (
     UNKNOWN,
     accept_length,
@@ -29,9 +29,6 @@ _PHASES = {
     "sampling": "sample_ms",
     "scheduling": "schedule_ms",
 }
-_COLORS = ("blue", "red", "green", "magenta", "yellow", "white")  # of a terminal
-_BLOCKS = ("\N{FULL BLOCK}", "\N{DARK SHADE}", "\N{MEDIUM SHADE}", "\N{LIGHT SHADE}", "=", ".")
-_PLAIN_BLOCKS = ("#", "%", "+", "-", "=", ".")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +90,9 @@ def saving_of(run: Run) -> Saving | None:
     """The time that drafts saved; None where the log does not tell."""
     variance = number(run.totals.get("gain_variance_ms2"))
     saved = number(run.totals.get("gain_ms")) / 1e3
+    compared = [number(run.totals.get(name)) for name in ("plain_forecasts", "drafting_forecasts")]
+    if min(compared) < MIN_STEPS:
+        return Saving(saved, math.inf, run.seconds)
     error = HALF_INTERVAL * math.sqrt(variance) / 1e3 if variance >= 0 else math.nan
     if not math.isfinite(saved + error):
         known = np.flatnonzero(
@@ -107,7 +107,6 @@ def saving_of(run: Run) -> Saving | None:
 
 
 def _speedup(run: Run, saving: Saving | None) -> tuple[str, str]:
-    """The speedup with its error, and a sentence on it."""
     if not counter(run, "drafted"):
         return UNKNOWN, "Nothing was drafted: this is plain decoding."
     if saving is None or number(run.totals.get("forecast_steps")) == 0:
@@ -139,8 +138,7 @@ def _milliseconds(run: Run, field: str) -> float:
 
 
 def print_verdicts(console: Console, found: Sequence[Verdict]) -> None:
-    """Print the verdicts, each with its bar."""
-    blocks = _BLOCKS if console.encoding.startswith("utf") else _PLAIN_BLOCKS
+    """Print the verdicts, each with its facts and the shares of its time."""
     for verdict in found:
         if verdict.name:
             console.print(Text(verdict.name, style="bold"))
@@ -148,11 +146,4 @@ def print_verdicts(console: Console, found: Sequence[Verdict]) -> None:
         facts = [f"{name} {value}" for name, value in verdict.facts if name != "speedup"]
         console.print(Text("   ".join(facts)))
         if verdict.shares:
-            width = max(min(console.width, 80), 10)
-            bar, legend = Text(), Text()
-            for share, block, color in zip(verdict.shares, blocks, _COLORS, strict=True):
-                end = round((share.begin + share.share) * width)
-                bar.append(block * (end - len(bar)), style=color)
-                legend.append(f"{block} ", style=color).append(f"{share.label}   ")
-            console.print(bar)
-            console.print(legend)
+            console.print(Text("   ".join(share.label for share in verdict.shares)))

@@ -13,7 +13,7 @@ class AllowedPaths:
     """Folders below which a client may name files.
 
     Every link of a path is resolved before the path is checked, and the resolved path is returned:
-    a link that is changed afterwards changes nothing. Whoever may write below a root can still
+    a link that is changed afterwards changes nothing. Users who may write below a root can still
     replace the files there.
 
     Errors name the folders, which are configured, and say the same of all that lies elsewhere,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.security import HTTPBearer
+from fastapi_offline import FastAPIOffline
 from starlette.routing import Route
 
 from rollout import __version__
@@ -25,8 +26,7 @@ from rollout.server.vllm import weights as vllm_weights
 
 Routes = Callable[[Serving], APIRouter]
 
-PUBLIC: tuple[Routes, ...] = (status.public_routes,)
-"""Routes that anyone who can connect may call: they say nothing about the model or its users."""
+_DOCS_FILES = "/docs-files"  # the script and the style of /docs
 
 USER: tuple[Routes, ...] = (
     status.user_routes,
@@ -58,19 +58,20 @@ ADMIN: tuple[Routes, ...] = (
 
 
 def make_app(serving: Serving) -> FastAPI:
-    """The application, with every route and what stands before it."""
+    """The application with its routes and middleware."""
     config = serving.config
-    app = FastAPI(
+    app = FastAPIOffline(
         title="specrollout",
         version=__version__,
         redoc_url=None,
-        swagger_ui_oauth2_redirect_url=None,
+        static_url=_DOCS_FILES,
         redirect_slashes=False,
     )
-    public = [routes(serving) for routes in PUBLIC]
-    public_paths = _paths([app.router, *public])  # /docs and /openapi.json are the app's own
-    for router in public:
-        app.include_router(router, responses=ERRORS)
+    # Routes without a key tell nothing about the model or its users. /docs and /openapi.json are
+    # the app's own.
+    public = status.public_routes(serving)
+    public_paths = _paths([app.router, public])
+    app.include_router(public, responses=ERRORS)
     # The middleware asks for the keys; this lets readers of /docs enter one.
     has_keys = config.api_key is not None or config.admin_key is not None
     key = [Depends(HTTPBearer(auto_error=False))] if has_keys else []
@@ -82,7 +83,9 @@ def make_app(serving: Serving) -> FastAPI:
     add_error_handlers(app)
     # The last is the outermost.
     app.add_middleware(BodyLimit, config=config)
-    app.add_middleware(RequireUser, config=config, public_paths=public_paths)
+    app.add_middleware(
+        RequireUser, config=config, public_paths=public_paths, public_folder=f"{_DOCS_FILES}/"
+    )
     app.add_middleware(SameOrigin, config=config)
     app.add_middleware(AnswerAtEnd, serving=serving)
     app.add_middleware(CountRequests, metrics=serving.http_metrics)

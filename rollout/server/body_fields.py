@@ -1,58 +1,29 @@
 """Fields of bodies: their types, their limits, and the refusal of unknown ones.
 
-Other servers know many more fields than these. Fields that cannot change the answer are let
-through. Others are refused by name, unless their value asks for nothing: nobody should train on
-samples of another distribution.
+Unknown fields are refused by name, unless they cannot change the answer or their value is neutral:
+nobody should train on samples of another distribution.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
     ValidatorFunctionWrapHandler,
     WrapValidator,
 )
-from pydantic_core.core_schema import CoreSchema
 
 from rollout.errors import InvalidInputError
-from rollout.server.json_route import Integers
 from rollout.types import SamplingParams
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class _EndsAtFirstError:
-    """pydantic's own FailFast, but unions want hashable members."""
-
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        schema = handler(source)
-        assert schema["type"] == "list"
-        return {**schema, "fail_fast": True}
-
-
-Listed = Annotated[list[T], _EndsAtFirstError()]
-
-
-def _known_ids(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """Token ids that were found to be integers when they were parsed are not looked at again."""
-    if type(value) is Integers:
-        return value
-    if type(value) is list and value and all(type(ids) is Integers for ids in value):
-        return value
-    return check(value)
-
-
-KnownIds = WrapValidator(_known_ids)
+Listed = Annotated[list[T], Field(fail_fast=True)]
 
 
 def _known_biases(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
@@ -82,8 +53,7 @@ _MAX_LISTED_TOKENS = 1024
 
 
 def check_params(params: SamplingParams, vocab_size: int, has_tokenizer: bool) -> None:
-    """Raises InvalidInputError for parameters of which there are too many, or that the model
-    cannot have."""
+    """Raises InvalidInputError for too many texts or tokens, and ids out of the vocabulary."""
     # Each sample keeps a set of stop_token_ids, and each token takes a logprob for each of
     # logprob_token_ids.
     for name in ("stop_token_ids", "logprob_token_ids"):
@@ -130,7 +100,7 @@ _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "truncate_prompt_tokens": (-1,),  # to what the context holds: longer ones are refused
 }
-"""Values of unknown fields that ask for nothing, beside null, false and what is empty."""
+"""Neutral values of unknown fields, beside null, false and empty ones."""
 
 _ON = frozenset({"spaces_between_special_tokens", "detokenize", "include_reasoning"})
 """Unknown fields that ask for something only when they are false."""

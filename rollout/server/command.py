@@ -1,4 +1,4 @@
-"""`specrollout serve`: load the model, listen, and finish what was begun before ending."""
+"""`specrollout serve`: load the model, listen, and finish running requests before ending."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from rollout.offline.hydra_config import checked_config, register_schema, run_hy
 from rollout.offline.progress import loading_model
 from rollout.open_engine import open_engine
 from rollout.server.app import make_app
-from rollout.server.bounded_http import BoundedHttp
 from rollout.server.config import LogLevel, ServeConfig, ServerConfig
+from rollout.server.http_protocol import HttpProtocol
 from rollout.server.load_log import log_load
 from rollout.server.serving import Serving
 from rollout.server.streams import call_soon
@@ -83,7 +83,7 @@ def _serve(config: ServeConfig, opened: OpenEngine) -> None:
             server = _Server(
                 uvicorn.Config(
                     make_app(serving),
-                    http=BoundedHttp,
+                    http=HttpProtocol,
                     ws="none",  # nothing here speaks it
                     limit_concurrency=config.server.max_connections,
                     log_config=None,
@@ -102,16 +102,12 @@ def _serve(config: ServeConfig, opened: OpenEngine) -> None:
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals to `_until_stopped`: uvicorn would close its door before what runs has
-        ended."""
+        """uvicorn would stop listening at the first signal; `_until_stopped` handles signals."""
         yield
 
 
 async def _until_stopped(server: _Server, serving: Serving, listener: socket.socket) -> None:
-    """The first signal drains, the second aborts what is left, the third ends at once.
-
-    An engine of several ranks that has failed is a signal too.
-    """
+    """The first signal drains, the second aborts, the third exits; a failed rank drains too."""
     event_loop = asyncio.get_running_loop()
     stop = event_loop.create_future()
     running = event_loop.create_task(server.serve([listener]))
@@ -174,7 +170,6 @@ def _say_ready(serving: Serving, listener: socket.socket) -> None:
 
 
 def _bound(config: ServerConfig) -> socket.socket:
-    """A socket that nobody can connect to yet. Raises InvalidInputError."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

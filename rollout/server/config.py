@@ -59,7 +59,7 @@ class ServerConfig:
     max_batch: int = 1024  # samples of one call
     max_prompt_len: int | None = None  # tokens; default: what the context leaves
     max_queue: int = 4096  # samples, running and waiting, of all clients
-    max_connections: int = 4096  # of all clients, those that are idle included
+    max_connections: int = 4096  # of all clients, idle ones included
     drain_seconds: float = 30.0  # that running requests have to finish after SIGTERM
     weights_root: str | None = None  # weights are read from files below this folder; default: none
     corpora_root: str | None = None  # corpora are read from files below it; default: none

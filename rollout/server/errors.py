@@ -33,7 +33,7 @@ class ModelNotFoundError(RolloutError):
 
 
 class DrainingError(RolloutError):
-    """The server is about to end: it finishes what it has and takes nothing new."""
+    """The server is shutting down and refuses new requests."""
 
 
 class TooLargeError(HTTPException):
@@ -95,7 +95,7 @@ _TYPES = {
 _RETRY_SECONDS = {429: 1, 503: 5}
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _SHOWN = 200  # characters of a path
-_LEFT = 499  # nobody reads it: the client has left
+_LEFT = 499  # for the log: the client has left
 UNION_MEMBER = re.compile(r"str|int|float|bool|.*[^a-z0-9_].*")
 """The name of a type, as pydantic has it in the location of an error."""
 
@@ -124,11 +124,7 @@ def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
 
 
 def _first_wrong(errors: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:
-    """The first field that does not validate, and why, in the fields' own names.
-
-    Where a field may be one of several types each has an error: the one that got furthest says
-    most. Types are no part of the location.
-    """
+    """The first invalid field and the reason; of a union's errors the one that got furthest."""
     found: list[tuple[list[str], str]] = []
     for error in errors:
         location = error["loc"][1:] if len(error["loc"]) > 1 else error["loc"]
@@ -168,8 +164,6 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def _unrouted(app: FastAPI, request: Request) -> HTTPException:
-    """The answer to a request that no route takes: 405 with the methods there are, or 404."""
-
     def takes(method: str) -> bool:
         scope = dict(request.scope) | {"method": method}
         return any(route.matches(scope)[0] is Match.FULL for route in app.routes)

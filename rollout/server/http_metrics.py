@@ -34,7 +34,7 @@ class HttpMetrics:
     """The HTTP metrics of one server. Labels are bounded: clients choose none of their values."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # times of creation, as many series again, which nobody queries
+        disable_created_metrics()  # they double the number of series
         labels = ("method", "route", "status")
         self.requests = Counter(
             "specrollout_http_requests", "HTTP requests answered", labels, registry=None
@@ -45,13 +45,6 @@ class HttpMetrics:
         self.seconds = Histogram(
             "specrollout_http_request_seconds",
             "From an HTTP request to the end of its answer",
-            ("method", "route"),
-            buckets=_SECONDS,
-            registry=None,
-        )
-        self.first_byte_seconds = Histogram(
-            "specrollout_http_first_byte_seconds",
-            "From an HTTP request to the beginning of its answer's body",
             ("method", "route"),
             buckets=_SECONDS,
             registry=None,
@@ -97,7 +90,7 @@ class HttpMetrics:
         return Latency(_median(self._first_token_seconds), _median(self._token_seconds))
 
     def watch(self, future: Future[Rollout]) -> None:
-        """Count a sample when it ends, on whatever thread that is."""
+        """Count a sample when it ends, on any thread."""
         started = time.monotonic()
 
         def count(ended: Future[Rollout]) -> None:
@@ -132,7 +125,7 @@ def _median(seconds: deque[float]) -> float | None:
 
 
 class CountRequests:
-    """ASGI middleware, to be the outermost: what others answer is counted too."""
+    """Outermost ASGI middleware, so that answers of the others are counted too."""
 
     def __init__(self, app: ASGIApp, metrics: HttpMetrics) -> None:
         self._app = app
@@ -143,14 +136,12 @@ class CountRequests:
             await self._app(scope, receive, send)
             return
         metrics, started = self._metrics, time.monotonic()
-        status, first_byte = 500, 0.0  # an app that raises has answered nothing, or not to the end
+        status = 500  # an app that raises has answered nothing, or not to the end
 
         async def watched(message: Message) -> None:
-            nonlocal status, first_byte
+            nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-            elif not first_byte:
-                first_byte = time.monotonic() - started
             await send(message)
 
         with metrics.in_flight.track_inprogress():
@@ -158,9 +149,7 @@ class CountRequests:
                 await self._app(scope, receive, watched)
             finally:
                 method = scope["method"] if scope["method"] in _METHODS else "other"
-                # The template; none where there is no such path, or nobody looked for it.
+                # The route's template; none for unknown paths and for answers before routing.
                 route = getattr(scope.get("route"), "path", "none")
                 metrics.requests.labels(method, route, str(status)).inc()
                 metrics.seconds.labels(method, route).observe(time.monotonic() - started)
-                if first_byte:
-                    metrics.first_byte_seconds.labels(method, route).observe(first_byte)

@@ -1,18 +1,11 @@
-"""Bodies and answers in JSON: routes whose bodies may be long hold up no other request.
-
-A parser in C holds the interpreter's lock until it is done, on whatever thread it runs: 46 MiB of
-token ids keep every other one waiting for half a second and more. So long bodies are read in
-chunks, and other threads run in between.
-"""
+"""JSON bodies and answers: msgspec parses and writes them, long ones off the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Coroutine
-from json import JSONDecodeError
 from typing import Any, TypeVar
 
 import msgspec
@@ -63,17 +56,11 @@ async def json_body(request: Request, model: type[Body]) -> Body:
     its reader's machine can reach, without asking.
     """
     _require_json(request)
-    try:
-        value = await request.json()
-    except JSONDecodeError as error:
-        wrong = {"type": "json_invalid", "loc": ("body", error.pos), "msg": "JSON decode error"}
-        raise RequestValidationError([wrong]) from None
-    return await _validated(model.model_validate, value)
+    return await _validated(model.model_validate, await request.json())
 
 
 async def json_of_texts(request: Request, model: type[Body]) -> Body:
-    """Does what `json_body` does for texts of gigabytes: copies them once, while other threads
-    wait."""
+    """`json_body` for texts of gigabytes, which are copied once."""
     _require_json(request)
     return await _validated(model.model_validate_json, await request.body())
 
@@ -116,28 +103,40 @@ def openapi_body(model: type[BaseModel], **others: dict[str, Any]) -> dict[str, 
 
 
 class JsonRequest(Request):
-    """A request whose long bodies are read in chunks, off the event loop."""
+    """A request whose long bodies are parsed off the event loop."""
 
     async def json(self) -> Any:
-        """Raises JSONDecodeError, and HTTPException for what is JSON and cannot be read."""
+        """Raises HTTPException for a body that cannot be read."""
         body = await self.body()
-        try:
-            if len(body) <= _CHUNK:
-                return loads_in_chunks(body)
-            return await asyncio.to_thread(loads_in_chunks, body)
-        except JSONDecodeError:
-            raise
-        except UnicodeDecodeError:
-            raise HTTPException(400, "the body must be UTF-8") from None
-        except RecursionError:
-            raise HTTPException(400, "the body is nested too deeply") from None
-        except ValueError as error:  # a field that comes twice, an integer of thousands of digits
-            raise HTTPException(400, f"the body cannot be read: {error}") from None
+        if len(body) <= _SHORT:
+            return loads(body)
+        return await asyncio.to_thread(loads, body)
+
+
+def loads(body: bytes) -> Any:
+    """The value of a JSON body.
+
+    Raises HTTPException for what is not JSON, and for too many lists and objects: each takes 30
+    times the memory of its bytes.
+    """
+    if _num_brackets(body) > _MAX_CONTAINERS < _num_brackets(_TEXT.sub(b"", body)):
+        raise HTTPException(
+            400, f"the body holds more than {_MAX_CONTAINERS} lists and objects: send several"
+        )
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise HTTPException(400, f"the body is not JSON in UTF-8: {error}") from None
+    except RecursionError:
+        raise HTTPException(400, "the body is nested too deeply") from None
+
+
+def _num_brackets(body: bytes) -> int:
+    return body.count(b"[") + body.count(b"{")
 
 
 class JsonRoute(APIRoute):
-    """A route whose JSON body is declared as in any route of FastAPI, documented alike and refused
-    alike."""
+    """A route of FastAPI that requires a declared JSON body and refuses unknown query fields."""
 
     refuses_queries = True
 
@@ -170,106 +169,6 @@ def _has_other_body(request: Request) -> bool:
     return not is_json and (length != "0" or "transfer-encoding" in request.headers)
 
 
-_CHUNK = 2**16  # characters; shorter bodies take less time to parse than to hand to a thread
-_MAX_CONTAINERS = 2**18  # lists and objects
-_NUMBERS = re.compile(r"[-+.0-9eE, \t\n\r]*")
-_BLANKS = re.compile(r"[ \t\n\r]*")
-
-
-class Integers(list[int]):
-    """An array of integers alone; whoever reads it need not look at each again."""
-
-
-def loads_in_chunks(data: bytes) -> Any:
-    """The value that ``json.loads`` gives, where arrays of integers may be `Integers`.
-
-    Raises what ``json.loads`` does, and ValueError for a name that comes twice in an object and for
-    too many lists and objects: each takes longer to make, and more memory, than the bytes that say
-    it.
-    """
-    if len(data) <= _CHUNK:
-        return json.loads(data, object_pairs_hook=_members)
-    return _ChunkDecoder().decode(data.decode(json.detect_encoding(data), "surrogatepass"))
-
-
-def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The members of an object by name.
-
-    Raises ValueError for a name that comes twice: a parser would take the last one, and its sender
-    may mean the first.
-    """
-    members = dict(pairs)
-    if len(members) < len(pairs):
-        counts = Counter(name for name, _ in pairs)
-        raise ValueError(f"{counts.most_common(1)[0][0][:100]!r} comes twice")
-    return members
-
-
-class _ChunkDecoder(json.JSONDecoder):
-    """json's own decoder in Python, with arrays of our own.
-
-    Whatever is long in a body is an array of numbers or a text. The numbers of an array go through
-    the C parser in chunks of 64 Ki characters, a text as one.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(object_pairs_hook=self._object)
-        self._containers_left = _MAX_CONTAINERS
-        self.parse_array = self._array
-        self.scan_once = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined]
-
-    def _count_container(self) -> None:
-        self._containers_left -= 1
-        if self._containers_left < 0:
-            raise ValueError(f"it holds more than {_MAX_CONTAINERS} lists and objects")
-
-    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        self._count_container()
-        return _members(pairs)
-
-    def _array(
-        self, text_and_start: tuple[str, int], scan_once: Callable[[str, int], tuple[Any, int]]
-    ) -> tuple[list[Any], int]:
-        """The array that begins before ``start``, and the offset after it."""
-        self._count_container()
-        text, start = text_and_start
-        offset = _after_blanks(text, start)
-        if text[offset : offset + 1] == "]":
-            return [], offset + 1
-        values: list[Any] = Integers()
-        holds_others = False
-        while True:
-            numbers_end = _end_of_numbers(text, offset)
-            if numbers_end > offset:
-                numbers = json.loads(f"[{text[offset:numbers_end]}]")
-                holds_others = holds_others or set(map(type, numbers)) != {int}
-                values += numbers
-                offset = numbers_end
-            else:
-                holds_others = True
-                try:
-                    value, offset = scan_once(text, offset)
-                except StopIteration as end:
-                    raise JSONDecodeError("Expecting value", text, end.value) from None
-                values.append(value)
-            offset = _after_blanks(text, offset)
-            delimiter = text[offset : offset + 1]
-            if delimiter == "]":
-                return list(values) if holds_others else values, offset + 1
-            if delimiter != ",":
-                raise JSONDecodeError("Expecting ',' delimiter", text, offset)
-            offset = _after_blanks(text, offset + 1)
-
-
-def _end_of_numbers(text: str, start: int) -> int:
-    """The offset after the numbers that come next, of a comma or the end; <= start: none do."""
-    found = _NUMBERS.match(text, start, start + _CHUNK)
-    assert found is not None  # it matches nothing, too
-    end = found.end()
-    return end if text[end : end + 1] == "]" else text.rfind(",", start, end)
-
-
-def _after_blanks(text: str, offset: int) -> int:
-    found = _BLANKS.match(text, offset)
-    assert found is not None
-    return found.end()
+_SHORT = 2**16  # bytes, which take less time to parse than to hand to a thread
+_MAX_CONTAINERS = 2**18
+_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # never backtracks

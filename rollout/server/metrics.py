@@ -32,12 +32,12 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineMetrics], float]]] = {
     "target_forwards": ("Verify steps, one per request sampled", lambda m: m.target_forwards),
     "generated_tokens": ("Tokens emitted", lambda m: m.generated_tokens),
     "prompt_tokens": ("Prompt tokens of requests that ended", lambda m: m.prompt_tokens),
-    "cached_prompt_tokens": ("Those spared by the prefix cache", lambda m: m.cached_tokens),
-    "proposed_tokens": ("Draft tokens thought of", lambda m: m.proposed),
+    "cached_prompt_tokens": ("Prompt tokens from the prefix cache", lambda m: m.cached_tokens),
+    "proposed_tokens": ("Draft tokens proposed", lambda m: m.proposed),
     "drafted_tokens": ("Draft tokens verified", lambda m: m.drafted),
     "accepted_tokens": ("Draft tokens accepted", lambda m: m.accepted),
     "requests_finished": ("Requests that ended in a step", lambda m: m.finished),
-    "preemptions": ("Requests that gave their KV back", lambda m: m.preemptions),
+    "preemptions": ("Requests preempted for lack of KV slots", lambda m: m.preemptions),
 }
 _PHASES: dict[str, Callable[[EngineMetrics], float]] = {
     "schedule": lambda m: m.schedule_ms,
@@ -47,17 +47,17 @@ _PHASES: dict[str, Callable[[EngineMetrics], float]] = {
 }
 _GAUGES: dict[str, tuple[str, Callable[[EngineStatus], float]]] = {
     "requests_running": ("Requests in the batch", lambda s: s.running),
-    "requests_waiting": ("Requests waiting for their turn", lambda s: s.waiting),
-    "kv_slots": ("KV slots there are", lambda s: s.kv_slots),
+    "requests_waiting": ("Requests waiting", lambda s: s.waiting),
+    "kv_slots": ("KV slots", lambda s: s.kv_slots),
     "kv_slots_used": ("KV slots of running requests", lambda s: s.kv_used),
     "kv_slots_cached": ("KV slots of the prefix cache alone", lambda s: s.kv_cached),
     "can_run": ("1: a step can run; 0: paused, asleep or torn", lambda s: not s.unavailable_reason),
     "saved_seconds": (
-        "What drafts saved over plain decoding, summed over replicas",
+        "Seconds that drafts saved over plain decoding, summed over replicas",
         lambda s: s.total.saved_seconds,
     ),
     "saved_error_seconds": (
-        "Half of the 95 % interval of saved_seconds",
+        "Half of the 95 % interval of saved_seconds; +Inf before it is measured",
         lambda s: s.total.saved_error_seconds,
     ),
 }
@@ -68,8 +68,7 @@ def routes(serving: Serving) -> APIRouter:
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """Text format. Answers soon whatever the engine does: status_age_seconds says how old what
-        it says of the engine is."""
+        """Prometheus text format. The engine's metrics are status_age_seconds old."""
         registry = CollectorRegistry(auto_describe=False)
         for collector in serving.http_metrics.collectors:
             registry.register(collector)
@@ -82,7 +81,7 @@ def routes(serving: Serving) -> APIRouter:
 
 
 class _Families(Collector):
-    """Metrics that are as they were when this was made."""
+    """Fixed metrics."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = list(families)
@@ -92,16 +91,14 @@ class _Families(Collector):
 
 
 def _of_server(serving: Serving) -> Iterator[Metric]:
-    """Metrics that need no engine status."""
     yield _gauge("requests_unfinished", "Samples submitted", serving.num_unfinished)
     yield _gauge("start_time_seconds", "When the server was made", serving.started)
-    yield _gauge("draining", "1: it takes nothing new", serving.is_draining)
+    yield _gauge("draining", "1: new requests are refused", serving.is_draining)
 
 
 def _of_engine(known: KnownStatus) -> Iterator[Metric]:
-    """The engine's own counters, as one status has them, so nothing is counted twice."""
     status = known.status
-    yield _gauge("status_age_seconds", "Age of what is said of the engine", known.age)
+    yield _gauge("status_age_seconds", "Age of the engine metrics", known.age)
     for name, (text, read) in _GAUGES.items():
         yield _gauge(name, text, read(status))
     for name, (text, count) in _COUNTERS.items():

@@ -16,31 +16,38 @@ from rollout.server.serving import Serving
 
 
 class RequireUser:
-    """ASGI middleware: 401 for whoever has no key, where an api key is configured.
+    """ASGI middleware: 401 without a key, if an api key is configured.
 
-    Here and not in the routes, so that no body is read, and no path told apart from one that does
-    not exist, for whoever may not ask.
+    It runs before routing, so that clients without a key cannot send bodies or probe paths.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, public_paths: Set[str]) -> None:
-        """``public_paths``: those that need no key."""
+    def __init__(
+        self, app: ASGIApp, config: ServerConfig, public_paths: Set[str], public_folder: str
+    ) -> None:
+        """``public_paths``, and those below ``public_folder``, need no key."""
         self._app = app
         self._config = config
         self._public_paths = public_paths
+        self._public_folder = public_folder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_public = scope["type"] != "http" or scope["path"] in self._public_paths
         keys = (self._config.api_key, self._config.admin_key)
-        if self._config.api_key is None or is_public or _has(Request(scope), *keys):
+        if (
+            self._config.api_key is None
+            or scope["type"] != "http"
+            or scope["path"] in self._public_paths
+            or scope["path"].startswith(self._public_folder)
+            or _has(Request(scope), *keys)
+        ):
             await self._app(scope, receive, send)
         else:
             await ErrorResponse(_unknown_key())(scope, receive, send)
 
 
 def require_admin(config: ServerConfig) -> Callable[[Request], Awaitable[None]]:
-    """A dependency that lets through who has the admin key.
+    """A dependency that requires the admin key.
 
-    With an api key alone nobody has it; with no key at all anyone on this machine may call.
+    With an api key alone nobody has it; without keys anyone on this machine may call.
     """
 
     async def check(request: Request) -> None:
@@ -62,7 +69,7 @@ def require_admin(config: ServerConfig) -> Callable[[Request], Awaitable[None]]:
 
 
 def _has(request: Request, *keys: str | None) -> bool:
-    """Whether one of the keys came along. Takes the same time whatever came."""
+    """Whether the request has one of the keys, compared in constant time."""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     same = [hmac.compare_digest(given.encode(), key.encode()) for key in keys if key is not None]
     return scheme.lower() == "bearer" and any(same)
@@ -78,12 +85,11 @@ _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 class SameOrigin:
-    """ASGI middleware: 403 for what the pages of other origins send, ``/`` excepted.
+    """ASGI middleware: 403 for requests from pages of other origins, except to ``/``.
 
-    A server on loopback without keys trusts whoever can connect, and every page of the web can make
-    its reader's browser connect. Browsers say where a request comes from; other programs do not.
-    That covers names that were made to lead here (DNS rebinding): on loopback without a key, a
-    request must name this machine.
+    A server on loopback without keys trusts every local program, and any web page can make a
+    browser connect to it. Against DNS rebinding, such a server also requires that Host names this
+    machine.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
@@ -92,13 +98,13 @@ class SameOrigin:
         self._hosts = _LOOPBACK | {own} if config.api_key is None else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._why_not(Request(scope)) if scope["type"] == "http" else ""
+        refusal = self._refusal(Request(scope)) if scope["type"] == "http" else ""
         if refusal:
             await ErrorResponse(HTTPException(403, refusal))(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    def _why_not(self, request: Request) -> str:
+    def _refusal(self, request: Request) -> str:
         headers = request.headers
         host = headers.get("host", "")
         if self._hosts is not None and host and _without_port(host).lower() not in self._hosts:
@@ -123,10 +129,8 @@ WEIGHT_PATHS = frozenset({"/update_weights_from_tensor"})
 
 
 class BodyLimit:
-    """ASGI middleware: 413 as soon as more than the allowed bytes are announced or have come.
-
-    415 for compressed ones: a few bytes may become any number.
-    """
+    """ASGI middleware: 413 for bodies over the limit, announced or received; 415 for compressed
+    ones, whose size is unknown."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app = app
@@ -161,10 +165,7 @@ class BodyLimit:
 
 
 class AnswerAtEnd:
-    """ASGI middleware: 503 for a request that is cancelled because the server ends.
-
-    An answer that has begun breaks off, which its reader can tell from one that is complete.
-    """
+    """ASGI middleware: 503 for a request that shutdown cancels, unless its answer has begun."""
 
     def __init__(self, app: ASGIApp, serving: Serving) -> None:
         self._app = app

@@ -34,10 +34,7 @@ _POLL_SECONDS = 0.02  # of waits that nothing ends but looking again
 
 
 class Serving:
-    """One engine, for many clients. Used on one event loop.
-
-    From here on the engine is touched inside `call` alone.
-    """
+    """One engine for many clients, used on one event loop; only `call` touches the engine."""
 
     def __init__(self, engine: Engine, config: ServeConfig) -> None:
         """Raises InvalidInputError for an engine in lockstep."""
@@ -129,7 +126,7 @@ class Serving:
             )
 
     def check(self, samples: Sequence[SampleRequest]) -> None:
-        """Raises InvalidInputError for what could never run; nothing is queued."""
+        """Raises InvalidInputError for samples that can never run; nothing is queued."""
         self.require_batch(len(samples))
         for sample in samples:
             self.check_prompt_len(len(sample.prompt_ids))
@@ -171,7 +168,7 @@ class Serving:
     # Generating
 
     async def generate(self, samples: Sequence[SampleRequest]) -> list[Rollout]:
-        """The samples' rollouts, in order. Cancelled, it aborts those that are unfinished.
+        """The samples' rollouts, in order. Cancelling aborts unfinished samples.
 
         Raises InvalidInputError, QueueFullError or DrainingError before anything is queued,
         EngineStateError when the engine has failed.
@@ -185,7 +182,7 @@ class Serving:
                 handle.future.cancel()  # which aborts it; does nothing to one that has ended
 
     def stream(self, samples: Sequence[SampleRequest]) -> DeltaStream:
-        """The samples' tokens as they come. Closed early, it aborts those that are unfinished.
+        """The samples' tokens as they come. Closing early aborts unfinished samples.
 
         `prepare` comes first, so that the engine need not wait for grammars to be compiled.
         Queued, or refused as `generate` does, when this returns.
@@ -227,9 +224,9 @@ class Serving:
             self._scoring -= 1
 
     def abort(self, rid: str) -> int:
-        """End what goes by that name or one that begins with it and "_", as those of a batch do.
+        """Abort the samples named ``rid`` or ``rid_...``, as a batch's are; returns their number.
 
-        It answers with what it has. Returns how many samples that were.
+        They answer with the tokens they have.
         """
         handles = [
             handle
@@ -243,7 +240,7 @@ class Serving:
 
     @property
     def uptime(self) -> float:
-        """Seconds since the start, by a clock that nobody sets."""
+        """Seconds since the start, by a monotonic clock."""
         return time.monotonic() - self._began
 
     @property
@@ -258,7 +255,6 @@ class Serving:
     def _submit(
         self, samples: Sequence[SampleRequest], listeners: Sequence[OnTokens | None]
     ) -> list[RequestHandle]:
-        """Queue all samples, or none of them and raise."""
         self._admit(len(samples))
         self.check(samples)
         return [
@@ -304,7 +300,7 @@ class Serving:
     # Ending
 
     async def drain(self) -> None:
-        """Take nothing new; wait for what runs, ``drain_seconds`` at most; abort what is left."""
+        """Refuse new requests, wait up to ``drain_seconds``, then abort what still runs."""
         self.is_draining = True
         deadline = time.monotonic() + self.config.drain_seconds
         while self.num_unfinished and time.monotonic() < deadline and not self._is_hurried:
@@ -313,10 +309,10 @@ class Serving:
             await asyncio.wrap_future(self.loop.abort_all())
 
     def end_drain(self) -> None:
-        """Wait no longer: abort what is left now, and let it answer with what it has."""
+        """Abort running requests now; they answer with the tokens they have."""
         self._is_hurried = True
 
     def close(self) -> None:
-        """Abort what is unfinished and end the engine's thread; the caller has the engine again."""
+        """Abort unfinished requests, end the engine's thread, give the engine back."""
         self.is_draining = True
         self.loop.close()

@@ -1,7 +1,7 @@
 """The server's status: whether it is alive, whether it generates, and the status page.
 
-The page, `/`, is one answer with its style and scripts in it, which asks nobody but this server:
-`/status` tells it, and programs, what the engine is doing.
+The page, `/`, is one answer with its style and scripts in it. It and programs read the engine's
+state from `/status`.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class KnownStatus:
 class StatusCache:
     """The engine's last status. Used on one event loop.
 
-    A status is taken between two steps, so during an update, a long step or none at all it comes
-    late: whoever asks waits a quarter of a second at most, and gets the last one, with its age.
+    The engine answers between two steps. `latest` waits at most a quarter of a second for it, and
+    then returns the former status with its age.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class StatusBody(BaseModel):
     draining: bool  # no new ones are taken
     age: float  # seconds
     latency: Latency
-    saved_seconds: float  # by drafts, over plain decoding; of several replicas the mean
-    saved_error_seconds: float  # half of the 95 % interval
+    saved_seconds: float | None  # by drafts; of several replicas the mean; null: not measured
+    saved_error_seconds: float | None  # half of the 95 % interval
     speedup: str  # a sentence on both
     engine: EngineStatus
 
@@ -142,8 +142,8 @@ def user_routes(serving: Serving) -> APIRouter:
             draining=serving.is_draining,
             age=known.age,
             latency=serving.http_metrics.latency,
-            saved_seconds=saving.seconds,
-            saved_error_seconds=saving.error_seconds,
+            saved_seconds=saving.seconds if saving.is_measured else None,
+            saved_error_seconds=saving.error_seconds if saving.is_measured else None,
             speedup=str(saving),
             engine=known.status,
         )
@@ -152,7 +152,6 @@ def user_routes(serving: Serving) -> APIRouter:
 
 
 async def _until_token(serving: Serving) -> None:
-    """Raises EngineStateError where the engine cannot run."""
     params = SamplingParams(temperature=0, max_new_tokens=1, ignore_eos=True)
     before = await serving.call(_tokens)
     probe = SampleRequest(prompt_ids=[0], params=params, is_probe=True)
@@ -160,7 +159,7 @@ async def _until_token(serving: Serving) -> None:
     try:
         while not sample.done():
             await asyncio.wait({sample}, timeout=_POLL_SECONDS)
-            if await serving.call(_tokens) > before:  # perhaps for those who came earlier
+            if await serving.call(_tokens) > before:  # perhaps of an earlier request
                 return
         await sample
     except QueueFullError:
@@ -183,7 +182,7 @@ def _require_alive(serving: Serving) -> None:
 
 
 def _page() -> tuple[str, dict[str, str]]:
-    """The page and the headers that hold it to what is in it: its own style, script and origin."""
+    """The page, and headers that allow only its own style, script and origin."""
     style = STYLE + _read("page.css")
     script = f"{CHARTS}const SOURCES = {json.dumps(SOURCES)};\n{_read('page.js')}"
     html = _read("page.html").replace("{{style}}", style).replace("{{script}}", script)

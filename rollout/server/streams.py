@@ -59,9 +59,9 @@ class Delta:
 class DeltaStream(AsyncIterator[Delta]):
     """The deltas of several samples as they come; ends after each has had its rollout.
 
-    Deltas that a reader does not take in time are joined, so a slow one holds no more than the
-    outputs themselves. Raises what a sample's future does. `aclose` aborts unfinished samples;
-    whoever opens a stream must close it.
+    Deltas are joined until the reader takes them, so a slow reader holds at most the outputs.
+    Raises a sample's error. The opener must call `aclose`, which aborts unfinished
+    samples.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class DeltaStream(AsyncIterator[Delta]):
         handle.future.add_done_callback(lambda future: self._on_done(index, future))
 
     async def ready(self) -> None:
-        """Wait for the next delta, and leave it there. Raises what the next `anext` would."""
+        """Wait for the next delta without taking it. Raises a sample's error."""
         while True:
             with self._lock:
                 if self._failure is not None:
@@ -109,7 +109,7 @@ class DeltaStream(AsyncIterator[Delta]):
         return delta
 
     async def aclose(self) -> None:
-        """Abort what is unfinished."""
+        """Abort unfinished samples."""
         for handle in self._handles:
             handle.future.cancel()  # which aborts it; does nothing to one that has ended
 
@@ -153,9 +153,8 @@ def call_soon(event_loop: asyncio.AbstractEventLoop, function: Callable[[], obje
 class EventStream(StreamingResponse):
     """A response of one event per object, then ``[DONE]``.
 
-    An error of ours comes as an event of its own, for the status has been sent. Whatever ends the
-    response (its last event, a client that leaves), the deltas are closed when it returns; the
-    generator, which never ran if the client was quick, need not do it.
+    A RolloutError becomes an event, since the status has been sent. The deltas are closed when the
+    response ends, even if the generator never ran.
     """
 
     media_type = "text/event-stream"
@@ -196,8 +195,9 @@ async def while_connected(request: HttpRequest, work: Coroutine[Any, Any, T]) ->
 
 
 async def open_stream(request: HttpRequest, deltas: DeltaStream) -> DeltaStream:
-    """The stream once it has something to say, so that what is wrong with the request has its
-    status. Closed where it has not."""
+    """The stream with its first delta ready, so that a bad request still gets its status.
+
+    Closed on failure."""
     try:
         await while_connected(request, deltas.ready())
     except BaseException:

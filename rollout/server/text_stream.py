@@ -154,8 +154,7 @@ class TextStream:
 
 
 def _stop_offset(text: str, old_len: int, stop: str) -> int:
-    """The offset of the stop string that the new part of ``text``, from ``old_len`` on, completed;
-    else where one may have begun; else the end."""
+    """Start of a stop string that ends after ``old_len``, or that may have begun, or the end."""
     offset = text.find(stop, max(0, old_len - len(stop) + 1))
     if offset >= 0:
         return offset

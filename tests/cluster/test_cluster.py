@@ -179,7 +179,8 @@ def test_a_paused_cluster_goes_on_where_it_was_whoever_died(make_cluster, expect
 
 def test_a_newcomer_that_cannot_be_brought_up_to_date_does_not_join(make_cluster, expected):
     cluster, pool = make_cluster(2)
-    calls = iter([("weights_digest", "?"), ("flush_cache",)])  # the first one's argument is wrong
+    wrong = (RolloutEngine.weights_digest, "?")
+    calls = iter([wrong, (RolloutEngine.flush_cache,)])
     cluster.replicas.on_join(lambda replica: replica.call(*next(calls)))
     pool.living["replica-0"].kill()
     submit_all(cluster)

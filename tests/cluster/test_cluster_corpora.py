@@ -44,7 +44,7 @@ def states(cluster: RolloutCluster) -> dict[str, str]:
 
 
 def on_each(cluster: RolloutCluster) -> list[set[str]]:
-    answers = cluster.replicas.on_all("external_corpora")
+    answers = cluster.replicas.on_all(RolloutEngine.external_corpora)
     return [{each.name for each in answers[name]} for name in sorted(answers)]
 
 
@@ -56,7 +56,7 @@ def test_a_corpus_is_as_far_as_on_the_slowest_replica(make):
     assert states(cluster) == {"texts": "loading"}
     opened.set()
     wait_until(lambda: states(cluster) == {"texts": "published"}, cluster.step)
-    pool.living["replica-0"].call("remove_external_corpus", "texts").result()
+    pool.living["replica-0"].call(RolloutEngine.remove_external_corpus, "texts").result()
     (seen,) = cluster.external_corpora()
     assert seen.error == "replica-0 lacks it"
     cluster.remove_external_corpus("texts")
@@ -130,11 +130,11 @@ def test_a_corpus_that_one_replica_refuses_or_cannot_load_is_on_none(make, tmp_p
     file.write_text(json.dumps("one two three") + "\n")
     damaged.write_text("{not JSON\n")
     one = pool.living["replica-1"]
-    one.call("add_external_corpus", "taken", documents=["one"]).result()
+    one.call(RolloutEngine.add_external_corpus, "taken", documents=["one"]).result()
     with pytest.raises(InvalidInputError, match="is taken"):
         cluster.add_external_corpus("taken", documents=["two"])
     assert on_each(cluster) == [set(), {"taken"}]
-    one.call("remove_external_corpus", "taken").result()
+    one.call(RolloutEngine.remove_external_corpus, "taken").result()
 
     # On this replica's host it is another file.
     intercept(one, "add_external_corpus", lambda _, kwargs: kwargs.update(file_path=str(damaged)))
@@ -172,7 +172,7 @@ def test_a_file_is_saved_by_one_and_loaded_by_all_and_by_who_starts_later(make, 
     kill(other, pool, "replica-0")
     rejoined(other)
     wait_until(lambda: states(other) == {"new": "published", "old": "published"}, other.step)
-    held = [each.corpus_tokens for each in other.replicas.on_all("status").values()]
+    held = [each.corpus_tokens for each in other.replicas.on_all(RolloutEngine.status).values()]
     assert held[0] == held[1] > 100
     (tmp_path / "corpus").unlink()
     kill(other, pool, "replica-1")
@@ -184,7 +184,7 @@ def test_a_file_is_saved_by_one_and_loaded_by_all_and_by_who_starts_later(make, 
 
 
 def counters(cluster: RolloutCluster, name: str) -> list[float]:
-    statuses = cluster.replicas.on_all("status").values()
+    statuses = cluster.replicas.on_all(RolloutEngine.status).values()
     return [each.counters.get(f"corpus/{name}", 0.0) for each in statuses]
 
 

@@ -134,7 +134,7 @@ def test_a_replica_that_dies_during_an_update_comes_back_with_it(make_cluster, p
     assert generated(cluster, PROMPTS, PARAMS) == policies[0].rollouts
     rejoined(cluster)
     assert cluster.weights_digest() == policies[0].digest
-    statuses = cluster.replicas.on_all("status").values()
+    statuses = cluster.replicas.on_all(RolloutEngine.status).values()
     assert [each.weight_versions for each in statuses] == [{"target": 1}] * 2
     kill(cluster, pool, "replica-1")  # and it hands them on
     rejoined(cluster)
@@ -206,7 +206,9 @@ def test_sleep_and_wake_reach_all_and_those_who_come_meanwhile(make_cluster, pol
     cluster.resume_memory()
     assert cluster.released_tags == frozenset()
     rejoined(cluster)
-    reasons = [each.unavailable_reason for each in cluster.replicas.on_all("status").values()]
+    reasons = [
+        each.unavailable_reason for each in cluster.replicas.on_all(RolloutEngine.status).values()
+    ]
     assert reasons == ["", ""]
     assert cluster.weights_digest() == policies[0].digest
     assert generated(cluster, PROMPTS, PARAMS) == policies[0].rollouts
@@ -250,7 +252,7 @@ def test_weights_that_died_with_the_last_replica_are_missed_until_a_full_update(
             call()
     cluster.update_weights_from_tensor(policies[1].tensors)
     assert cluster.weights_digest() == policies[1].digest
-    statuses = cluster.replicas.on_all("status").values()
+    statuses = cluster.replicas.on_all(RolloutEngine.status).values()
     # No policy shares its number with the one that was lost.
     assert [each.weight_versions for each in statuses] == [{"target": 2}] * 2
     assert len(drain(cluster)) == 1

@@ -52,7 +52,7 @@ def test_two_actors_give_the_rollouts_of_one_engine_though_one_is_killed(
     assert drain(cluster) == drain(engine)
     rejoined(cluster)
     assert cluster.weights_digest() == engine.weights_digest()
-    for each in cluster.replicas.on_all("status").values():
+    for each in cluster.replicas.on_all(RolloutEngine.status).values():
         assert each.weight_versions == {"target": 1}
 
 

@@ -44,7 +44,7 @@ class ThreadReplica:
     def abort(self, request_ids: Sequence[int]) -> None:
         self._send(self.host.abort, list(request_ids))
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
         answer: Future[Any] = Future()
         if self.is_dead:
             answer.set_exception(ReplicaDiedError(self.name))
@@ -182,9 +182,9 @@ def intercept(
     replica; an error that it returns is the call's."""
     call = replica.call
 
-    def acted(called: str, *args: Any, **kwargs: Any) -> Future[Any]:
+    def acted(called: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
         given = list(args)
-        if called == method and isinstance(error := act(given, kwargs), Exception):
+        if called.__name__ == method and isinstance(error := act(given, kwargs), Exception):
             answer: Future[Any] = Future()
             answer.set_exception(error)
             return answer

@@ -3,6 +3,8 @@ error."""
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -122,6 +124,19 @@ def test_the_first_plain_step_corrects_what_was_saved_before_it():
     assert pace.observe(15.0, 10.0) == pytest.approx(500.0)  # they took half as long again
 
 
+@pytest.mark.parametrize(
+    ("plain", "drafting", "is_measured"), [(5, 5, True), (4, 9, False), (9, 4, False)]
+)
+def test_nothing_is_claimed_of_too_few_steps(plain, drafting, is_measured):
+    recorder = MetricsRecorder(kv_slots=8)
+    for accepted in [0] * plain + [1] * drafting:
+        book(recorder, 10.0, accepted=accepted, proposed=4 * accepted)
+    saving = recorder.total.saving(run_seconds=1.0, replicas=1)
+    assert saving.is_measured is is_measured
+    assert ("\N{PLUS-MINUS SIGN}" in str(saving)) is is_measured
+    assert not saving.is_significant or is_measured
+
+
 def test_a_stall_is_booked_to_nobody():
     recorder = MetricsRecorder(kv_slots=8)
     for number in range(300):
@@ -141,6 +156,11 @@ def test_a_stall_is_booked_to_nobody():
         (0.6, 2.1, "inconclusive: 1.06x ± 0.21 against plain decoding"),
         (-0.02, 0.1, "no measurable speedup (1.00x ± 0.01)"),
         (0.08, 0.0, "no measurable speedup (1.01x ± 0.01)"),
+        (
+            0.5,
+            math.inf,
+            "speedup not measured: too few steps (it takes 5 plain and 5 drafting ones)",
+        ),
     ],
 )
 def test_a_saving_within_its_error_is_not_claimed(seconds, error, says):

@@ -3,33 +3,41 @@
 from __future__ import annotations
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from rollout.config import KEY_OF
 from rollout.errors import InvalidInputError
 from rollout.offline import RunConfig
-from rollout.offline.command_line import hydra_arguments, key_hint, keys_of, take_flags
+from rollout.offline.command_line import (
+    hydra_arguments,
+    key_hint,
+    keys_of,
+    take_flags,
+    words_as_overrides,
+)
 from rollout.server.config import ServeConfig
 
 JOBS = (
-    ("my/model prompts.jsonl", "model.path=my/model data.path=prompts.jsonl"),
+    ("my/model prompts.jsonl", "model.path='my/model' data.path='prompts.jsonl'"),
     ("--n 4 org/name p.jsonl exact=false",
-     "model.path=org/name data.path=p.jsonl exact=false sampling.n=4"),
-    ("/runs/step=9 p.jsonl", "model.path='/runs/step=9' data.path=p.jsonl"),
+     "model.path='org/name' data.path='p.jsonl' exact=false sampling.n=4"),
+    ("/runs/step=9 p.jsonl", "model.path='/runs/step=9' data.path='p.jsonl'"),
     ("model=runs/step=9 --seed=-3", "model.path='runs/step=9' sampling.seed=-3"),
-    ("-m m/m --top-p 0.6,1.0", "-m model.path=m/m sampling.top_p=0.6,1.0"),
-    ("--cfg job m/m num_threads=2", "--cfg job model.path=m/m num_threads=2"),
+    ("-m m/m --top-p 0.6,1.0", "-m model.path='m/m' sampling.top_p=0.6,1.0"),
+    ("--cfg job m/m num_threads=2", "--cfg job model.path='m/m' num_threads=2"),
     ("~spec +a.b=1 spec=none", "~spec +a.b=1 spec=none"),
     ("--max-tokens 8 --min_tokens 2", "sampling.max_new_tokens=8 sampling.min_new_tokens=2"),
     ("--spec hybrid --dtype bfloat16", "spec=hybrid model.dtype=bfloat16"),
 )  # fmt: skip
 SERVERS = (
-    ("m/m --host ::1 --port 8000", "model.path=m/m server.host=::1 server.port=8000"),
-    ("--model m/m --served-model-name it", "model.path=m/m server.model_name=it"),
-    ("m/m --api-key=abc== --seed 3", "model.path=m/m server.api_key='abc==' server.seed=3"),
-    ("m/m --tensor-parallel-size 2", "model.path=m/m parallel=tensor parallel.size=2"),
-    ("m/m --tensor-parallel-size 1 --dp-size 3", "model.path=m/m cluster=ray cluster.replicas=3"),
-    ("m/m --max-model-len 4096", "model.path=m/m model.max_context_len=4096"),
-    ("m/m --max-num-seqs 8", "model.path=m/m scheduler.max_running=8"),
+    ("m/m --host ::1 --port 8000", "model.path='m/m' server.host='::1' server.port=8000"),
+    ("--model m/m --served-model-name it", "model.path='m/m' server.model_name='it'"),
+    ("m/m --api-key=abc== --seed 3", "model.path='m/m' server.api_key='abc==' server.seed=3"),
+    ("m/m --tensor-parallel-size 2", "model.path='m/m' parallel=tensor parallel.size=2"),
+    ("m/m --tensor-parallel-size 1 --dp-size 3", "model.path='m/m' cluster=ray cluster.replicas=3"),
+    ("m/m --max-model-len 4096", "model.path='m/m' model.max_context_len=4096"),
+    ("m/m --max-num-seqs 8", "model.path='m/m' scheduler.max_running=8"),
 )
 
 
@@ -56,6 +64,20 @@ HINTS = (
     ("model.max_model_len", "model.max_context_len"),
     ("spek", "spec"),
 )
+
+
+TEXTS = ("12e45678", "null", "a,b", "true", "'", "it's\\", "${x}", "\\${x}", " [", "{a: 1}", "=")
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_reaches_its_key_as_it_was_typed(text):
+    overrides, _ = take_flags([f"--api-key={text}"], ServeConfig)
+    overrides += words_as_overrides([text], ServeConfig) if "=" not in text else []
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    for each in parsed:
+        key = each.key_or_group
+        config = OmegaConf.create({key: each.value()})
+        assert OmegaConf.to_container(config, resolve=True) == {key: text}
 
 
 def test_what_is_like_a_key_is_named():

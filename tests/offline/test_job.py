@@ -182,16 +182,12 @@ def test_parquet_in_and_out_keeps_types_and_order(config, tmp_path):
 
 def test_columns_that_make_no_parquet_are_named_before_any_work(config, tmp_path):
     config = with_output(config, path=str(tmp_path / "out.parquet"))
-    with pytest.raises(InvalidInputError, match=r"'prompt' is text in line 1 and a list of obj"):
+    with pytest.raises(InvalidInputError, match="'prompt' cannot be stored as Parquet"):
         run(config)
-    for wrong, reason in (
-        ([None, 1, "x"], "is a number in line 2 and text in line 3, and a Parquet column"),
-        ([["x"], [], [1]], "is a list of texts in line 1 and a list of numbers in line 3"),
-        ([{}, {}], "cannot be stored as Parquet"),
-        ([2**70, 1], "cannot be stored as Parquet"),
-    ):
+    for wrong in ([None, 1, "x"], [["x"], [], [1]], [{}, {}], [2**70, 1]):
         write_rows(Path(config.data.path), [{"prompt": "one", "x": value} for value in wrong])
-        with pytest.raises(InvalidInputError, match=f"column 'x' {reason}.*data.columns"):
+        refusal = "column 'x' cannot be stored as Parquet.*data.columns"
+        with pytest.raises(InvalidInputError, match=refusal):
             run(config)
     rows = [
         {"prompt": "one", "x": 1, "y": None, "w": [None, "a"]},

@@ -57,8 +57,8 @@ def corpus_file(config: RunConfig) -> Path:
     return Path(f"{config.output.path}.corpus")
 
 
-def line(result: JobResult, name: str = "corpus") -> str:
-    return dict([*result.summary.lines(), *result.summary.details()])[name]
+def line(result: JobResult) -> str:
+    return result.summary.corpus
 
 
 def accepted(result: JobResult) -> float:

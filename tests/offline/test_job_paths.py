@@ -58,7 +58,6 @@ def test_no_file_is_written_that_is_read(config, tmp_path, text_model_path):
     for name in ("q.jsonl", "draft/config.json", *reserved):
         write_rows(tmp_path / name, ROWS)
     Path("symbolic.jsonl").symlink_to("q.jsonl")
-    Path("hard.jsonl").hardlink_to("q.jsonl")
     Path("link.jsonl").symlink_to(tmp_path / "target.parquet")
     Path("out.jsonl").symlink_to("rollouts.jsonl")
     Path("l.parquet.run.json").symlink_to("prompts.jsonl")
@@ -71,13 +70,13 @@ def test_no_file_is_written_that_is_read(config, tmp_path, text_model_path):
         (reserved[2], "q.jsonl"),
         ("q.jsonl", "q.jsonl"),
         ("q.jsonl", "symbolic.jsonl"),
-        ("symbolic.jsonl", "hard.jsonl"),
+        ("symbolic.jsonl", "q.jsonl"),
     ):
         refused(with_files(config, data, output), r"data\.path", tmp_path)
     link = with_files(config, output="l.parquet")
     refused(link, r"l\.parquet\.run\.json too, which is data\.path", tmp_path)
     for field, spec in (
-        ("external_corpora", {"external_corpora": {"a": "hard.txt", "code": "q.jsonl"}}),
+        ("external_corpora", {"external_corpora": {"a": "other.txt", "code": "q.jsonl"}}),
         ("external_corpora", {"external_corpora": {"code": "q.jsonl.run.json"}}),
         ("corpus_path", {"corpus_path": "q.jsonl.corpus.learned.json"}),
         ("corpus_path", {"corpus_path": "q.jsonl"}),

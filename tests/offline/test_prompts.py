@@ -23,8 +23,7 @@ CHAT = [{"role": "user", "content": "hi"}]
 
 
 def read(path: Path, **options: Any) -> list[PromptRow | BrokenRow]:
-    with PromptFile(DataConfig(path=str(path), **options), path.parent) as file:
-        return list(file.rows())
+    return list(PromptFile(DataConfig(path=str(path), **options)).rows())
 
 
 def write_lines(folder: Path, *lines: str | bytes) -> Path:
@@ -116,7 +115,7 @@ def test_parquet_keeps_types(tmp_path):
 
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(InvalidInputError, match=r"data.path='nowhere.jsonl': there is no such"):
-        PromptFile(DataConfig(path="nowhere.jsonl"), tmp_path)
+        PromptFile(DataConfig(path="nowhere.jsonl"))
     with pytest.raises(InvalidInputError, match=r"must end in .jsonl, .json, .parquet, "):
         DataConfig(path="prompts.csv")
     for name, content, reason in UNREADABLE:
@@ -177,7 +176,7 @@ def test_datasets(tmp_path, monkeypatch):
     with pytest.raises(InvalidInputError, match=r"data.split='test': .* has no such parts"):
         read(single, split="test")
     with pytest.raises(InvalidInputError, match=r"data.path='no/where': is no file, and cannot be"):
-        PromptFile(DataConfig(path="no/where"), tmp_path)
+        PromptFile(DataConfig(path="no/where"))
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(InvalidInputError, match=r"pip install 'specrollout\[data\]'"):
         read(files)

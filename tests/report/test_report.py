@@ -50,7 +50,8 @@ def html_of(*paths: Path, **options: Any) -> str:
 
 
 def totals_line(**values: float) -> dict[str, Any]:
-    return {"kind": "totals", "time": STARTED + 10, "forecast_steps": 9, **values}
+    return {"kind": "totals", "time": STARTED + 10, "forecast_steps": 90, "plain_forecasts": 9,
+            "drafting_forecasts": 81, **values}  # fmt: skip
 
 
 # Reading
@@ -106,7 +107,7 @@ def test_torn_lines_unknown_kinds_and_what_is_no_number_do_not_count(tmp_path):
 
 def test_runs_of_one_file_each_begin_at_their_own_start(tmp_path):
     first, second = run_lines(num_steps=30), run_lines(num_steps=50, started=STARTED + 1e5, seed=1)
-    for lines in ([*first, *second], [*first, *second[1:]], [*first, run_line(), *second]):
+    for lines in ([*first, *second], [*first, run_line(), *second]):
         runs = log_of(tmp_path, lines).runs
         assert [run.num_steps for run in runs] == [30, 50]
         assert all(run.seconds < 1e3 for run in runs)
@@ -171,14 +172,14 @@ def saved_run(**options: Any) -> list[dict[str, Any]]:
 WITHOUT: list[tuple[list[dict[str, Any]], set[str]]] = [
     ([run_line()], CHARTS),
     ([step_line(1)], CHARTS),
-    ([step_line(1, total_ms=9.0, sampling=2, generated_tokens=3)], CHARTS - {"over_time"}),
+    (
+        [run_line(), step_line(1, time=STARTED + 1, sampling=2, generated_tokens=3)],
+        CHARTS - {"over_time"},
+    ),
     (run_lines(num_steps=30, spec="none"), {"calibration", "saved"}),
     ([rollout_line(0, 0, 5, 5, time=STARTED)], CHARTS - {"lengths"}),
     ([learned_line()], CHARTS - {"cost", "calibration"}),
-    (
-        [step_line(1, total_ms=3.0), {"kind": "rollout"}, {"kind": "learned"}],
-        CHARTS - {"over_time"},
-    ),
+    ([step_line(1), {"kind": "rollout"}, {"kind": "learned"}], CHARTS),
 ]
 
 
@@ -240,6 +241,7 @@ def test_a_verdict_says_what_it_cannot_know(tmp_path):
     assert "was not measured" in sentence(
         totals_line(drafted=3, gain_ms=0.0, gain_variance_ms2=0.0) | {"forecast_steps": 0}
     )
+    assert "too few steps" in sentence(totals_line(drafted=3, gain_ms=9.0, plain_forecasts=4))
     # A run that was killed has no totals yet.
     told = step_line(8, drafted=3, saved_seconds=4.0, saved_error_seconds=1.0)
     assert "1.50x ± 0.12 over plain decoding" in sentence(told)

@@ -22,8 +22,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from rollout import RolloutEngine
 from rollout.config import ModelConfig
 from rollout.server.app import make_app
-from rollout.server.bounded_http import BoundedHttp
 from rollout.server.config import ServeConfig, ServerConfig
+from rollout.server.http_protocol import HttpProtocol
 from rollout.server.serving import Serving
 from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.text_model import save_text_model
@@ -223,7 +223,7 @@ def run_server(
     uvicorn_server = uvicorn.Server(
         uvicorn.Config(
             make_app(serving),
-            http=BoundedHttp,
+            http=HttpProtocol,
             limit_concurrency=config.server.max_connections,
             log_config=None,
         )

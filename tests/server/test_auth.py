@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 
@@ -57,6 +58,8 @@ def test_users_and_admins_have_keys_of_their_own(open_server):
         assert (page.status_code, nobody.get("/status").status_code) == (200, 401)
         assert "user-key" not in page.text
         assert "url: '/openapi.json'" in docs.text
+        (script,) = re.findall(r'<script src="(.*?)">', docs.text)
+        assert nobody.get(script).status_code == 200
         generate = schema.json()["paths"]["/generate"]["post"]
         assert {"requestBody", "security"} <= set(generate)
 

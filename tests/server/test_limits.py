@@ -10,8 +10,7 @@ from itertools import product
 import pytest
 
 from rollout.errors import EngineStateError
-from rollout.server import bounded_http
-from rollout.server.bounded_http import BoundedHttp
+from rollout.server.http_protocol import HttpProtocol
 from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.held_engine import held
 from tests.helpers.http_raw import open_request, read_status
@@ -140,8 +139,8 @@ def test_a_broken_engine_is_503_with_its_reason(open_server, caplog):
 
 
 def test_too_many_connections_are_refused_and_those_there_are_go_on(open_server, monkeypatch):
-    monkeypatch.setattr(BoundedHttp, "seconds", HANG_SECONDS)
-    monkeypatch.setattr(bounded_http, "_REFUSED_SECONDS", HANG_SECONDS)
+    monkeypatch.setattr(HttpProtocol, "seconds", HANG_SECONDS)
+    monkeypatch.setattr(HttpProtocol, "refused_seconds", HANG_SECONDS)
     live = open_server(max_connections=2)
     host, port = live.url.removeprefix("http://").split(":")
     with live.client() as client:

@@ -133,12 +133,10 @@ def test_an_error_in_mid_stream_is_an_error_of_the_client(byte_model_path: Path)
 
         engine.worker.step = step
 
-    with (
-        run_server(byte_model_path, {"spec": "none"}, {}, breaks=True) as live,
-        held(live.serving.loop, after=50),
-    ):
-        stream = create(live, **ENDLESS)
-        next(stream)
-        live.serving.loop.call(break_down).result(HANG_SECONDS)
+    with run_server(byte_model_path, {"spec": "none"}, {}, breaks=True) as live:
+        with held(live.serving.loop):
+            stream = create(live, **ENDLESS)
+            next(stream)
+            live.serving.loop.call(break_down).result(HANG_SECONDS)
         with pytest.raises(openai.APIError, match="the engine loop is broken"):
             list(stream)

@@ -67,7 +67,7 @@ COMPLETIONS = [
     ("suffix", {"suffix": "end"}),
     ("max_tokens", {"max_tokens": "16"}),
     ("stream", {"max_tokens": 0, "echo": True, "stream": True}),
-    ("temperature", {"temperature": 1e400}),
+    ("temperature", {"temperature": -1}),
     ("min_tokens", {"min_tokens": 5, "max_tokens": 4}),
     ("stop", {"stop": [""]}),
     ("logit_bias", {"logit_bias": {"one": 1.0}}),
@@ -154,7 +154,7 @@ ROWS = [
 @pytest.mark.parametrize("path", sorted({path for path, *_ in ROWS}))
 def test_a_bad_value_is_named(client: httpx.Client, path: str) -> None:
     for status, field, body in [row[1:] for row in ROWS if row[0] == path]:
-        # Python's JSON has infinity and large integers
+        # large integers are JSON too
         answer = client.post(path, content=json.dumps(body), headers=JSON)
         error = answer.json()["error"]
         found = (answer.status_code, (error["param"] or "").split(".0")[0], error["type"])
@@ -319,10 +319,7 @@ def test_a_body_that_is_no_json_is_told_why(client: httpx.Client) -> None:
         (b'{"text": "\xff"}', "UTF-8"),
         (b"[" * 100_000, "nested"),
         (b'{"a":' * 20_000, "nested"),
-        (b'{"input_ids": [%s]}' % (b"9" * 5000), "digits"),
-        (b'{"mode": "in_place", "mode": "abort"}', "'mode' comes twice"),
-        (b'{"mode": "abort", "x": [{"mode": 1, "mode": 2}]}', "'mode' comes twice"),
-        (b'{"mode": "abort",%s "mode": "abort"}' % (b" " * 2**17), "'mode' comes twice"),
+        (b'{"input_ids": [%s]}' % (b"9" * 5000), "not JSON"),
     ):
         for path in ("/generate", "/add_external_corpus", "/v1/completions"):
             answer = client.post(path, content=body, headers=JSON)

@@ -98,30 +98,6 @@ def test_a_reader_that_comes_late_gets_one_delta(run):
     run(scenario)
 
 
-@pytest.mark.parametrize("paused", [False, True])
-def test_closing_a_stream_or_cancelling_a_call_aborts(run, paused):
-    async def scenario(serving):
-        if paused:
-            await pause(serving)
-        with held(serving.loop):
-            deltas = serving.stream(samples(LONG))
-            if not paused:
-                await anext(deltas)
-            await deltas.aclose()
-            call = asyncio.create_task(serving.generate(samples(LONG)))
-            while serving.num_unfinished < 2:
-                await asyncio.sleep(0.002)
-            call.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await call
-            while serving.num_unfinished:
-                await asyncio.sleep(0.005)
-        metrics = await serving.call(lambda engine: engine.metrics())
-        assert metrics.finished == 0
-
-    run(scenario)
-
-
 def test_drain_finishes_what_runs_and_aborts_what_is_left(run):
     async def finishes(serving):
         call = asyncio.create_task(serving.generate(samples(SHORT)))

@@ -7,7 +7,7 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,7 +171,7 @@ class RayReplica:
     def sync(self, serial: int) -> None:
         self._send(self.actor.sync, serial)
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
         result: Future[Any] = Future()
 
         def resolve(answered: Future[Any]) -> None:  # on a thread of Ray's

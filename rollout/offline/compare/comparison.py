@@ -21,10 +21,7 @@ Side = Callable[[RolloutEngine], AbstractContextManager[object]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Samples of prompts, at most ``width`` of which are decoded together.
-
-    A stretch has ``rounds`` times as many: where one ends the next begins, as in a job.
-    """
+    """Samples of prompts, decoded ``width`` together, in stretches of ``width * rounds``."""
 
     prompts: Sequence[Prompt]
     params: SamplingParams
@@ -67,8 +64,7 @@ class Compared:
         return self.line([self])
 
     def line(self, counted: Iterable[Compared]) -> str:
-        """The line that a reader should remember: how many rollouts of ``counted`` are the same,
-        and what this comparison gained."""
+        """One line: equal rollouts of ``counted``; accept length and speedup of this comparison."""
         listed = list(counted)
         rollouts = sum(each.rollouts for each in listed)
         same = rollouts - sum(len(each.differing) for each in listed)
@@ -79,8 +75,6 @@ class Compared:
 
 
 class _Decoding:
-    """One side's way through a stretch, a step at a time."""
-
     def __init__(self, engine: RolloutEngine, work: Work, stretch: list[_Key]) -> None:
         self.seconds = 0.0
         self.rollouts: dict[_Key, Rollout] = {}
@@ -92,16 +86,13 @@ class _Decoding:
 
     @property
     def is_done(self) -> bool:
-        """Whether every request of the stretch has ended."""
         return not self._left and not self._running
 
     @property
     def target_forwards(self) -> int:
-        """Forwards of the target since the beginning, summed over requests."""
         return self._engine.metrics().target_forwards - self._forwards_before
 
     def step(self) -> None:
-        """Submit what there is room for, and run one step."""
         started = time.perf_counter()
         work = self._work
         while self._left and self._running < work.width:
@@ -120,13 +111,12 @@ class _Decoding:
 
 
 class Comparison:
-    """Drafting and plain decoding of the same stretches, each of which makes one pair of times.
+    """Drafting and plain decoding of the same stretches; each stretch makes one pair of times.
 
-    One engine decodes a stretch by one side and then by the other, in an order drawn at random. Two
-    engines decode it by one side each, a step of this and a step of that, and change sides from
-    stretch to stretch: a machine whose speed wanders slows both alike, and whatever an engine gains
-    by where its memory lies counts for both. Each begins with an empty prefix cache. Plain decoding
-    teaches the drafts nothing, so that each rollout is new to the corpus when it is drafted for.
+    One engine decodes a stretch with both sides in random order. Two engines decode it side by
+    side, step by step, and swap sides after each stretch, so that drifts of the machine and an
+    engine's memory layout affect both sides alike. Each stretch starts with an empty prefix cache.
+    Plain decoding teaches the drafts nothing.
     """
 
     def __init__(
@@ -137,7 +127,7 @@ class Comparison:
     ) -> None:
         """
         Args:
-            engines: one, or two that are configured alike.
+            engines: one, or two with the same configuration.
             baseline: of "plain" decoding.
             speculation: default: an engine as it is.
         """

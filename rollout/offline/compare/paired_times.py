@@ -26,10 +26,9 @@ class SpeedupVerdict(enum.StrEnum):
 
 @dataclass(slots=True)
 class PairedTimes:
-    """Seconds of plain and of speculative decoding, of the same work one right after the other.
+    """Seconds of plain and of speculative decoding of the same work, pair by pair.
 
-    What slows the machine for longer than a pair slows both sides, so the ratio holds where the
-    seconds do not.
+    A slow machine slows both times of a pair, so their ratio is steadier than the times.
     """
 
     plain_P: list[float] = field(default_factory=list)

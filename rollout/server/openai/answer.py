@@ -17,19 +17,11 @@ from fastapi import Request, Response
 
 from rollout.engine.stopping import cut_at_stop
 from rollout.engine.tokenizer import PromptEncoder
-from rollout.server.json_route import json_response
 from rollout.server.openai.logprobs import LogprobWriter, TokenSpelling
 from rollout.server.openai.sampling_body import OpenAISamplingBody
+from rollout.server.respond import respond
 from rollout.server.serving import Serving
-from rollout.server.streams import (
-    Delta,
-    DeltaStream,
-    EventStream,
-    SampleRequest,
-    open_stream,
-    while_connected,
-    with_rid,
-)
+from rollout.server.streams import Delta, DeltaStream, SampleRequest, with_rid
 from rollout.server.text_stream import TextStreams
 from rollout.types import EmittedTokens, FinishReason, Rollout
 
@@ -218,12 +210,8 @@ class Answer(ABC, Generic[BodyType]):
     async def respond(self, request: Request, serving: Serving) -> Response:
         """Generate, and answer whole or in parts, as the body asks."""
         samples = with_rid(self.samples, self.body.rid)
-        if self.body.stream:
-            await while_connected(request, serving.prepare(samples))
-            deltas = await open_stream(request, serving.stream(samples))
-            return EventStream(self.parts(deltas), deltas)
-        rollouts = await while_connected(request, serving.generate(samples))
-        return await json_response(lambda: self.whole(rollouts))
+        parts = self.parts if self.body.stream else None
+        return await respond(request, serving, samples, self.whole, parts)
 
 
 def _versions(rollouts: Sequence[Rollout]) -> list[int]:

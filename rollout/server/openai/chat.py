@@ -25,8 +25,7 @@ from rollout.server.openai.message_reader import MessagePart, MessageReader
 from rollout.server.openai.prompt_logprobs import PromptLogprobs, prompt_logprobs
 from rollout.server.openai.route import OpenAIRoute
 from rollout.server.serving import Serving
-from rollout.server.sglang.generate_answer import AnswerWriter
-from rollout.server.sglang.generate_body import GenerateItem
+from rollout.server.sglang.meta_info import MetaInfoOptions, MetaInfoWriter
 from rollout.server.streams import Delta, SampleRequest, while_connected
 from rollout.types import EmittedTokens, FinishReason, Rollout
 
@@ -38,7 +37,7 @@ class ChatAnswer(Answer[ChatBody]):
     """One message of the assistant for each sample."""
 
     format: MessageFormat
-    meta_writer: AnswerWriter
+    meta_writer: MetaInfoWriter
     prompt_logprobs: PromptLogprobs | None  # None: they are not asked for
 
     def choice(self, index: int, rollout: Rollout) -> dict[str, Any]:
@@ -64,22 +63,13 @@ class ChatAnswer(Answer[ChatBody]):
 
     def _meta_info(self, index: int, rollout: Rollout) -> dict[str, Any]:
         sample, body = self.samples[index], self.body
-        item = GenerateItem(
+        asked = MetaInfoOptions(
             rid=body.rid or self.heading.id,
-            prompt_ids=list(sample.prompt_ids),
-            prompt_index=0,
+            prompt_ids=sample.prompt_ids,
             params=sample.params,
-            request_seed=None,
-            generates=True,
-            skip_special_tokens=body.skips_special_tokens,
-            no_stop_trim=bool(body.no_stop_trim),
             return_logprob=bool(body.logprobs),
-            top_p_ids=False,
-            score_from=None,
-            text_in_logprobs=False,
-            routes_from=0,
         )
-        return self.meta_writer.meta_info(item, rollout, weight_version=0)
+        return self.meta_writer.meta_info(asked, rollout, weight_version=0)
 
     @property
     def part_heading(self) -> Heading:
@@ -111,14 +101,12 @@ class ChatAnswer(Answer[ChatBody]):
 
 
 class _PartWriter:
-    """One choice of an answer in many parts."""
-
     def __init__(self, answer: ChatAnswer) -> None:
         self._answer = answer
         self._reader = answer.format.open()
 
     def next_part(self, text: str, delta: Delta) -> dict[str, Any] | None:
-        """The next part of the stream; None if it would say nothing."""
+        """None if the part would say nothing."""
         answer, rollout = self._answer, delta.rollout
         num_before = self._reader.num_calls
         message = self._reader.push(text) if rollout is None else self._reader.finish(text)
@@ -161,7 +149,7 @@ class ChatResponder:
         self.format = ChatFormat(serving)
         self._serving = serving
         self._texts = OutputTexts(serving.encoder)
-        self._meta_writer = AnswerWriter(serving.encoder)
+        self._meta_writer = MetaInfoWriter(serving.encoder)
 
     async def answer(
         self,

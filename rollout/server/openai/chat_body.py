@@ -148,7 +148,7 @@ class ChatBody(OpenAISamplingBody):
     )
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = Field(
-        None, description="true: those that the tokenizer adds and the template did not write"
+        None, description="true: the tokenizer's special tokens that the template did not write"
     )
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -212,7 +212,7 @@ class ChatBody(OpenAISamplingBody):
 
     @property
     def forced_functions(self) -> dict[str, Any] | None:
-        """The functions of which the model must call one; None: no call is forced."""
+        """Functions; the model must call one of them. None: no call is forced."""
         functions = self.functions
         if self.tool_choice == "required":
             return functions or None

@@ -72,7 +72,7 @@ class ChatFormat:
         self._reads_reasoning = reads_reasoning(serving.config.reasoning_parser, source)
 
     def render(self, body: ChatBody) -> str:
-        """The prompt's text. Raises InvalidInputError for what the model's format does not have."""
+        """The prompt's text. Raises InvalidInputError for features that the format lacks."""
         tools = [tool.sent for tool in body.tools or ()]
         if tools and "tools" not in self._template.names:
             raise InvalidInputError(
@@ -149,7 +149,6 @@ class ChatFormat:
 
 
 def _ends_inside(body: ChatBody, prompt: str) -> bool:
-    """Whether the prompt has begun the assistant's reasoning, and not ended it."""
     if body.continue_final_message:
         content = body.conversation[-1].get("content") or ""
         return content.rfind(think.BEGIN) > content.rfind(think.END)

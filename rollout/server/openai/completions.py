@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 from fastapi import APIRouter, Request, Response
 
 from rollout.errors import InvalidInputError
-from rollout.server.body_fields import EVENTS, KnownIds, Listed
+from rollout.server.body_fields import EVENTS, Listed
 from rollout.server.json_route import json_response
 from rollout.server.openai.answer import (
     Answer,
@@ -38,7 +38,7 @@ _DEFAULT_MAX_TOKENS = 16
 class CompletionBody(OpenAISamplingBody):
     """A prompt, or several, to be continued."""
 
-    prompt: Annotated[str | Listed[str] | Listed[int] | Listed[Listed[int]], KnownIds]
+    prompt: str | Listed[str] | Listed[int] | Listed[Listed[int]]
     max_tokens: int | None = None  # 0 with echo: score the prompt
     logprobs: int | bool | None = None  # true: 1
     prompt_logprobs: NumPromptLogprobs | None = None
@@ -126,8 +126,6 @@ class CompletionAnswer(Answer[CompletionBody]):
 
 
 class _Choice:
-    """One choice of an answer, written in one part or in many."""
-
     def __init__(self, answer: CompletionAnswer, index: int) -> None:
         sample = answer.samples[index]
         self._answer = answer
@@ -142,7 +140,7 @@ class _Choice:
         self._begun = False
 
     def next_part(self, text: str, delta: Delta) -> dict[str, Any] | None:
-        """The next part of a stream; None if it would say nothing."""
+        """None if the part would say nothing."""
         part = self.part(text, ScoredTokens.of(delta.tokens), delta.rollout)
         mask = sampling_mask(delta.tokens, self._answer.body.return_sampling_mask)
         says_something = part["text"] or part["logprobs"] or part["finish_reason"] or mask

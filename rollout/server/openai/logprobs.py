@@ -107,7 +107,7 @@ NO_TOKENS = ScoredTokens(token_ids=(), logprobs=(), tops=())
 
 
 class TextOffsets:
-    """Offsets at which tokens begin in a growing text: each after what is certain before it."""
+    """Offsets at which tokens begin in a growing text: each after the certain text before it."""
 
     def __init__(self, detokenizer: Detokenizer | None, start: int = 0) -> None:
         self._text = None if detokenizer is None else TokenText(detokenizer)
@@ -126,7 +126,7 @@ class TextOffsets:
 
 @dataclass(frozen=True, slots=True)
 class LogprobWriter:
-    """``as_ids``: tokens are written by their ids, for those who put them together themselves."""
+    """``as_ids``: tokens are written as `token_id:ID`, which clients can decode themselves."""
 
     spelling: TokenSpelling
     as_ids: bool

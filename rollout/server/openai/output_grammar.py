@@ -19,7 +19,7 @@ Grammar = tuple[str, str]
 
 
 class GrammarBody(BaseModel):
-    """Fields of a body of which one at most may be given."""
+    """Fields of grammars; a body may have at most one of them."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 

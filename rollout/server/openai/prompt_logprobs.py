@@ -18,7 +18,7 @@ from rollout.server.serving import Serving
 from rollout.types import SamplingParams
 
 NumPromptLogprobs = Annotated[
-    int, Field(ge=0, le=100, description="so many of the most likely tokens beside the prompt's")
+    int, Field(ge=0, le=100, description="number of most likely tokens beside the prompt's")
 ]
 PromptLogprobs = list[dict[str, Any] | None]
 """By position of the prompt, in vLLM's shape; None for the first, which nothing comes before."""
@@ -27,7 +27,7 @@ PromptLogprobs = list[dict[str, Any] | None]
 async def score_prompt(
     serving: Serving, prompt_ids: Sequence[int], params: SamplingParams
 ) -> ScoredTokens:
-    """The prompt's tokens, of which the first has no logprob: nothing comes before it.
+    """The prompt's tokens; the first has no logprob, since nothing comes before it.
 
     The distribution is the one that completions are sampled from, so that what was generated can be
     scored as it was; penalties of repeated *output* do not apply.

@@ -129,7 +129,7 @@ class OpenAISamplingBody(SamplingFields):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def check_fields(self) -> None:
-        """Raises InvalidInputError for what no value of the other fields could make right."""
+        """Raises InvalidInputError for unknown fields, and for stream_options without a stream."""
         refuse_unknown(self.model_extra, HARMLESS)
         if self.stream_options is not None and not self.stream:
             raise InvalidInputError("stream_options", self.stream_options, "needs stream=true")

@@ -123,6 +123,7 @@ function saved({ engine, saved_seconds: seconds, saved_error_seconds: error, spe
   const { total } = engine;
   if (!total.drafted) return ["–", "nothing was drafted"];
   if (!total.forecast_steps) return ["–", "not measured: needs spec.budget=learned"];
+  if (error === null) return ["–", speedup];
   return [`${decimal(seconds, 1)} ± ${decimal(error, 1)} s`, speedup];
 }
 

@@ -118,9 +118,9 @@ def user_routes(serving: Serving) -> APIRouter:
 
     @router.post("/abort_request")
     async def abort_request(body: AbortBody, request: Request) -> dict[str, int]:
-        """End one request, whoever knows its rid, or all of them, which takes the admin key.
+        """End the request of a rid, or all requests, which takes the admin key.
 
-        They answer with what they have and finish type abort. What has ended is no error.
+        They answer with their tokens and finish type abort. A request that has ended is no error.
         """
         if body.abort_all:
             await check_admin(request)
@@ -217,7 +217,7 @@ def memory_routes(serving: Serving) -> APIRouter:
 
     @router.post("/release_memory_occupation", responses=CHANGED)
     async def release_memory_occupation(body: ReleaseBody | None = None) -> JsonAnswer:
-        """Requests wait until what is needed has been resumed; running ones compute anew."""
+        """Requests wait until the needed memory is resumed; running ones recompute their KV."""
         wanted = body or ReleaseBody()
 
         def release(engine: Engine) -> Answer:

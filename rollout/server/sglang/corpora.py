@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
 
 from fastapi import APIRouter, Request
 from pydantic import Field
@@ -13,7 +12,7 @@ from rollout.engine.draft_corpus import ExternalCorpus, ExternalState
 from rollout.engine.protocol import Engine
 from rollout.errors import InvalidInputError
 from rollout.server.allowed_paths import AllowedPaths
-from rollout.server.body_fields import CHANGED, Body, KnownIds, Listed
+from rollout.server.body_fields import CHANGED, Body, Listed
 from rollout.server.errors import DrainingError
 from rollout.server.json_route import JsonAnswer, JsonRoute, json_body, openapi_body
 from rollout.server.serving import Serving
@@ -28,7 +27,7 @@ class AddBody(Body):
     corpus_id: str | None = Field(None, min_length=1, max_length=200)
     file_path: str | None = None
     documents: Listed[str] | None = None
-    token_chunks: Annotated[Listed[Listed[int]], KnownIds] | None = None
+    token_chunks: Listed[Listed[int]] | None = None
     wait: bool = True
 
 
@@ -57,7 +56,7 @@ def routes(serving: Serving) -> APIRouter:
     async def add_external_corpus(request: Request) -> JsonAnswer:
         """Load a corpus in the background, beside generation and beside other loads.
 
-        409 for an id that is taken; 400 for what cannot be loaded, of which nothing stays.
+        409 for an id that is taken; 400 for a corpus that cannot be loaded, which is dropped.
         """
         body = await json_body(request, AddBody)
 
@@ -119,7 +118,6 @@ def _by_name(engine: Engine) -> dict[str, ExternalCorpus]:
 
 
 def _loaded_or_loading(engine: Engine, name: str) -> ExternalCorpus:
-    """The corpus, loading or loaded; one that failed is forgotten, and its name free again."""
     corpus = _by_name(engine).get(name)
     if corpus is None:
         raise HTTPException(409, f"{name!r} was removed while it loaded")

@@ -1,4 +1,4 @@
-"""`/generate`: the call every client of sglang makes. Streamed events say all so far."""
+"""SGLang's `/generate`. Each streamed event holds the whole output so far."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from rollout.types import EmittedTokens, FinishReason, Rollout, SamplingParams, 
 
 
 class _SoFar:
-    """One sample, until it ends."""
-
     def __init__(
         self,
         item: GenerateItem,

@@ -5,18 +5,18 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
 from rollout.errors import InvalidInputError
 from rollout.server.body_fields import (
     MAX_RID_LEN,
-    KnownIds,
     Listed,
     refuse_unknown,
 )
 from rollout.server.serving import Serving
+from rollout.server.sglang.meta_info import MetaInfoOptions
 from rollout.server.sglang.sampling_body import SglangSamplingBody
 from rollout.server.streams import SampleRequest
 from rollout.types import Prompt, SamplingParams
@@ -42,7 +42,7 @@ class GenerateBody(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     text: str | Listed[str] | None = None
-    input_ids: Annotated[Listed[int] | Listed[Listed[int]], KnownIds] | None = None
+    input_ids: Listed[int] | Listed[Listed[int]] | None = None
     sampling_params: SglangSamplingBody | Listed[SglangSamplingBody] | None = None
     model: str | None = None
     rid: str | Listed[str] | None = None
@@ -58,26 +58,15 @@ class GenerateBody(BaseModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateItem:
+class GenerateItem(MetaInfoOptions):
     """One prompt, with all that is asked of it."""
 
-    rid: str
-    prompt_ids: list[int]
     prompt_index: int
-    params: SamplingParams
     request_seed: int | None
     generates: bool  # else the prompt is scored alone
     skip_special_tokens: bool
     no_stop_trim: bool
-    return_logprob: bool
-    top_p_ids: bool  # the sampling mask is told in slime's form
     score_from: int | None  # the first prompt token whose logprob is asked for
-    text_in_logprobs: bool
-    routes_from: int  # the first position whose experts are told, where they are
-
-    def sample_rid(self, sample_index: int) -> str:
-        """The name to abort that sample by."""
-        return self.rid if self.params.n == 1 else f"{self.rid}_{sample_index}"
 
     def samples(self) -> list[SampleRequest]:
         """The samples to generate; none for a prompt that is only scored."""
@@ -165,7 +154,7 @@ async def generate_items(body: GenerateBody, serving: Serving) -> tuple[list[Gen
 
 
 def _prompts(body: GenerateBody) -> tuple[Sequence[Prompt], bool]:
-    """The prompts, and whether there was one that came alone."""
+    """The prompts, and whether one was given outside a list."""
     if (body.text is None) == (body.input_ids is None):
         raise InvalidInputError("text", None, "give either text or input_ids")
     given: Any = body.input_ids if body.text is None else body.text

@@ -76,7 +76,6 @@ async def server_info(serving: Serving) -> dict[str, Any]:
 
 
 def _load(serving: Serving, status: EngineStatus) -> dict[str, Any]:
-    """The load as sglang reports it. ``status`` may be some seconds old."""
     unfinished = serving.num_unfinished
     running = min(status.running, unfinished)
     total = status.total

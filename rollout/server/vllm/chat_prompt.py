@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from rollout.errors import InvalidInputError
-from rollout.server.body_fields import EVENTS, KnownIds, Listed
+from rollout.server.body_fields import EVENTS, Listed
 from rollout.server.openai.answer import Heading
 from rollout.server.openai.chat import ChatResponder
 from rollout.server.openai.chat_body import ChatBody
@@ -26,7 +26,7 @@ _STRUCTURED = {"json_schema": "json", "regex": "regex"}
 class TokensBody(ChatBody):
     """A chat whose prompt the client has encoded, and holds the very ids that were sampled."""
 
-    tokens: Annotated[Listed[int], KnownIds, Field(description="the prompt, instead of messages")]
+    tokens: Listed[int] = Field(description="the prompt, instead of messages")
 
     def begun(self) -> ChatBody:
         """The body of a chat whose prompt ends where the assistant's turn begins, or within it."""
@@ -39,7 +39,7 @@ async def chat_prompt_ids(chat_format: ChatFormat, body: ChatBody) -> list[int]:
     """The prompt that the chat template makes of the body. Raises InvalidInputError."""
 
     def encode() -> list[int]:
-        # Whoever reads the output will tell calls from text: it need not be known how.
+        # The client parses calls itself, so any call format will do.
         rendered = chat_format.render(body.model_copy(update={"tool_choice": "none"}))
         return chat_format.encode(body, rendered)
 

@@ -140,21 +140,20 @@ def routes(serving: Serving) -> APIRouter:
 
 
 def release_awake(engine: Engine, tags: list[str], keep_weights: bool) -> dict[str, int]:
-    """Release what is awake of these parts; bytes by part."""
+    """Release those of these parts that are awake; bytes by part."""
     held = [tag for tag in memory_tags(tags) if tag not in engine.released_tags]
     return engine.release_memory(held, keep_weights) if held else {}
 
 
 def resume_asleep(engine: Engine, tags: list[str] | None) -> None:
-    """Resume what is asleep of these parts; None names all."""
+    """Resume those of these parts that are asleep; None names all."""
     known = set(MemoryTag) - engine.released_tags
     engine.resume_memory([tag for tag in memory_tags(tags) if tag not in known])
 
 
 @asynccontextmanager
 async def _running_finished(serving: Serving, request: Request, mode: Mode) -> AsyncIterator[None]:
-    """A context that with mode ``wait`` begins when all requests that came before it have ended.
-    Later ones are held back until it ends."""
+    """With mode ``wait``: hold new requests back, and begin when the running ones have ended."""
     if mode != "wait":
         yield
         return

@@ -10,7 +10,7 @@ import base64
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
@@ -19,8 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rollout.errors import InvalidInputError
 from rollout.sampling.parameter_names import WITHOUT_EFFECT
-from rollout.server.body_fields import EVENTS, KnownIds, Listed, Rid, refuse_unknown
-from rollout.server.json_route import json_response
+from rollout.server.body_fields import EVENTS, Listed, Rid, refuse_unknown
 from rollout.server.openai.answer import finish, sampling_mask
 from rollout.server.openai.logprobs import LogprobWriter, ScoredTokens, TokenSpelling
 from rollout.server.openai.prompt_logprobs import (
@@ -30,14 +29,9 @@ from rollout.server.openai.prompt_logprobs import (
 )
 from rollout.server.openai.route import OpenAIRoute
 from rollout.server.openai.sampling_body import HARMLESS, SamplingFields, StreamOptions
+from rollout.server.respond import respond
 from rollout.server.serving import Serving
-from rollout.server.streams import (
-    DeltaStream,
-    EventStream,
-    SampleRequest,
-    open_stream,
-    while_connected,
-)
+from rollout.server.streams import DeltaStream, SampleRequest, while_connected
 from rollout.types import EmittedTokens, Rollout, SamplingParams
 
 _HARMLESS_SAMPLING = WITHOUT_EFFECT | {"include_stop_str_in_output"}  # no text is answered
@@ -47,7 +41,7 @@ class TokenSamplingBody(SamplingFields):
     """vLLM's SamplingParams."""
 
     max_tokens: int | None = None  # default: what the context leaves
-    logprobs: int | None = None  # so many of the most likely tokens, beside the sampled one
+    logprobs: int | None = None  # most likely tokens beside the sampled one
     prompt_logprobs: NumPromptLogprobs | None = None
     routed_experts_prompt_start: int = 0  # experts of earlier positions are left out
 
@@ -89,7 +83,7 @@ class TokenGenerateBody(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    token_ids: Annotated[Listed[int], KnownIds]
+    token_ids: Listed[int]
     sampling_params: TokenSamplingBody
     request_id: Rid | None = None
     model: str | None = None
@@ -109,8 +103,6 @@ class SkyrlGenerateBody(TokenGenerateBody):
 
 
 class _TokenAnswer:
-    """The answer to one body, whole or in parts."""
-
     def __init__(
         self,
         body: TokenGenerateBody,
@@ -186,8 +178,8 @@ class _SkyrlAnswer(_TokenAnswer):
         masks = choice.pop("sampling_mask", None)
         support = None
         if masks is not None:
-            # SkyRL's trainer renormalises over a row, or over all tokens if the row is empty, as it
-            # is where so many tie for the last place that they do not fit.
+            # SkyRL's trainer renormalises over a row, or over all tokens if the row is empty: then
+            # too many tokens tie for the last place.
             top_k = self._body.sampling_params.top_k or 0
             rows = np.full((len(masks), top_k), -1, np.int32)
             logprobs = list(tokens.logprobs)
@@ -271,17 +263,18 @@ def routes(serving: Serving) -> APIRouter:
             for index in range(sampling.num_samples)
         ]
         answer = kind(body, request_id, prompt_ids, params, spelling)
-        if body.stream:
-            await while_connected(request, serving.prepare(samples))
-            deltas = await open_stream(request, serving.stream(samples))
-            return EventStream(answer.parts(deltas), deltas)
         of_prompt = None
         if sampling.prompt_logprobs is not None:
             scoring = prompt_logprobs(
                 serving, prompt_ids, params, sampling.prompt_logprobs, spelling
             )
             of_prompt = await while_connected(request, scoring)
-        rollouts = await while_connected(request, serving.generate(samples))
-        return await json_response(lambda: answer.whole(rollouts, of_prompt))
+
+        def whole(rollouts: list[Rollout]) -> dict[str, Any]:
+            return answer.whole(rollouts, of_prompt)
+
+        return await respond(
+            request, serving, samples, whole, answer.parts if body.stream else None
+        )
 
     return router

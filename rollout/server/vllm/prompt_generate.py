@@ -5,17 +5,17 @@ It shares its path with sglang's, which has no field ``prompt``.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from fastapi import Request, Response
 from pydantic import BaseModel, ConfigDict
 
 from rollout.errors import InvalidInputError
-from rollout.server.body_fields import KnownIds, Listed
-from rollout.server.json_route import json_response
+from rollout.server.body_fields import Listed
 from rollout.server.openai.logprobs import ScoredTokens, json_number
+from rollout.server.respond import respond
 from rollout.server.serving import Serving
-from rollout.server.streams import SampleRequest, while_connected
+from rollout.server.streams import SampleRequest
 from rollout.server.vllm.generate import TokenSamplingBody
 from rollout.types import Rollout
 
@@ -27,7 +27,7 @@ class PromptIds(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    prompt_token_ids: Annotated[Listed[int], KnownIds]
+    prompt_token_ids: Listed[int]
 
 
 class PromptBody(TokenSamplingBody):
@@ -55,7 +55,6 @@ async def answer_prompt(serving: Serving, body: PromptBody, request: Request) ->
         SampleRequest(prompt_ids=prompt_ids, params=params, sample_index=index)
         for index in range(body.num_samples)
     ]
-    rollouts = await while_connected(request, serving.generate(samples))
     encoder = serving.encoder
 
     def text(rollout: Rollout) -> str:
@@ -63,7 +62,7 @@ async def answer_prompt(serving: Serving, body: PromptBody, request: Request) ->
             return rollout.text or ""
         return encoder.decode_with_specials(rollout.token_ids)
 
-    def build() -> dict[str, Any]:
+    def whole(rollouts: list[Rollout]) -> dict[str, Any]:
         answer: dict[str, Any] = {
             "text": [text(rollout) for rollout in rollouts],
             "prompt": "" if encoder.tokenizer is None else encoder.decode(prompt_ids),
@@ -77,7 +76,7 @@ async def answer_prompt(serving: Serving, body: PromptBody, request: Request) ->
             "token_ids": [rollout.token_ids for rollout in rollouts],
         }
 
-    return await json_response(build)
+    return await respond(request, serving, samples, whole)
 
 
 def _logprobs(rollout: Rollout) -> list[list[dict[str, float]]]:

@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Discriminator, Tag
 
 from rollout.errors import InvalidInputError
-from rollout.server.body_fields import KnownIds, Listed, refuse_unknown
+from rollout.server.body_fields import Listed, refuse_unknown
 from rollout.server.openai.chat_body import ChatBody
 from rollout.server.openai.chat_format import ChatFormat
 from rollout.server.openai.route import OpenAIRoute
@@ -53,7 +53,7 @@ class DetokenizeBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
-    tokens: Annotated[Listed[int], KnownIds]
+    tokens: Listed[int]
 
 
 def routes(serving: Serving) -> APIRouter:
@@ -120,5 +120,5 @@ def _no_tokenizer(field: str) -> InvalidInputError:
 
 
 def _shown(name: str) -> bool:
-    """Paths of the server's machine are nobody's business."""
+    """Paths of the server's machine are not shown."""
     return not name.endswith(("_file", "_path"))

@@ -100,7 +100,7 @@ def test_replicas_of_two_ranks_give_the_rollouts_of_one_engine(cluster, expected
     for _ in range(2):
         assert generated(cluster) == expected
         cluster.corpus_exchange.finish()
-    for each in cluster.replicas.on_all("status").values():
+    for each in cluster.replicas.on_all(RolloutEngine.status).values():
         assert each.counters["corpus/shared_tokens"] > 0
         assert each.counters["corpus/learned_tokens"] > 0
     assert "died" not in caplog.text
@@ -164,6 +164,6 @@ def test_an_update_reaches_every_rank_of_every_replica_or_none(cluster, config, 
     wait_until_gone(ranks)
     rejoined(cluster)
     assert cluster.weights_digest() == engine.weights_digest()
-    assert set(cluster.replicas.on_all("weights_digest")) == {"replica-0", "replica-1"}
+    assert set(cluster.replicas.on_all(RolloutEngine.weights_digest)) == {"replica-0", "replica-1"}
     assert cluster.external_corpora()[0].state is ExternalState.PUBLISHED
     assert generated(cluster) == generated(engine)

@@ -114,3 +114,14 @@ def test_it_asks_for_the_key(open_server, tab):
 
 def give_key(tab: Tab, key: str) -> None:
     tab.evaluate(f"byId('key').value = '{key}'; byId('key-form').requestSubmit()")
+
+
+def test_the_docs_need_no_other_server(live, tab):
+    tab.complaints.clear()
+    tab.open(f"{live.url}/docs")
+    tab.wait_for("document.querySelectorAll('.opblock').length > 20")
+    sources = tab.evaluate(
+        "[...document.querySelectorAll('[src],link[href]')].map(e => e.src || e.href)"
+    )
+    assert all(source.startswith(live.url) for source in sources)
+    assert not tab.complaints

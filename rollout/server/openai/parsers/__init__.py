@@ -1,4 +1,4 @@
-"""Parsers of what models write: calls of tools, one file for each format, and reasoning."""
+"""Parsers of models' output: tool calls, one file for each format, and reasoning."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ _ARGUMENTS = frozenset({"parameters", "arguments"})
 class Llama3Parser(ToolCallParser):
     """`{"name": ..., "parameters": {...}}` at the beginning, or after `<|python_tag|>`.
 
-    Several are parted by semicolons. An answer in JSON may look alike, so one without the tag is a
-    call only where it names a function that there is, and its arguments.
+    Semicolons separate several calls. An answer in JSON may look the same, so an object without the
+    tag is a call only if it names a known function and its arguments.
     """
 
     openers = (PYTHON_TAG,)

@@ -1,4 +1,4 @@
-"""Pieces of a message, and what all parsers of a model's output have in common."""
+"""Pieces of a message, and the base class of parsers of a model's output."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class PieceParser(ABC):
 
 
 class HeldSpaces:
-    """Text without the spaces at its end, which are held until it is known what follows them."""
+    """Text without the spaces at its end, which are held until more text comes."""
 
     def __init__(self) -> None:
         self._held: list[str] = []

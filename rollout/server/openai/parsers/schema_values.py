@@ -53,7 +53,6 @@ def _union(names: Callable[[Any], set[str]], values: Sequence[Any]) -> set[str]:
 
 
 def _type(value: Any) -> set[str]:
-    """The names that JSON schemas have for the value's type."""
     if isinstance(value, bool):
         return {"boolean"}
     if value is None:

@@ -18,13 +18,13 @@ _BETWEEN_STRINGS = re.compile(r"[\s\d:,+\-.eEtrufalsn]*+")  # what JSON has ther
 
 
 class UnreadableError(Exception):
-    """The text is not what its beginning promised; or it has ended before it was."""
+    """The text does not continue as it began, or has ended too early."""
 
 
 class TextReader:
     """Reads a text as it comes, piece by piece, in time linear in the text.
 
-    `taken` has what was read since the last `forget`, for what proves to be unreadable.
+    `taken` has the text read since the last `forget`, in case it proves unreadable.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class TextReader:
             yield
 
     def expect(self, *options: str) -> Reading[str]:
-        """Does what `take_one_of` does. Raises UnreadableError where something else comes."""
+        """`take_one_of` that raises UnreadableError if no option comes."""
         option = yield from self.take_one_of(*options)
         if option is None:
             raise UnreadableError
@@ -170,7 +170,6 @@ def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _begun_len(text: str, markers: tuple[str, ...]) -> int:
-    """The length of the longest end of the text that begins one of the markers."""
     longest = min(len(text), max(map(len, markers)) - 1)
     for length in range(longest, 0, -1):
         if any(marker.startswith(text[-length:]) for marker in markers):

@@ -18,8 +18,8 @@ NAME = re.compile(r"[\w.:/\-]*+")  # of a function: what OpenAI allows, and some
 class ToolCallParser(PieceParser):
     """Finds calls between texts. Spaces after a call are no text, nor are those before the last.
 
-    A call that begins like one, and goes on otherwise or never ends, is text as it stands; what
-    was read of it is not read again, so that any text takes linear time.
+    Text that begins like a call, and is none or never ends, stays text. It is not read again, so
+    that any text takes linear time.
     """
 
     openers: ClassVar[tuple[str, ...]]
@@ -38,7 +38,7 @@ class ToolCallParser(PieceParser):
 
     @abstractmethod
     def read_calls(self, opener: str) -> Reading[None]:
-        """Reads what follows the opener, which may be empty, and emits its calls by `emit_call`.
+        """Reads the text after the opener, which may be empty, and emits its calls by `emit_call`.
 
         Raises UnreadableError where it is no call: what was read since the last one is text.
         """

@@ -1,28 +1,27 @@
-"""Copies what ``data.path`` names to a file of JSON lines or to a Parquet file."""
+"""Reads what ``data.path`` names: JSON lines, or Parquet."""
 
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
-import shutil
 import zlib
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rollout.errors import InvalidInputError
 from rollout.hub import hub_repository
 from rollout.offline.config import DataConfig, is_prompt_file
 
-_CHUNK_BYTES = 1 << 20
 _BYTE_ORDER_MARK_AND_SPACES = b"\xef\xbb\xbf \t\r\n"
 
 
-def copy_prompts(config: DataConfig, copy: IO[bytes]) -> bool:
-    """Write the prompts to ``copy``, and say whether it is Parquet.
+def read_source(config: DataConfig) -> tuple[bytes, bool]:
+    """The prompts, and whether they are Parquet; else they are JSON lines.
 
-    Files keep their format, but a list of JSON becomes a line for each item. Datasets become
-    Parquet. Raises InvalidInputError for what cannot be read, and OSError where ``copy`` is full.
+    Files keep their format, but each item of a JSON list becomes a line. Datasets become Parquet.
+    Raises InvalidInputError for what cannot be read.
     """
     if not config.path:
         raise _unreadable(config, "must name a file or a dataset")
@@ -30,41 +29,36 @@ def copy_prompts(config: DataConfig, copy: IO[bytes]) -> bool:
         dataset = _load_dataset(config)
         if not len(dataset):
             raise _unreadable(config, "has no rows")
-        dataset.to_parquet(copy)
-        return True
+        parquet = io.BytesIO()
+        dataset.to_parquet(parquet)
+        return parquet.getvalue(), True
     _refuse_split(config)
     path = Path(config.path)
     if not path.is_file():
         raise _unreadable(config, "there is no such file")
     try:
-        file = path.open("rb")
+        content = path.read_bytes()
+        if path.suffix == ".gz":
+            content = gzip.decompress(content)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise _unreadable(config, f"cannot be read as gzip: {error}") from None
     except OSError as error:
         raise _unreadable(config, f"cannot be read: {error.strerror}") from None
-    with file:
-        original = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
-        try:
-            start = original.peek(_CHUNK_BYTES).lstrip(_BYTE_ORDER_MARK_AND_SPACES)
-            if ".json" in path.suffixes and start.startswith(b"["):
-                _copy_items(config, original.read(), copy)
-            else:
-                shutil.copyfileobj(original, copy, _CHUNK_BYTES)
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise _unreadable(config, f"cannot be read as gzip: {error}") from None
-    return path.suffix == ".parquet"
+    start = content[:4096].lstrip(_BYTE_ORDER_MARK_AND_SPACES)
+    if ".json" in path.suffixes and start.startswith(b"["):
+        content = _as_lines(config, content)
+    return content, path.suffix == ".parquet"
 
 
-def _copy_items(config: DataConfig, content: bytes, copy: IO[bytes]) -> None:
-    """Write the items of a JSON list as lines."""
+def _as_lines(config: DataConfig, content: bytes) -> bytes:
     try:
         items = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise _unreadable(config, f"cannot be read as JSON: {error}") from None
-    for item in items:
-        copy.write(json.dumps(item).encode() + b"\n")
+    return b"\n".join(json.dumps(item).encode() for item in items)
 
 
 def _load_dataset(config: DataConfig) -> Any:
-    """The ``datasets.Dataset`` in a folder or on the hub. Raises InvalidInputError."""
     try:
         from datasets import load_dataset, load_from_disk
         from datasets.exceptions import DatasetsError
