@@ -96,7 +96,7 @@ def repeated(trace: Trace, count: int, length: int) -> Trace:
 class ShutGate(Gate):
     is_open = False
 
-    def skip(self, width: int, temperature: float = 1.0) -> None:
+    def skip(self, width: int) -> None:
         pass
 
 

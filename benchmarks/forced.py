@@ -25,10 +25,8 @@ from rollout.ops.transfers import upload
 from rollout.ops.uniforms.reference import noise
 from rollout.runner.model_runner import Forwarded
 from rollout.types import Batch, DraftTrees, Request
-from spec_workers.neural.arrays import Arrays
 from spec_workers.neural.drafter import NeuralDrafter
-from spec_workers.neural.guesses import Guesses
-from spec_workers.neural.shared_noise import Tensors
+from spec_workers.neural.guesses import Tensors
 from spec_workers.neural.tree_proposer import TreesToGrow
 from spec_workers.target import TargetWorker
 
@@ -108,15 +106,11 @@ def force_draft(drafter: NeuralDrafter, recording: Recording, hit_rate: float) -
         return {"said": said_GL} | inputs(wanted, padding)
 
     def forced(
-        arrays: Arrays,
-        logits_RD: torch.Tensor,
-        tensors: Tensors,
-        trees_R: torch.Tensor,
-        depth: int,
-    ) -> Guesses:
-        said_R1 = tensors["said"][trees_R, depth][:, None] % logits_RD.shape[1]
+        logits_RD: torch.Tensor, tensors: Tensors, trees_R: torch.Tensor, level: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        said_R1 = tensors["said"][trees_R, level][:, None] % logits_RD.shape[1]
         certain_RD = logits_RD.scatter(1, said_R1, _CERTAIN)
-        return children(arrays, certain_RD, tensors, trees_R, depth)
+        return children(certain_RD, tensors, trees_R, level)
 
     proposer._inputs = with_said  # type: ignore[method-assign]
     guesser.children = forced  # type: ignore[assignment,method-assign]

@@ -49,7 +49,7 @@ class EagleWorker(SpecWorker):
         worker = cls(
             target,
             drafter,
-            budget=options.make_budget(config, target, drafter.sources, reads_while_open=True),
+            budget=options.make_budget(config, target, drafter.sources),
             calibration_seconds=options.calibration_seconds,
         )
         worker.record(options.recorder(target, drafter.features))

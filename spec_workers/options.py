@@ -63,19 +63,14 @@ class SpecOptions:
         config: EngineConfig,
         target: TargetWorker,
         sources: Sequence[str],
-        *,
-        reads_while_open: bool = False,
     ) -> DraftBudget:
-        """The budget of a worker. ``sources``: names of the values of ``DraftTrees.sources_N``;
-        ``reads_while_open``: see `LearnedBudget`.
+        """The budget of a worker. ``sources``: names of the values of ``DraftTrees.sources_N``.
 
         Ranks in lockstep verify all that is proposed: their steps may not depend on a rank's batch.
         """
         if self.budget == BudgetKind.FIXED or self.runs_in_lockstep(config):
             return FixedBudget(self.min_probability)
-        return LearnedBudget.for_target(
-            target, sources, self.min_probability, reads_while_open=reads_while_open
-        )
+        return LearnedBudget.for_target(target, sources, self.min_probability)
 
 
 @dataclass(frozen=True, kw_only=True)

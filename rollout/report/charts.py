@@ -10,7 +10,7 @@ import numpy as np
 
 from rollout.engine.speedup import HALF_INTERVAL
 from rollout.report.key_figures import count
-from rollout.report.learned import NUM_TENTHS, calibration, cost_curve
+from rollout.report.learned import calibration, cost_curve
 from rollout.report.panels import Chart, Panel, make_line, make_panel, panels_or, short, time_unit
 from rollout.report.rollout_texts import RolloutTexts
 from rollout.report.run import Bins, Log, Run
@@ -19,7 +19,6 @@ from rollout.report.verdict import saving_of
 T = TypeVar("T")
 
 _MAX_POINTS = 1500
-_MAX_CONTEXTS = 5  # the series between the points' and the grey one
 _MAX_GROUPS = 40
 _MAX_SPANS = 24
 _GREY = 6  # the series of what is only a guide
@@ -186,18 +185,17 @@ def _cost(log: Log) -> Chart:
     lines: list[dict[str, Any]] = []
     curve = cost_curve(run.learned)
     if curve is not None:
-        for context in np.flatnonzero((curve.observations_CR > 0).any(axis=1))[:_MAX_CONTEXTS]:
-            seen = curve.observations_CR[context] > 0
-            lines.append(make_line(f"learned, context up to {curve.contexts_C[context]:,.0f}",
-                               curve.rows_R[seen], curve.milliseconds_CR[context][seen],
-                               len(lines) + 1, dots=True))  # fmt: skip
+        seen = curve.observations_R > 0
+        lines.append(
+            make_line("learned", curve.rows_R[seen], curve.milliseconds_R[seen], 1, dots=True)
+        )
     panel = make_panel("milliseconds of a forward", lines=lines, marks=marks, height=260,
                    xLabel="query tokens of a forward: roots and draft tokens")  # fmt: skip
     return Chart(
         "cost",
         "Cost of a forward",
-        "Decode-only steps, without drafting and sampling; the learned curve only where it was "
-        f"measured.{f' Of {run.name}.' if run.name else ''}",
+        "Decode-only steps, without drafting and sampling; the learned curve, with sampling, only "
+        f"where it was measured.{f' Of {run.name}.' if run.name else ''}",
         *panels_or([panel], "No decode-only steps and no learned curve (spec=none learns none)."),
     )
 
@@ -227,21 +225,22 @@ def _calibration(log: Log) -> Chart:
         if found is None:
             continue
         points: list[list[Any]] = []
-        for tenth in range(NUM_TENTHS):
-            nodes, accepted = found.count_K[tenth], found.accepted_K[tenth]
+        of_tenths = (found.count_SK, found.expected_SK, found.accepted_SK)
+        for nodes, expected, accepted in zip(*(each.sum(0) for each in of_tenths), strict=True):
             if nodes <= 0:
                 continue
-            estimate, share = found.expected_K[tenth] / nodes, accepted / nodes
-            tip = f"estimated {estimate:.0%}, accepted {share:.0%}\nof {nodes:,.0f} draft tokens"
+            estimate, share = expected / nodes, accepted / nodes
+            tip = f"claimed {estimate:.0%}, accepted {share:.0%}\nof {nodes:,.0f} draft tokens"
             points.append([*map(short, (estimate, share)), tip, *_interval(share, nodes)])
         marks.append({"label": run.name or "accepted, 95 % interval", "points": points,
                       "series": series})  # fmt: skip
-    panel = make_panel("share accepted", marks=marks, height=260, xLabel="estimated probability")
+    panel = make_panel("share accepted", marks=marks, height=260, xLabel="claimed probability")
     panel |= {"lines": [guide], "x": {"from": 0, "to": 1}, "y": {"from": 0, "to": 1}}
     return Chart(
         "calibration",
         "Calibration",
-        "Share of verified draft tokens that was accepted, by estimated probability. The dashed "
+        "Share of verified draft tokens that was accepted, by the probability that their draft "
+        "claimed. The dashed "
         "line is perfect calibration.",
         *panels_or(
             [panel] if marks else [], "No draft token was verified under a learned budget, or the "

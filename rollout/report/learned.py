@@ -29,70 +29,45 @@ SOURCES = {
 
 @dataclass(frozen=True, slots=True)
 class LearnedCostCurve:
-    """Milliseconds of a forward, without drafting and sampling, by context and query rows."""
+    """Milliseconds of a forward with sampling, without drafting, by query rows."""
 
     rows_R: np.ndarray
-    contexts_C: np.ndarray
-    milliseconds_CR: np.ndarray
-    observations_CR: np.ndarray  # weight of the measurements behind each entry; zeros if not logged
+    milliseconds_R: np.ndarray
+    observations_R: np.ndarray  # weight of the measurements behind each entry
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Verified nodes by tenths of their estimated acceptance probability."""
-
-    count_K: np.ndarray
-    expected_K: np.ndarray  # sums of the estimates
-    accepted_K: np.ndarray
-
-
-@dataclass(frozen=True, slots=True)
-class LearnedNodeValues:
-    """Verified nodes by source and depth in the tree."""
+    """Verified nodes by source and by tenths of the probability that their draft claimed."""
 
     sources: list[str]
-    depths: list[str]
-    expected_SD: np.ndarray
-    accepted_SD: np.ndarray
+    count_SK: np.ndarray
+    expected_SK: np.ndarray  # sums of the claims
+    accepted_SK: np.ndarray
 
 
 def cost_curve(learned: Mapping[str, Any]) -> LearnedCostCurve | None:
     """The learned cost of a forward, or None."""
-    budget = _part(learned, "budget")
-    cost = _part(budget, "cost")
-    rows, contexts = _numbers(cost.get("rows")), _numbers(cost.get("contexts"))
-    shape = (len(contexts), len(rows))
-    milliseconds = _table(cost.get("milliseconds"), shape)
-    if milliseconds is None:
+    cost = _part(_part(learned, "budget"), "cost")
+    columns = [_numbers(cost.get(name)) for name in ("rows", "milliseconds", "observations")]
+    if not len(columns[0]) or len({len(column) for column in columns}) > 1:
         return None
-    observations = _table(cost.get("observations"), shape)
-    return LearnedCostCurve(
-        rows,
-        contexts,
-        milliseconds,
-        np.zeros(shape) if observations is None else np.nan_to_num(observations),
-    )
+    return LearnedCostCurve(columns[0], columns[1], np.nan_to_num(columns[2]))
 
 
 def calibration(learned: Mapping[str, Any]) -> Calibration | None:
     """The calibration, or None, also if no node was verified."""
     part = _part(_part(learned, "budget"), "calibration")
-    columns = [_numbers(part.get(name)) for name in ("count", "expected", "accepted")]
-    if any(len(each) != NUM_TENTHS or not np.isfinite(each).all() for each in columns):
+    sources = [str(each) for each in _list(part.get("sources"))]
+    shape = (len(sources), NUM_TENTHS)
+    count, expected, accepted = (
+        _table(part.get(name), shape) for name in ("count", "expected", "accepted")
+    )
+    if count is None or expected is None or accepted is None:
         return None
-    return Calibration(*columns) if columns[0].sum() > 0 else None
-
-
-def node_values(learned: Mapping[str, Any]) -> LearnedNodeValues | None:
-    """Expected and real acceptance by source and depth, or None."""
-    part = _part(_part(learned, "budget"), "values")
-    sources, depths = ([str(each) for each in _list(part.get(name))] for name in
-                       ("sources", "depths"))  # fmt: skip
-    shape = (len(sources), len(depths))
-    expected, accepted = (_table(part.get(name), shape) for name in ("expected", "accepted"))
-    if expected is None or accepted is None:
+    if not np.isfinite([count, expected, accepted]).all() or count.sum() <= 0:
         return None
-    return LearnedNodeValues(sources, depths, expected, accepted)
+    return Calibration(sources, count, expected, accepted)
 
 
 def _part(whole: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rollout.report.key_figures import UNKNOWN, count, decimal
-from rollout.report.learned import SOURCES, LearnedNodeValues, node_values
+from rollout.report.learned import SOURCES, calibration
 from rollout.report.rollout_texts import RolloutText, RolloutTexts
 from rollout.report.run import Log, Run, ratio, total
 
@@ -142,30 +142,23 @@ def members_of_groups(run: Run) -> dict[str, np.ndarray]:
 
 
 def _draft_values(run: Run) -> Table | None:
-    """Accepted against expected draft tokens by source and depth; None if nothing was learned."""
-    values: LearnedNodeValues | None = node_values(run.learned)
-    if values is None:
+    """Accepted against claimed draft tokens by source; None if nothing was learned."""
+    found = calibration(run.learned)
+    if found is None:
         return None
     rows = []
-    for row, source in enumerate(values.sources):
+    of_sources = (found.accepted_SK.sum(1).tolist(), found.expected_SK.sum(1).tolist())
+    for source, accepted, expected in zip(found.sources, *of_sources, strict=True):
         words = SOURCES.get(source, source)
-        cells = [Cell(words, words)]
-        for accepted, expected in zip(
-            values.accepted_SD[row], values.expected_SD[row], strict=True
-        ):
-            seen = np.isfinite(accepted) and expected >= _FEWEST_EXPECTED
-            share = ratio(float(accepted), float(expected)) if seen else None
-            shown = (
-                UNKNOWN if share is None else f"{accepted:,.0f} of {expected:,.0f}, {share:.2f}x"
-            )
-            cells.append(Cell(shown, float("nan") if share is None else share))
-        rows.append(Row(cells))
+        share = ratio(accepted, expected) if expected >= _FEWEST_EXPECTED else None
+        shown = UNKNOWN if share is None else f"{accepted:,.0f} of {expected:,.0f}, {share:.2f}x"
+        rows.append(Row([Cell(words, words), Cell(shown, np.nan if share is None else share)]))
     return Table(
         "values",
         f"Acceptance of drafts{f': {run.name}' if run.name else ''}",
-        "Accepted draft tokens against expected ones, by source and depth. 1.00x: the estimates "
+        "Accepted draft tokens against those that drafts claimed, by source. 1.00x: the claims "
         f"are right. Fewer than {_FEWEST_EXPECTED} are not shown, and older ones count less.",
-        ["drafts from", *(f"{depth} ahead" for depth in values.depths)],
+        ["drafts from", "accepted"],
         rows,
     )
 

@@ -12,7 +12,7 @@ from spec_workers.budget.budget import DraftBudget
 from spec_workers.budget.cost_curve import CostCurve
 from spec_workers.budget.learned_budget import LearnedBudget
 from spec_workers.target import TargetWorker
-from spec_workers.target.trial_forwards import CONTEXT, trial_forwards
+from spec_workers.target.trial_forwards import trial_forwards
 
 _SIZES = (1, 2, 4, 8, 12, 16, 32, 64)
 _TURNS = 7  # that are timed
@@ -26,8 +26,8 @@ def calibrate(target: TargetWorker, budget: DraftBudget, seconds: float) -> None
     """
     if not seconds or not isinstance(budget, LearnedBudget) or target.ranks.rows.size > 1:
         return
-    if not budget.cost.is_known and not target.memory_saver.unavailable_reason:
-        time_forwards(target, budget.cost.curve, seconds)
+    if not budget.curve.is_known and not target.memory_saver.unavailable_reason:
+        time_forwards(target, budget.curve, seconds)
 
 
 def time_forwards(target: TargetWorker, curve: CostCurve, seconds: float) -> None:
@@ -59,7 +59,7 @@ def time_forwards(target: TargetWorker, curve: CostCurve, seconds: float) -> Non
                     best[rows] = min(milliseconds, best.get(rows, milliseconds))
     for rows in _SIZES:
         if padded[rows] in best:
-            curve.observe(rows, CONTEXT + rows, best[padded[rows]])
+            curve.observe(rows, best[padded[rows]])
 
 
 class _Clock:

@@ -14,25 +14,25 @@ from numpy.typing import NDArray
 
 from rollout.types import Batch, DraftTrees, EntryResult, Request, StepForecast, StepTimes
 from spec_workers.budget.budget import SelectedDrafts
+from spec_workers.budget.calibration import Calibration, RequestTrust
 from spec_workers.budget.cost_curve import CostCurve
 from spec_workers.budget.gate import Gate
 from spec_workers.budget.node_choice import Choice, choose_nodes, falling
-from spec_workers.budget.node_values import NodeValues, RequestTrust
-from spec_workers.budget.prices import KnownPrices, Prices
-from spec_workers.budget.schedule import SUREST, DraftSchedule
-from spec_workers.budget.step_cost import StepCost
-from spec_workers.budget.token_worth import AcceptRate
+from spec_workers.budget.prices import Prices
+from spec_workers.budget.running_mean import MeanByOctave
 from spec_workers.draft_tree import first_nodes, only_roots
 from spec_workers.target import TargetWorker
 
+_SUREST = 0.98  # nodes that pay only above this probability are not asked for
 _WORTHLESS = 1e-6  # milliseconds; nodes may be free
 
-_SAVED_TOGETHER = 0.9
-"""The share of the saved time that the gate counts where several requests decode: those that
-accept more than others end sooner, and the batch that is left takes more than its share."""
+_LEARN_EVERY = 8
+"""With the gate closed, costs are learned from one in so many steps: to learn takes time too."""
 
-_MAX_OUTLIER = 2.0
-"""The time of one step's drafting counts as at most this multiple of the usual time."""
+_PLAIN_EVERY = 64
+_FIRST_PLAIN = (4, 8, 16, 32)
+"""One in so many steps that may draft decodes plainly, and sooner at first: a run's speedup is
+measured against those."""
 
 
 class Bought(NamedTuple):
@@ -47,46 +47,30 @@ class Bought(NamedTuple):
 class LearnedBudget:
     """The budget that learns what steps cost and what drafts are worth. See `DraftBudget`."""
 
-    def __init__(
-        self,
-        cost: StepCost,
-        values: NodeValues,
-        min_probability: float,
-        *,
-        reads_while_open: bool = False,
-    ) -> None:
+    def __init__(self, curve: CostCurve, sources: Sequence[str], min_probability: float) -> None:
         """
         Args:
+            curve: of forward and sampling.
+            sources: names of the values of ``DraftTrees.sources_N``.
             min_probability: nodes less likely to be accepted are never asked for.
-            reads_while_open: while drafting is open a draft may read every token, also in steps
-                that propose nothing. It costs what it reads, for decoding plainly would not.
         """
-        self.cost = cost
-        self._values = values
+        self.curve = curve
         self._min_probability = min_probability
-        self._reads_while_open = reads_while_open
+        self._drafting = MeanByOctave()  # by requests, of steps that propose
+        self._idle = MeanByOctave()  # by requests, of steps with the gate closed
+        self._calibration = Calibration(sources)
         self._trust = RequestTrust()
-        self._accept_rate = AcceptRate()
         self._gate = Gate()
-        self._schedule = DraftSchedule()
-        self._prices = KnownPrices()
+        self._turns = 0  # steps that could draft
+        self._latest: tuple[Batch, Prices] | None = None
 
     @classmethod
     def for_target(
-        cls,
-        target: TargetWorker,
-        sources: Sequence[str],
-        min_probability: float,
-        *,
-        reads_while_open: bool = False,
+        cls, target: TargetWorker, sources: Sequence[str], min_probability: float
     ) -> LearnedBudget:
-        """``sources``: names of the values of ``DraftTrees.sources_N``."""
-        curve = CostCurve(
-            target.minimum_rows, target.longest_step, target.max_context_len, target.row_buckets
-        )
-        cost = StepCost(curve)
-        values = NodeValues(sources)
-        return cls(cost, values, min_probability, reads_while_open=reads_while_open)
+        """The budget of a target of which nothing is known. See the constructor."""
+        curve = CostCurve(target.minimum_rows, target.longest_step, target.row_buckets)
+        return cls(curve, sources, min_probability)
 
     @property
     def is_open(self) -> bool:
@@ -96,32 +80,32 @@ class LearnedBudget:
         if not self._gate.is_open:
             return None
         prices = self._priced(batch)
-        if prices.width == 0 or prices.with_nodes_N1.size == 1:
-            return None
-        trust_B = self._trust.ratios([entry.request.request_id for entry in batch.entries])
-        # Drafts are asked for by their estimates, which are corrected later.
-        raised_B = np.maximum(1.0, self._values.highest_ratio * trust_B)
+        # Drafts are asked for by what is claimed, which is corrected later.
+        raised_B = np.maximum(1.0, self._calibration.highest_ratio * self._trusted(batch))
         worth_B = prices.token_ms_B * raised_B
         least_B = np.full(worth_B.size, np.inf)
         np.divide(prices.cheapest_ms, worth_B, out=least_B, where=worth_B > _WORTHLESS)
-        least_B[least_B > SUREST] = np.inf
-        prices.is_hopeless = bool(least_B.min() == np.inf)
-        return None if prices.is_hopeless else np.maximum(self._min_probability, least_B)
+        least_B[least_B > _SUREST] = np.inf
+        if least_B.min(initial=np.inf) == np.inf:
+            return None
+        return np.maximum(self._min_probability, least_B)
 
     def wants_plain_step(self) -> bool:
-        return self._schedule.takes_plain_turn()
+        self._turns += 1
+        return self._turns % _PLAIN_EVERY == 0 or self._turns in _FIRST_PLAIN
 
     def choose(self, batch: Batch, proposed: DraftTrees | None) -> SelectedDrafts:
-        prices = self._priced(batch)
         trees, values_N = only_roots(len(batch.entries)), np.zeros(0)
-        if proposed is None:
-            forecast = self._plain_forecast(prices)
-            return SelectedDrafts(trees=trees, values_N=values_N, proposed=None, forecast=forecast)
-        if proposed.num_nodes:
-            trees, values_N = self._chosen(batch, prices, proposed)
-        drafting_ms = self.cost.draft_ms(prices.width)
-        forecast = self._forecast(prices, trees.num_nodes, float(values_N.sum()), drafting_ms)
-        return SelectedDrafts(trees=trees, values_N=values_N, proposed=proposed, forecast=forecast)
+        if proposed is not None and proposed.num_nodes:
+            values_N = self._calibration.corrected(proposed.probs_N, proposed.sources_N)
+            values_N *= np.repeat(self._trusted(batch), np.diff(proposed.offsets_B1))
+            _, trees, values_N, _ = self.bought(batch, proposed, values_N)
+        return SelectedDrafts(
+            trees=trees,
+            values_N=values_N,
+            proposed=proposed,
+            forecast=self._forecast(batch, trees, float(values_N.sum()), proposed is not None),
+        )
 
     def step_ms(self, batch: Batch, num_nodes: int) -> float:
         """Milliseconds of this batch with so many draft nodes: forward and sampling, without
@@ -129,7 +113,7 @@ class LearnedBudget:
         return float(self._priced(batch).with_nodes_N1[num_nodes])
 
     def token_ms(self, batch: Batch) -> NDArray[np.float64] | None:
-        return self._priced(batch).token_ms_B if self.cost.is_known else None
+        return self._priced(batch).token_ms_B if self.curve.is_known else None
 
     def bought(self, batch: Batch, trees: DraftTrees, values_N: NDArray[np.float64]) -> Bought:
         """The nodes that would be verified if ``values_N`` were the probabilities of all."""
@@ -143,87 +127,58 @@ class LearnedBudget:
     def observe(
         self, batch: Batch, selected: SelectedDrafts, results: list[EntryResult], times: StepTimes
     ) -> None:
-        prices, trees = self._priced(batch), selected.trees
-        is_open, proposed = self._gate.is_open, selected.proposed is not None
-        is_plain_turn = is_open and not proposed and not prices.is_hopeless
-        if not is_plain_turn:
-            self._schedule.has_drafts = trees.num_nodes > 0
-        could_draft = prices.with_nodes_N1.size > 1
-        teaches = is_plain_turn and could_draft
-        if self._reads_while_open and not is_open:  # no other steps tell what following takes
-            teaches = not self.cost.idle_draft_ms(prices.width)
-        if steps := self._schedule.end_step(is_open, teaches=teaches):
-            self.cost.observe(
-                width=prices.width,
-                rows=batch.num_run_tokens + trees.num_nodes,
-                longest_context=prices.longest_context,
-                proposed=proposed,
-                reads=self._reads,
-                times=times,
-                decode_only=batch.num_run_tokens == prices.width,
-                steps=steps,
-            )
-            self._values.fade()
-        if selected.proposed is not None and selected.proposed.num_nodes:
-            self._judge(batch, selected.proposed, results)
-        if trees.num_nodes:
-            accepted = sum(len(result.path) for result in results)
-            self._accept_rate.observe(accepted / prices.width)
-        else:
-            self._accept_rate.fade()
-        if prices.width:
-            runs_prompts = batch.num_run_tokens != prices.width
-            self._observe_gain(prices, selected, results, times, runs_prompts=runs_prompts)
+        prices, proposed = self._priced(batch), selected.proposed
+        width = prices.width
+        if not width:
+            return
+        # Prompts have rows without logits, and neural drafts read each of them.
+        is_open = self._gate.is_open
+        if batch.num_run_tokens == width and (is_open or batch.step % _LEARN_EVERY == 0):
+            self.curve.observe(width + selected.trees.num_nodes, times.forward + times.sample)
+            if proposed is not None:
+                self._drafting.observe(width, times.draft)
+            elif not is_open:
+                self._idle.observe(width, times.draft)
+        if proposed is not None and proposed.num_nodes:
+            self._judge(batch, proposed, results)
+        if not is_open or prices.with_nodes_N1.size == 1:
+            self._gate.skip(width)
+        elif self._drafting.milliseconds(width) or not math.isnan(times.draft):
+            self._observe_gain(prices, selected, results)
 
     def change_policy(self) -> None:
-        self._values.decay()
-        self._accept_rate.decay()
+        self._calibration.decay()
         self._gate.change_policy()
 
     def forget(self, request: Request) -> None:
         self._trust.forget(request.request_id)
 
     def learned(self) -> dict[str, Any]:
-        return {**self.cost.learned(), **self._values.learned(), "gate": self._gate.learned()}
+        return {
+            "cost": self.curve.learned(),
+            "calibration": self._calibration.learned(),
+            "gate": self._gate.learned(),
+        }
 
     def _priced(self, batch: Batch) -> Prices:
-        return self._prices.of(batch, self.cost, self._schedule.steps, self._accept_rate.value)
+        if self._latest is None or self._latest[0] is not batch:
+            self._latest = batch, Prices.of(batch, self.curve)
+        return self._latest[1]
 
-    def _chosen(
-        self, batch: Batch, prices: Prices, proposed: DraftTrees
-    ) -> tuple[DraftTrees, NDArray[np.float64]]:
-        values_N = self._values.corrected(proposed.probs_N, proposed.sources_N, proposed.depths_N)
-        trust_B = self._trust.ratios([entry.request.request_id for entry in batch.entries])
-        values_N *= np.repeat(trust_B, np.diff(proposed.offsets_B1))
-        choice, trees, values_N, _ = self.bought(batch, proposed, values_N)
-        plain_ms = float(prices.with_nodes_N1[0])
-        gain_ms = choice.saved_ms - (choice.step_ms - plain_ms)
-        if not self._schedule.pays(gain_ms, plain_ms):
-            return only_roots(proposed.offsets_B1.size - 1), np.zeros(0)
-        return trees, values_N
-
-    @property
-    def _reads(self) -> bool:
-        """Whether a draft reads the tokens of a step in which it is not asked."""
-        return self._reads_while_open and self._gate.is_open
-
-    def _plain_forecast(self, prices: Prices) -> StepForecast | None:
-        """The forecast of a step that proposes nothing."""
-        if self._reads:
-            return self._forecast(prices, 0, 0.0, self.cost.read_ms(prices.width))
-        if prices.plain_forecast is None:
-            following_ms = self.cost.idle_draft_ms(prices.width)
-            prices.plain_forecast = self._forecast(prices, 0, 0.0, following_ms)
-        return prices.plain_forecast
+    def _trusted(self, batch: Batch) -> NDArray[np.float64]:
+        return self._trust.ratios([entry.request.request_id for entry in batch.entries])
 
     def _forecast(
-        self, prices: Prices, num_nodes: int, expected: float, drafting_ms: float
+        self, batch: Batch, trees: DraftTrees, expected: float, is_asked: bool
     ) -> StepForecast | None:
-        """The forecast of a step. ``expected``: accepted nodes."""
-        if not prices.width or not self.cost.is_known:
+        """``expected``: accepted nodes."""
+        prices = self._priced(batch)
+        if not prices.width or not self.curve.is_known:
             return None
-        plain_ms = float(prices.with_nodes_N1[0]) + self.cost.idle_draft_ms(prices.width)
-        predicted_ms = float(prices.with_nodes_N1[num_nodes]) + drafting_ms
+        idle_ms = self._idle.milliseconds(prices.width)
+        drafting_ms = self._drafting.milliseconds(prices.width) if is_asked else idle_ms
+        plain_ms = float(prices.with_nodes_N1[0]) + idle_ms
+        predicted_ms = float(prices.with_nodes_N1[trees.num_nodes]) + drafting_ms
         token_ms = prices.decode_ms / prices.width
         return StepForecast(
             predicted_ms=predicted_ms,
@@ -239,8 +194,7 @@ class LearnedBudget:
         source that is no longer verified can recover. Deeper nodes are decided where they were
         verified. Requests that ended are left out: a stop hides what came after it.
         """
-        sizes_B = np.diff(proposed.offsets_B1)
-        count = len(results)
+        sizes_B, count = np.diff(proposed.offsets_B1), len(results)
         entry_N = np.repeat(np.arange(count), sizes_B)
         index_N = np.arange(proposed.num_nodes) - np.repeat(proposed.offsets_B1[:-1], sizes_B)
         goes_on_B = np.array([bool(r.token_ids) and r.finish_reason is None for r in results])
@@ -253,54 +207,25 @@ class LearnedBudget:
             if result.path:
                 path = np.array(result.path, dtype=np.intp)
                 accepted_N[int(proposed.offsets_B1[b]) - 1 + path] = True
-        believed_N = self._values.corrected(proposed.probs_N, proposed.sources_N, proposed.depths_N)
-        expected_B = np.bincount(entry_N, believed_N * known_N, count).tolist()
+        expected_N = self._calibration.corrected(proposed.probs_N, proposed.sources_N)
+        expected_B = np.bincount(entry_N, expected_N * known_N, count).tolist()
         accepted_B = np.bincount(entry_N, accepted_N & known_N, count).tolist()
         for entry, expected, accepted in zip(batch.entries, expected_B, accepted_B, strict=True):
             if expected:
-                self._trust.observe(entry.request.request_id, expected, int(accepted))
-        self._values.observe(
-            proposed.probs_N[known_N],
-            proposed.sources_N[known_N],
-            proposed.depths_N[known_N],
-            accepted_N[known_N],
+                self._trust.observe(entry.request.request_id, expected, accepted)
+        self._calibration.observe(
+            proposed.probs_N[known_N], proposed.sources_N[known_N], accepted_N[known_N]
         )
 
     def _observe_gain(
-        self,
-        prices: Prices,
-        selected: SelectedDrafts,
-        results: list[EntryResult],
-        times: StepTimes,
-        *,
-        runs_prompts: bool,
+        self, prices: Prices, selected: SelectedDrafts, results: list[EntryResult]
     ) -> None:
-        """Tell the gate what drafts gained. Usual times count, not this step's: one slow step would
-        outweigh fifty good ones, and prompts are read whether the gate is open or not."""
+        """Tell the gate what drafts gained, by usual times: one slow step would outweigh fifty good
+        ones, and prompts are read whether the gate is open or not."""
         width = prices.width
-        if selected.proposed is None:
-            if self._gate.is_open and prices.is_hopeless:
-                plain_ms = float(prices.with_nodes_N1[0])
-                lost_ms = max(0.0, self.cost.read_ms(width) - self.cost.idle_draft_ms(width))
-                self._gate.observe(width, -lost_ms, plain_ms, prices.temperature)
-            else:
-                self._gate.skip(width, prices.temperature)
-            return
         accepted_B = np.array([len(result.path) for result in results])
         saved_ms = float(accepted_B @ prices.token_ms_B)
-        if prices.width > 1:
-            saved_ms *= _SAVED_TOGETHER
-        plain = float(prices.with_nodes_N1[0])
-        extra_ms = float(prices.with_nodes_N1[selected.trees.num_nodes]) - plain
-        usual = self.cost.draft_ms(width)
-        if math.isnan(times.draft) and not usual:
-            return  # the time that drafting takes is not known yet
-        if not usual:
-            spent = times.draft
-        elif math.isnan(times.draft) or runs_prompts:
-            spent = usual
-        else:
-            spent = min(times.draft, _MAX_OUTLIER * usual)
-        drafting = spent - self.cost.idle_draft_ms(width)
-        gained = saved_ms - extra_ms - max(0.0, drafting)
-        self._gate.observe(width, gained, plain, prices.temperature)
+        plain_ms = float(prices.with_nodes_N1[0])
+        spent_ms = float(prices.with_nodes_N1[selected.trees.num_nodes]) - plain_ms
+        drafting_ms = self._drafting.milliseconds(width) - self._idle.milliseconds(width)
+        self._gate.observe(width, saved_ms - spent_ms - max(0.0, drafting_ms), plain_ms)

@@ -184,9 +184,7 @@ def build(
         drafter,
         num_draft_tokens=options.num_draft_tokens,
         calibration_seconds=options.calibration_seconds,
-        budget=options.make_budget(
-            config, target, hybrid_sources(drafter.sources), reads_while_open=True
-        ),
+        budget=options.make_budget(config, target, hybrid_sources(drafter.sources)),
     )
     worker.record(options.recorder(target, drafter.features))
     return worker

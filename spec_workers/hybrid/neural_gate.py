@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from rollout.types import DraftTrees, EntryResult
 from spec_workers.budget import DraftBudget, LearnedBudget
+from spec_workers.budget.calibration import Calibration
 from spec_workers.budget.gate import Gate
-from spec_workers.budget.node_values import NodeValues
-from spec_workers.budget.step_cost import LinearCost
+from spec_workers.budget.running_mean import MeanByOctave
 from spec_workers.step.observation import Observation
 
 _HORIZON = 48.0  # steps that weigh in the rate of the corpus alone
@@ -44,9 +44,9 @@ class NeuralGate:
         """``sources``: names of the values of ``sources_N`` in the corpus's trees."""
         self._budget = budget
         # The budget's own lack the nodes that both propose: those are a source of their own.
-        self._values = NodeValues(sources)
+        self._calibration = Calibration(sources)
         self._gate = Gate()
-        self._drafting = LinearCost()  # by requests asked about
+        self._drafting = MeanByOctave()  # by requests asked about
         self._spent_ms = 0.0  # in the step in hand
         self._open_steps = 0  # since it opened
         self._alone_saved_ms = self._alone_ms = 0.0  # of late: of the corpus alone
@@ -81,13 +81,12 @@ class NeuralGate:
         token_ms_B = budget.token_ms(batch)
         if not isinstance(budget, LearnedBudget) or token_ms_B is None:
             return
-        sampling = [entry.request.params.temperature for entry in batch.entries if entry.samples]
-        if not sampling:
+        width = sum(entry.samples for entry in batch.entries)
+        if not width:
             return
-        width, temperature = len(sampling), sum(sampling) / len(sampling)
         if not self.is_open:
             self._open_steps = 0
-            self._gate.skip(width, temperature)
+            self._gate.skip(width)
             return
         if is_steady and not step.runs_prompts:  # those are read whether the gate is open or not
             self._drafting.observe(num_asked, spent_ms)
@@ -109,7 +108,7 @@ class NeuralGate:
         # The time in which the corpus alone would have come as much further.
         further_ms = (saved_ms - alone_saved_ms) * self._alone_ms / self._alone_saved_ms
         gained_ms = further_ms - (ms - alone_step_ms)
-        self._gate.observe(width, gained_ms, ms, temperature)
+        self._gate.observe(width, gained_ms, ms)
 
     def _alone(
         self, budget: LearnedBudget, step: Observation, copied: DraftTrees
@@ -118,23 +117,20 @@ class NeuralGate:
 
         Learns how far the corpus is to be believed.
         """
-        values_N = self._values.corrected(copied.probs_N, copied.sources_N, copied.depths_N)
+        values_N = self._calibration.corrected(copied.probs_N, copied.sources_N)
         choice, alone, values_N, is_bought_N = budget.bought(step.batch, copied, values_N)
         right_N, known_N = found = agreement(copied, step.results)
         if not is_bought_N.all():
             found = Agreement(right_N[is_bought_N], known_N[is_bought_N])
         accepted_B = accepted_in_hindsight(alone, values_N, step.results, found)
-        self._values.observe(
-            copied.probs_N[known_N],
-            copied.sources_N[known_N],
-            copied.depths_N[known_N],
-            right_N[known_N],
+        self._calibration.observe(
+            copied.probs_N[known_N], copied.sources_N[known_N], right_N[known_N]
         )
         return choice.step_ms, accepted_B
 
     def change_policy(self) -> None:
         """The target's or the draft's weights changed."""
-        self._values.decay()
+        self._calibration.decay()
         self._gate.change_policy()
 
     def learned(self) -> dict[str, Any]:

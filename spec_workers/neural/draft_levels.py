@@ -43,7 +43,7 @@ class DraftLevels:
         num_steps: int,
         on_host: bool,
     ) -> None:
-        """``on_host``: nodes come as numpy's arrays, and only actual nodes are run."""
+        """``on_host``: only actual nodes are run."""
         self._runners = runners
         self._state = state
         self._topk = topk
@@ -172,8 +172,9 @@ class DraftLevels:
         inputs: Tensors,
     ) -> torch.Tensor:
         """Hidden states [G, F, E], zero where there is no node and in trees without a new one."""
-        grows_G = nodes.is_node_GN[:, -self._topk :].any(axis=1)
-        is_used_GN = nodes.is_node_GN & grows_G[:, None]
+        is_node_GN, tokens_GN = nodes.is_node_GN.numpy(), nodes.tokens_GN.numpy()
+        grows_G = np.logical_or.reduce(is_node_GN[:, -self._topk :], axis=1)
+        is_used_GN = is_node_GN & grows_G[:, None]
         is_run_GF = is_used_GN[:, first:]
         trees_B = grows_G.nonzero()[0]
         trees_T, columns_T = is_run_GF.nonzero()
@@ -183,11 +184,11 @@ class DraftLevels:
             bands_B=trees_B,
             counts_B=is_used_GN.sum(axis=1)[trees_B],
             new_B=is_run_GF.sum(axis=1)[trees_B],
-            masks_N=compact_masks(nodes.masks_GN.view(np.uint64), is_used_GN),
-            input_ids_T=nodes.tokens_GN[:, first:][trees_T, columns_T],
+            masks_N=compact_masks(nodes.masks_GN.numpy().view(np.uint64), is_used_GN),
+            input_ids_T=tokens_GN[:, first:][trees_T, columns_T],
             positions_T=ends_G[trees_T] - 1 - k + (first + columns_T) // self._topk,
         )
-        parents_T = nodes.parents_GN[:, first:][trees_T, columns_T] + 1
+        parents_T = nodes.parents_GN.numpy()[:, first:][trees_T, columns_T] + 1
         trees, above = torch.from_numpy(trees_T), torch.from_numpy(parents_T)
         hidden_TE = self._runners[k].run_nodes(rows, above_GHE[trees, above])
         if len(trees_T) == is_run_GF.size:

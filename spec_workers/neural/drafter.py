@@ -31,7 +31,6 @@ from rollout.ops.transfers import upload
 from rollout.runner.graphs.graph_runner import GraphRunner
 from rollout.types import Batch, DraftTrees, Request, Scheduled
 from spec_workers.draft_tree import only_roots, spread
-from spec_workers.neural.arrays import Arrays, DeviceArrays
 from spec_workers.neural.draft_extend import DraftExtension
 from spec_workers.neural.draft_kv import DraftKv
 from spec_workers.neural.draft_levels import DraftLevels
@@ -104,12 +103,11 @@ class NeuralDrafter:
         ]
         like = torch.empty(0, dtype=first.dtype, device=first.device)
         self._state = DraftState(rows, len(models), first.spec.hidden_size, like)
-        self._guesser = Guesser(topk, first.token_ids_D)
+        self._guesser = Guesser(topk, num_steps, first.token_ids_D)
         on_device = gpu.runs_on(self._device)
-        arrays = DeviceArrays(self._device) if on_device else Arrays()
         # On a device shapes are fixed, and ranks in lockstep run the same levels.
         self._chooses_levels = not on_device and not lockstep
-        self._proposer = self._make_proposer(arrays, graphs)
+        self._proposer = self._make_proposer(graphs, on_host=not on_device)
         self.is_warm = True
         """Whether the timing of the last `propose` is steady-state: on a GPU the first ones of a
         shape compile kernels and capture graphs."""
@@ -213,21 +211,21 @@ class NeuralDrafter:
         """Positions extended; trees grown, levels and nodes run for them. Over its life."""
         return {f"draft/{name}": float(count) for name, count in self._counters.items()}
 
-    def _make_proposer(self, arrays: Arrays, graphs: GraphRunner | None) -> TreeProposer:
+    def _make_proposer(self, graphs: GraphRunner | None, *, on_host: bool) -> TreeProposer:
         levels = DraftLevels(
             self.runners,
             self._state,
             topk=self._topk,
             num_steps=self._num_steps,
-            on_host=arrays.on_host,
+            on_host=on_host,
         )
         return TreeProposer(
             levels,
             self._guesser,
-            arrays,
             topk=self._topk,
             num_steps=self._num_steps,
             device=self._device,
+            on_host=on_host,
             lockstep=self.lockstep,
             graphs=graphs,
         )

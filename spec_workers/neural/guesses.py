@@ -1,110 +1,118 @@
-"""The guesses of a draft behind each node, and what it learns from how they turned out.
+"""The guesses of a draft behind each node, and how often they come true.
 
-Legend: R rows of logits, D draft vocabulary, C candidates, W children, K components.
+The target's sample at a position is its inverse distribution function at a uniform number that
+depends on the request's seed and the position alone (`rollout/ops/uniforms`). The draft looks that
+number up: a token whose interval of the draft's distribution function is near it is more likely to
+be the target's than its probability says (common random numbers; Daliri et al. 2024, "Coupling
+without Communication and Drafter-Invariant Speculative Decoding").
+
+Legend: G trees, L levels, R rows of logits, D draft vocabulary, C candidates, W children.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout.ops.transfers import download
-from rollout.types import Batch, EntryResult
-from spec_workers.neural.arrays import Array, Arrays
-from spec_workers.neural.mixture import (
-    LearnedMixture,
-    Reliability,
-    Tables,
-    contexts,
-    corrected,
-    depth_bucket,
-    mixed,
-)
+from rollout.ops.uniforms.reference import noise
+from rollout.types import Batch, EntryResult, Request
 from spec_workers.neural.proposal import Proposal
-from spec_workers.neural.shared_noise import (
-    CANDIDATES,
-    Candidates,
-    Tensors,
-    component_probabilities,
-    component_tables,
-    drawn_from,
-    likeliest,
-)
 
-_TABLES = ("weights", "ratios", "knots", "widths", "sharpness")
+Tensors = dict[str, torch.Tensor]
+
+_CANDIDATES = 32  # of a row; the tokens beyond are hardly ever worth a node
+_NEAR = 0.25  # to either side of the noise
+_NEAR_SHARE = 0.25  # of a guess that counts the token's part of what is near
+
+_INERTIA = 20.0  # claimed acceptances that the first ratio of 1 counts for
+_MEMORY = 400.0  # claimed acceptances that are remembered
 
 
-@dataclass(kw_only=True, slots=True)
-class Guesses:
-    """The children of rows, and the candidates they were chosen from."""
+def noise_inputs(
+    requests: Sequence[Request], ends_G: NDArray[np.int64], padding: int, num_levels: int
+) -> dict[str, NDArray]:
+    """The inputs of `Guesser.children` that depend on the requests, of trees and padding.
 
-    tokens_RW: Array  # int64, of the target's vocabulary
-    probs_RW: Array  # float32, the most probable first
-    found: Candidates
+    Args:
+        ends_G: tokens of the sequences.
+        num_levels: positions from there on that are guessed.
+    """
+    seeds_G = np.array([request.seed for request in requests], dtype=np.uint64)
+    positions_GL = ends_G[:, None] + np.arange(num_levels)
+    uniforms_GL = noise(np.repeat(seeds_G, num_levels), positions_GL.reshape(-1))
+    temperature_G = np.array([request.params.temperature for request in requests], dtype=np.float32)
+    is_greedy_G = temperature_G == 0
+    return {
+        "uniforms": np.pad(
+            uniforms_GL.reshape(positions_GL.shape).astype(np.float32), ((0, padding), (0, 0))
+        ),
+        "temperature": np.pad(np.where(is_greedy_G, np.float32(1), temperature_G),
+                              (0, padding), constant_values=1),
+        # Greedy requests have no noise: all of the distribution is near.
+        "near": np.pad(np.where(is_greedy_G, np.float32(1), np.float32(_NEAR)),
+                       (0, padding), constant_values=1),
+    }  # fmt: skip
 
 
 class Guesser:
     """Turns logits into children and their probabilities, on the CPU or a device."""
 
-    def __init__(self, topk: int, token_ids_D: torch.Tensor | None) -> None:
+    def __init__(self, topk: int, num_levels: int, token_ids_D: torch.Tensor | None) -> None:
         """
         Args:
             topk: most children of a node.
+            num_levels: of a tree.
             token_ids_D: the target's token of each of the draft's; None: the same.
         """
         self._topk = topk
         self._token_ids_D = token_ids_D
-        self._host_ids_D = None if token_ids_D is None else download({"ids": token_ids_D})["ids"]
-        self._mixture = LearnedMixture()
-        self._reliability = Reliability()
+        self._claimed_L = np.zeros(num_levels)
+        self._accepted_L = np.zeros(num_levels)
         self._open: Proposal | None = None
 
-    def tables(self) -> dict[str, NDArray]:
-        """The learned tables that `children` reads."""
-        return {
-            "weights": self._mixture.weights(),
-            **self._reliability.tables(),
-            **component_tables(),
-        }
+    def ratios(self) -> NDArray[np.float32]:
+        """[L]: accepted over claimed guesses of each level, 0 for children of roots."""
+        ratios_L = (self._accepted_L + _INERTIA) / (self._claimed_L + _INERTIA)
+        return ratios_L.astype(np.float32)
 
     def children(
-        self,
-        arrays: Arrays,
-        logits_RD: torch.Tensor,
-        inputs: Tensors,
-        trees_R: torch.Tensor,
-        depth: int,
-    ) -> Guesses:
-        """The children of nodes of one depth, 0 for roots. Nothing waits for a device.
+        self, logits_RD: torch.Tensor, inputs: Tensors, trees_R: torch.Tensor, level: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The children of the nodes of one level, 0 for roots. Nothing waits for a device.
 
         Args:
-            arrays: those that the guesses come as.
-            logits_RD: overwritten where float32.
-            inputs: what `noise_inputs` and `tables` gave, where the logits are.
+            logits_RD: any float dtype.
+            inputs: where the logits are: `noise_inputs` and ``ratios``.
             trees_R: int64, each row's tree.
+
+        Returns:
+            Tokens of the target's vocabulary, int64 [R, W], the most probable first.
+            Their probabilities, float32 [R, W]; NaN where logits are.
         """
-        uniforms_R = inputs["uniforms"][trees_R, depth]
-        logits_RD = drawn_from(logits_RD, inputs, trees_R)
-        index_RC, probs_RC, ends_RC = likeliest(logits_RD, uniforms_R, CANDIDATES)
-        is_greedy_R = inputs["is_greedy"][trees_R] > 0 if "is_greedy" in inputs else None
-        found = Candidates(
-            index_RC=arrays.of_tensor(index_RC),
-            probs_RC=arrays.of_tensor(probs_RC),
-            ends_RC=arrays.of_tensor(ends_RC),
-            uniforms_R=arrays.of_tensor(uniforms_R),
-            is_greedy_R=None if is_greedy_R is None else arrays.of_tensor(is_greedy_R),
-        )
-        tables = {name: arrays.of_tensor(inputs[name]) for name in _TABLES}
-        contexts_R, _, estimates_RC = _estimates(arrays, found, int(depth_bucket(depth)), tables)
-        probs_RC = corrected(arrays, estimates_RC, contexts_R, tables)
-        best_RW = arrays.descending(probs_RC)[:, : self._topk]
-        rows_R1 = arrays.arange(len(best_RW))[:, None]
-        tokens_RW = found.index_RC[rows_R1, best_RW]
+        temperature_R1 = inputs["temperature"][trees_R][:, None]
+        probs_RD = torch.softmax(logits_RD.float() / temperature_R1, dim=1)
+        # CUDA's scan of one row, unlike that of several, may round differently from call to call.
+        is_alone = probs_RD.is_cuda and len(probs_RD) == 1
+        rows_RD = probs_RD.expand(2, -1) if is_alone else probs_RD
+        ends_RD = rows_RD.cumsum(dim=1)[: len(probs_RD)]
+        probs_RC, index_RC = probs_RD.topk(min(_CANDIDATES, probs_RD.shape[1]), dim=1)
+        ends_RC = ends_RD.gather(1, index_RC)
+
+        noise_R1 = inputs["uniforms"][trees_R, level][:, None]
+        near_R1 = inputs["near"][trees_R][:, None]
+        low_R1, high_R1 = (noise_R1 - near_R1).clamp(min=0), (noise_R1 + near_R1).clamp(max=1)
+        overlap_RC = torch.minimum(ends_RC, high_R1) - torch.maximum(ends_RC - probs_RC, low_R1)
+        near_RC = overlap_RC.clamp(min=0) / (high_R1 - low_R1)
+        guesses_RC = probs_RC + _NEAR_SHARE * (near_RC - probs_RC)
+
+        probs_RW, best_RW = guesses_RC.topk(min(self._topk, guesses_RC.shape[1]), dim=1)
+        tokens_RW = index_RC.gather(1, best_RW)
         if self._token_ids_D is not None:
-            tokens_RW = arrays.of_tensor(self._token_ids_D)[tokens_RW]
-        return Guesses(tokens_RW=tokens_RW, probs_RW=probs_RC[rows_R1, best_RW], found=found)
+            tokens_RW = self._token_ids_D[tokens_RW]
+        return tokens_RW, (probs_RW * inputs["ratios"][level]).clamp(max=1)
 
     def remember(self, proposal: Proposal) -> None:
         """Keep a proposal until its step's tokens are known."""
@@ -115,25 +123,10 @@ class Guesser:
         proposal, self._open = self._open, None
         if proposal is None or proposal.batch is not batch:
             return
-        cases = proposal.followed(results)
-        if cases is None:
-            return
-        contexts_R, components_RCK, estimates_RC = _estimates(
-            Arrays(), cases.found, depth_bucket(cases.depths_R), self.tables()
-        )
-        index_RC = cases.found.index_RC
-        tokens_RC = index_RC if self._host_ids_D is None else self._host_ids_D[index_RC]
-        came_true = tokens_RC == cases.came_R[:, None]
-        # The same token may come twice, once with probability 0.
-        came_true &= components_RCK.any(axis=2)
-        self._mixture.learn(contexts_R, components_RCK, came_true)
-        self._reliability.learn(contexts_R, estimates_RC, came_true)
-
-
-def _estimates(
-    arrays: Arrays, found: Candidates, bucket: int | Array, tables: Tables
-) -> tuple[Array, Array, Array]:
-    """Contexts [R], component probabilities [R, C, K - 1] and the mixture's estimates [R, C]."""
-    components_RCK = component_probabilities(arrays, found, tables)
-    contexts_R = contexts(found.is_greedy_R, bucket, arrays.alike.amax(found.probs_RC, 1))
-    return contexts_R, components_RCK, mixed(components_RCK, contexts_R, tables["weights"])
+        ratios_L = self.ratios().astype(np.float64)
+        for level, claimed, came_true in proposal.followed(results):
+            self._claimed_L[level] += claimed / ratios_L[level]
+            self._accepted_L[level] += came_true
+        kept_L = np.where(self._claimed_L > _MEMORY, 0.5, 1.0)
+        self._claimed_L *= kept_L
+        self._accepted_L *= kept_L

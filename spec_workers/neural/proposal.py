@@ -1,11 +1,12 @@
 """A proposal that was read: its trees, and the guesses that are learned from later.
 
 Legend: G trees, W nodes of a level, N nodes of all levels, V children of a row, C = (1 + N) V
-candidates, R = 1 + N rows with guesses, the root's first, K candidates of a row, L depths.
+candidates, the root's first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,21 +15,11 @@ from numpy.typing import NDArray
 from rollout.ops.ragged import offsets_of
 from rollout.types import Batch, DraftTrees, EntryResult
 from spec_workers.draft_tree import indices_within
-from spec_workers.neural.shared_noise import Candidates
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class Cases:
-    """Guesses of rows along the path of the tokens emitted, and the token that came at each."""
-
-    found: Candidates
-    depths_R: NDArray[np.int64]
-    came_R: NDArray[np.int64]
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Proposal:
-    """See `TreeGrowth` for the first three arrays, `Candidates` for the others."""
+    """See `TreeGrowth`."""
 
     batch: Batch
     entries_G: list[int]  # of the batch
@@ -36,11 +27,6 @@ class Proposal:
     tokens_GC: NDArray[np.int32]
     probs_GC: NDArray[np.float32]  # negative: none
     candidates_GN: NDArray[np.int32]  # that were run; negative: none
-    index_GRK: NDArray[np.int32]
-    probs_GRK: NDArray[np.float32]
-    ends_GRK: NDArray[np.float32]
-    uniforms_GL: NDArray[np.float64]  # of each depth
-    is_greedy_G: NDArray[np.bool_] | None  # None: none is
 
     @property
     def num_nodes(self) -> int:
@@ -93,37 +79,19 @@ class Proposal:
             sources_N=np.full(len(chosen), source, dtype=np.uint8),
         )
 
-    def followed(self, results: list[EntryResult]) -> Cases | None:
-        """The guesses along the path of the tokens emitted; None: there were none."""
-        parents_GN = np.where(self.candidates_GN < 0, -1, self.candidates_GN // self._children)
-        tokens_GN = np.take_along_axis(self.tokens_GC, np.maximum(self.candidates_GN, 0), axis=1)
-        trees: list[int] = []
-        rows: list[int] = []
-        tokens: list[int] = []
+    def followed(self, results: list[EntryResult]) -> Iterator[tuple[int, float, bool]]:
+        """The rows along the path of the tokens emitted: a row's level, the probability of its
+        children, given the row, and whether one of them came."""
+        children = self._children
         for tree, b in enumerate(self.entries_G):
-            row, first = 0, 0
-            own = list(zip(parents_GN[tree].tolist(), tokens_GN[tree].tolist(), strict=True))
-            for token in results[b].token_ids:
-                trees.append(tree)
-                rows.append(row)
-                tokens.append(token)
-                level = own[first : first + self.topk]
-                if (row, token) not in level:
+            tokens_C, probs_C = self.tokens_GC[tree].tolist(), self.probs_GC[tree].tolist()
+            nodes = {c: n for n, c in enumerate(self.candidates_GN[tree].tolist()) if c >= 0}
+            row, before = 0, 1.0
+            for level, token in enumerate(results[b].token_ids):
+                columns = range(row * children, (row + 1) * children)
+                own = [c for c in columns if probs_C[c] >= 0]
+                came = [c for c in own if tokens_C[c] == token]
+                yield level, sum(probs_C[c] for c in own) / before, bool(came)
+                if not came or came[0] not in nodes:
                     break
-                row, first = 1 + first + level.index((row, token)), first + self.topk
-        if not rows:
-            return None
-        return self._cases(np.array(trees), np.array(rows), np.array(tokens))
-
-    def _cases(
-        self, trees_R: NDArray[np.int64], rows_R: NDArray[np.int64], came_R: NDArray[np.int64]
-    ) -> Cases:
-        depths_R = np.where(rows_R == 0, 0, 1 + (rows_R - 1) // self.topk)
-        found = Candidates(
-            index_RC=self.index_GRK[trees_R, rows_R],
-            probs_RC=self.probs_GRK[trees_R, rows_R],
-            ends_RC=self.ends_GRK[trees_R, rows_R],
-            uniforms_R=self.uniforms_GL[trees_R, depths_R],
-            is_greedy_R=None if self.is_greedy_G is None else self.is_greedy_G[trees_R],
-        )
-        return Cases(found=found, depths_R=depths_R, came_R=came_R)
+                row, before = 1 + nodes[came[0]], probs_C[came[0]]

@@ -1,31 +1,28 @@
 """A proposal of a neural draft: trees grow level by level, and are read when all is launched.
 
 Legend: G trees, P of a shape: those and padding, F rows of a level of a tree, W nodes of a level, N
-nodes of all levels, C candidates, K candidates of a row, R rows of logits, D draft vocabulary, E
-hidden.
+nodes of all levels, C candidates, R rows of logits, E hidden.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from rollout.config import MemoryConfig
-from rollout.ops.transfers import upload
+from rollout.ops.transfers import download, upload
 from rollout.runner.graphs.capture import CudaCapture
 from rollout.runner.graphs.graph_runner import GraphRunner
 from rollout.types import Batch
-from spec_workers.neural.arrays import Array, Arrays
 from spec_workers.neural.draft_levels import DraftLevels
-from spec_workers.neural.guesses import Guesser
+from spec_workers.neural.guesses import Guesser, Tensors, noise_inputs
 from spec_workers.neural.level_pace import LevelPace
 from spec_workers.neural.proposal import Proposal
-from spec_workers.neural.shared_noise import OPTIONAL_INPUTS, Tensors, noise_inputs
 from spec_workers.neural.tree_growth import TreeGrowth
 from spec_workers.target import TargetWorker
 
@@ -39,7 +36,6 @@ class Shape(NamedTuple):
     trees: int  # padded, for a device
     levels: int  # 1: children of the roots alone
     longest: int  # an upper bound of the positions that a draft has read
-    options: tuple[str, ...]  # optional inputs that are there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,26 +59,26 @@ class TreeProposer:
         self,
         levels: DraftLevels,
         guesser: Guesser,
-        arrays: Arrays,
         *,
         topk: int,
         num_steps: int,
         device: torch.device,
+        on_host: bool,
         lockstep: bool,
         graphs: GraphRunner | None = None,
     ) -> None:
         """
         Args:
-            arrays: those of the trees while they grow, as of the levels.
+            on_host: run only actual nodes, as of the levels.
             lockstep: run every level, whatever there is to grow.
             graphs: capture proposals, all levels of one together; default: each is launched anew.
         """
         self._levels = levels
         self._guesser = guesser
-        self._arrays = arrays
         self._topk = topk
         self._num_steps = num_steps
         self._device = device
+        self._on_host = on_host
         self._lockstep = lockstep
         self._graphs = graphs
         self._pace = LevelPace()
@@ -93,10 +89,10 @@ class TreeProposer:
     def propose(self, wanted: TreesToGrow) -> Proposal:
         """The grown trees. With a device: one copy to it, one from it, and nothing else waits."""
         count = len(wanted.rows_G)
-        trees = count if self._arrays.on_host else padded_count(count)
+        trees = count if self._on_host else padded_count(count)
         inputs = self._inputs(wanted, trees - count)
-        shape = self._shape(wanted, trees, inputs)
-        self.is_warm = self._arrays.on_host or shape in self._shapes
+        shape = self._shape(wanted, trees)
+        self.is_warm = self._on_host or shape in self._shapes
         self._shapes.add(shape)
         inputs |= self._levels.changes(wanted.rows_G)
         sent = None if self._graphs is None else self._graphs.send(inputs)
@@ -109,18 +105,10 @@ class TreeProposer:
         else:
             grown = self._graphs.run(shape, partial(self._grow, tensors, shape))
             self.is_warm &= self._graphs.is_warm
-        own = {name: array[:count] for name, array in grown.items()}
-        read: dict[str, Any] = self._arrays.read(own)
-        return Proposal(
-            batch=wanted.batch,
-            entries_G=wanted.entries_G,
-            topk=self._topk,
-            uniforms_GL=inputs["uniforms"][:count],
-            is_greedy_G=inputs["is_greedy"][:count] > 0 if "is_greedy" in inputs else None,
-            **read,
-        )
+        read = download({name: tensor[:count] for name, tensor in grown.items()})
+        return Proposal(batch=wanted.batch, entries_G=wanted.entries_G, topk=self._topk, **read)
 
-    def _shape(self, wanted: TreesToGrow, trees: int, inputs: dict[str, NDArray]) -> Shape:
+    def _shape(self, wanted: TreesToGrow, trees: int) -> Shape:
         longest = _FIRST_LONGEST
         while longest < self._levels.longest(wanted.rows_G):
             longest *= _LONGEST_STEP
@@ -128,7 +116,6 @@ class TreeProposer:
             trees=trees,
             levels=self._num_steps if self._lockstep else int(wanted.depths_G.max(initial=1)),
             longest=longest,
-            options=tuple(name for name in OPTIONAL_INPUTS if name in inputs),
         )
 
     def _inputs(self, wanted: TreesToGrow, padding: int) -> dict[str, NDArray]:
@@ -140,46 +127,40 @@ class TreeProposer:
             "sizes": padded(wanted.sizes_G, padding),
             "depths": padded(wanted.depths_G, padding),
             "floor": np.array([max(wanted.floor, least)], dtype=np.float32),
+            "ratios": self._guesser.ratios(),
         }
         arrays |= noise_inputs(requests, wanted.ends_G, padding, self._num_steps)
-        return arrays | self._guesser.tables() | self._levels.inputs(wanted.rows_G, padding)
+        return arrays | self._levels.inputs(wanted.rows_G, padding)
 
     def _grow(
         self, inputs: Tensors, shape: Shape, token_ms_G: NDArray[np.float64] | None = None
-    ) -> dict[str, Array]:
-        """The arrays that `Proposal` reads, of all P trees. Nothing waits for a device.
+    ) -> Tensors:
+        """The tensors that `Proposal` reads, of all P trees. Nothing waits for a device.
 
         ``token_ms_G``: of `TreesToGrow`; on the host, levels that do not pay are left out.
         """
-        topk, levels, arrays = self._topk, self._levels, self._arrays
-        sizes_P, depths_P, floor_1 = (
-            arrays.of_tensor(inputs[name]) for name in ("sizes", "depths", "floor")
-        )
-        growth = TreeGrowth(arrays, sizes_P, depths_P, floor_1, topk)
+        topk, levels, sizes_P = self._topk, self._levels, inputs["sizes"]
+        growth = TreeGrowth(sizes_P, inputs["depths"], inputs["floor"], topk)
         above_PHE = levels.roots(inputs)
-        guessed = [self._guess(growth, 0, above_PHE, sizes_P[:, None] >= 0, inputs)]
+        self._guess(growth, 0, above_PHE, sizes_P[:, None] >= 0, inputs)
+        num_run = 0  # nodes, without a last level of none
         for level in range(1, shape.levels):
             if token_ms_G is not None:
                 self._pace.observe(level - 1, growth)
             nodes = growth.expand()
             is_row_PW = nodes.is_node_GN[:, -topk:]
-            if arrays.on_host and not self._lockstep and not is_row_PW.any():
+            if self._on_host and not self._lockstep and not is_row_PW.any():
                 break
             if token_ms_G is not None and not self._pace.pays(level, growth, token_ms_G):
                 break
             with self._pace.timed(shape.trees):
                 hidden_PWE, above_PHE = levels.run(level, nodes, above_PHE, inputs, shape.longest)
-                guessed.append(self._guess(growth, level, hidden_PWE, is_row_PW, inputs))
-        num_run = topk * (len(guessed) - 1)  # without nodes that there were none of
-        index, probs, ends = zip(*guessed, strict=True)
-        join = arrays.alike.concatenate
+                self._guess(growth, level, hidden_PWE, is_row_PW, inputs)
+            num_run += topk
         return {
-            "tokens_GC": arrays.int32(growth.tokens_GC),
+            "tokens_GC": growth.tokens_GC.int(),
             "probs_GC": growth.probs_GC,
-            "candidates_GN": arrays.int32(growth.candidates_GN[:, :num_run]),
-            "index_GRK": arrays.int32(join(index, 1)),
-            "probs_GRK": join(probs, 1),
-            "ends_GRK": join(ends, 1),
+            "candidates_GN": growth.candidates_GN[:, :num_run].int(),
         }
 
     def _guess(
@@ -187,34 +168,24 @@ class TreeProposer:
         growth: TreeGrowth,
         level: int,
         hidden_PFE: torch.Tensor,
-        is_row_PF: Array,
+        is_row_PF: torch.Tensor,
         inputs: Tensors,
-    ) -> tuple[Array, Array, Array]:
-        """Add the children of a level's rows to the trees. Index, probability and end of interval
-        [P, F, K] of the candidates they were chosen from; on the host, of rows there are none of,
-        zeros."""
-        shape, arrays = hidden_PFE.shape[:2], self._arrays
-        rows = is_row_PF.nonzero() if arrays.on_host else None
-        if rows is None:
-            trees_R = torch.arange(shape[0], device=hidden_PFE.device)[:, None]
-            trees_R = trees_R.expand(shape).reshape(-1)
-            hidden_RE = hidden_PFE.flatten(0, 1)
+    ) -> None:
+        """Add the children of a level's rows to the trees; on the host, of actual rows alone."""
+        trees_PF = torch.arange(len(is_row_PF), device=is_row_PF.device)[:, None]
+        trees_PF = trees_PF.expand(is_row_PF.shape)
+        if not self._on_host or bool(is_row_PF.all()):
+            logits_RD = self._levels.logits(level, hidden_PFE.flatten(0, 1))
+            found = self._guesser.children(logits_RD, inputs, trees_PF.flatten(), level)
+            tokens_PFW, probs_PFW = (each.unflatten(0, is_row_PF.shape) for each in found)
         else:
-            trees_R = torch.from_numpy(rows[0])
-            hidden_RE = hidden_PFE[trees_R, torch.from_numpy(rows[1])]
-        logits_RD = self._levels.logits(level, hidden_RE)
-        guesses = self._guesser.children(arrays, logits_RD, inputs, trees_R, level)
-
-        def by_tree(array_RX: Array) -> Array:
-            if rows is None or len(array_RX) == shape.numel():
-                return array_RX.reshape((*shape, array_RX.shape[1]))
-            array_PFX = np.zeros((*shape, array_RX.shape[1]), dtype=array_RX.dtype)
-            array_PFX[rows] = array_RX
-            return array_PFX
-
-        growth.add(by_tree(guesses.tokens_RW), by_tree(guesses.probs_RW))
-        found = guesses.found
-        return by_tree(found.index_RC), by_tree(found.probs_RC), by_tree(found.ends_RC)
+            logits_RD = self._levels.logits(level, hidden_PFE[is_row_PF])
+            found = self._guesser.children(logits_RD, inputs, trees_PF[is_row_PF], level)
+            tokens_PFW, probs_PFW = (
+                each.new_zeros(*is_row_PF.shape, each.shape[1]) for each in found
+            )
+            tokens_PFW[is_row_PF], probs_PFW[is_row_PF] = found
+        growth.add(tokens_PFW, probs_PFW)
 
 
 def padded(array: NDArray, padding: int) -> NDArray:

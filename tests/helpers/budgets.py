@@ -9,8 +9,6 @@ import numpy as np
 from rollout.types import Batch, DraftTrees, EntryResult, Scheduled
 from spec_workers.budget import LearnedBudget
 from spec_workers.budget.cost_curve import CostCurve
-from spec_workers.budget.node_values import NodeValues
-from spec_workers.budget.step_cost import StepCost
 from tests.helpers.requests import make_request, make_trees
 
 SOURCES = ("group", "live")
@@ -23,7 +21,7 @@ class Machine(CostCurve):
     """A cost curve with given times, which learns nothing."""
 
     def __init__(self, times: Times, *, is_known: bool = True) -> None:
-        super().__init__(1, 4096, 512)
+        super().__init__(1, 4096)
         self.times = times
         self._is_known = is_known
 
@@ -31,10 +29,10 @@ class Machine(CostCurve):
     def is_known(self) -> bool:
         return self._is_known
 
-    def observe(self, num_rows, longest_context, milliseconds, steps=1) -> None:
+    def observe(self, num_rows, milliseconds) -> None:
         pass
 
-    def milliseconds(self, rows, longest_context=0):
+    def milliseconds(self, rows):
         return np.asarray(self.times(np.asarray(rows, dtype=np.float64)))
 
 
@@ -43,11 +41,8 @@ def ramp(rows: np.ndarray) -> np.ndarray:
     return np.maximum(14.0, 8.0 + 0.8 * rows)
 
 
-def make_budget(
-    times: Times = ramp, sources=SOURCES, *, is_known=True, reads_while_open=False
-) -> LearnedBudget:
-    cost = StepCost(Machine(times, is_known=is_known))
-    return LearnedBudget(cost, NodeValues(sources), 0.02, reads_while_open=reads_while_open)
+def make_budget(times: Times = ramp, sources=SOURCES, *, is_known=True) -> LearnedBudget:
+    return LearnedBudget(Machine(times, is_known=is_known), sources, 0.02)
 
 
 def entry_of(request_id: int, *, samples=True, slots=16, run_len=1) -> Scheduled:

@@ -20,15 +20,15 @@ class FlickeringGate(Gate):
     def is_open(self) -> bool:
         return bool(self._random.random() < 0.5) if self._within else self._open
 
-    def observe(self, width, gained_ms, spent_ms, temperature=1.0) -> None:
+    def observe(self, width, gained_ms, plain_ms) -> None:
         self._open = bool(self._random.random() < 0.6)
 
-    def skip(self, width, temperature=1.0) -> None:
+    def skip(self, width) -> None:
         self._open = bool(self._random.random() < 0.6)
 
 
 class ShutGate(Gate):
     is_open = False
 
-    def skip(self, width, temperature=1.0) -> None:
+    def skip(self, width) -> None:
         pass

@@ -10,7 +10,6 @@ import numpy as np
 
 STARTED = 1_800_000_000.0  # Unix seconds
 ROWS = (4, 8, 16, 32, 64, 128)
-CONTEXTS = (256, 512, 1024)
 
 Line = dict[str, Any]
 
@@ -115,21 +114,14 @@ def learned_line() -> Line:
             "device": "CPU, 2 threads, bfloat16",
             "cost": {
                 "rows": list(ROWS),
-                "contexts": list(CONTEXTS),
-                "milliseconds": [[12 + 0.4 * r + c / 512 for r in ROWS] for c in CONTEXTS],
-                "observations": [[30, 20, 10, 5, 1, 0], [8, 4, 2, 0, 0, 0], [0, 0, 0, 0, 0, 0]],
-            },
-            "request_ms": {"draft": 0.02, "sample": 0.05},
-            "values": {
-                "sources": ["group", "live", "external", "gap"],
-                "depths": ["1", "2", "3-4", "5+"],
-                "expected": [[400, 200, 100, 50], [90, 30, 10, 2], [0, 0, 0, 0], [5, 1, 0, 0]],
-                "accepted": [[420, 190, 90, 51], [80, 33, 9, 1], [0, 0, 0, 0], [4, 1, 0, 0]],
+                "milliseconds": [12 + 0.4 * r for r in ROWS],
+                "observations": [30, 20, 10, 5, 1, 0],
             },
             "calibration": {
-                "count": counts,
-                "expected": [(k + 0.5) / 10 * count for k, count in enumerate(counts)],
-                "accepted": [round((k + 0.3) / 10 * count) for k, count in enumerate(counts)],
+                "sources": ["group", "live"],
+                "count": [counts, [0] * 10],
+                "expected": [[(k + 0.5) / 10 * n for k, n in enumerate(counts)], [0] * 10],
+                "accepted": [[round((k + 0.3) / 10 * n) for k, n in enumerate(counts)], [0] * 10],
             },
             "gate": {"state": "open", "probes": 3},
         },

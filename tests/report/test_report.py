@@ -195,9 +195,11 @@ def test_what_is_not_there_is_said_in_words(tmp_path):
 
 
 def test_ratios_to_few_expected_draft_tokens_are_not_shown(tmp_path):
-    values = {"sources": ["live"], "depths": ["1", "2"], "expected": [[40.0, 0.4]],
-              "accepted": [[30.0, 1.0]]}  # fmt: skip
-    lines = [run_line(), {"kind": "learned", "budget": {"values": values}}]
+    none = [0.0] * 9
+    table = {"sources": ["live", "gap"], "count": [[80, *none], [4, *none]],
+             "expected": [[40.0, *none], [0.4, *none]],
+             "accepted": [[30.0, *none], [1.0, *none]]}  # fmt: skip
+    lines = [run_line(), {"kind": "learned", "budget": {"calibration": table}}]
     html = html_of(write_lines(tmp_path / "run.jsonl", lines))
     assert "30 of 40, 0.75x" in html
     assert "1 of 0" not in html

@@ -8,7 +8,6 @@ import torch
 
 from rollout.runner.graphs.capture import CudaCapture
 from rollout.runner.graphs.graph_runner import GraphRunner
-from spec_workers.neural.arrays import DeviceArrays
 from spec_workers.neural.guesses import Guesser
 from spec_workers.neural.tree_proposer import TreeProposer, TreesToGrow
 from tests.helpers.fake_cuda import FakeGpu, Kind
@@ -55,9 +54,9 @@ def test_a_proposal_waits_once(gpu: FakeGpu, asked, count) -> None:
         "proposals", max_bytes=lambda: 1 << 30, capture=CudaCapture(device), device=device
     )
     token_ids_D = torch.empty(VOCAB, dtype=torch.int64, device=device)
-    guesser = Guesser(TOPK, token_ids_D)
+    guesser = Guesser(TOPK, STEPS, token_ids_D)
     proposer = TreeProposer(
-        NoLevels(), guesser, DeviceArrays(device), topk=TOPK, num_steps=STEPS, device=device,
+        NoLevels(), guesser, topk=TOPK, num_steps=STEPS, device=device, on_host=False,
         lockstep=False, graphs=graphs,
     )  # fmt: skip
     requests = [make_request([3] * 9, request_id=g, seed=g, **ASKED[asked]) for g in range(count)]
@@ -74,4 +73,3 @@ def test_a_proposal_waits_once(gpu: FakeGpu, asked, count) -> None:
     assert not graphs.failure
     assert gpu.seen.of(Kind.REPLAY)
     assert proposal.tokens_GC.shape == (count, TOPK * (1 + TOPK * (STEPS - 1)))
-    assert proposal.index_GRK.shape == (count, 1 + TOPK * (STEPS - 1), 33)

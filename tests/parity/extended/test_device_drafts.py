@@ -14,7 +14,6 @@ import torch
 
 from rollout import RolloutEngine
 from rollout.runner.graphs.graph_runner import GraphRunner
-from spec_workers.neural.arrays import DeviceArrays
 from spec_workers.neural.tree_proposer import TreeProposer
 from tests.helpers.compared import numbers
 from tests.helpers.parity_models import FIXED, LEARNED, PARAMS, prompts
@@ -121,7 +120,7 @@ def as_on_a_device(drafter, capture, **options) -> TreeProposer:
         device=cpu,
         **options,
     )
-    drafter._proposer = drafter._make_proposer(DeviceArrays(cpu), graphs)
+    drafter._proposer = drafter._make_proposer(graphs, on_host=False)
     return drafter._proposer
 
 

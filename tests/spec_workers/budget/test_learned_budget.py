@@ -66,7 +66,6 @@ def test_nothing_is_asked_for_nor_verified_where_no_node_can_pay():
     assert budget.choose(batch, chains(batch, 0.99)).trees.num_nodes == 0
     for _ in range(30):
         assert step(budget, batch, 0.9).proposed is None
-    assert not budget.is_open
 
 
 def test_narrow_batches_have_deeper_trees():
@@ -150,8 +149,7 @@ def test_steps_that_sample_nothing_have_no_forecast_and_teach_nothing(options):
     assert selected.forecast is None
     times = StepTimes(draft=1.0) if batch.entries else FREE
     budget.observe(batch, selected, [EntryResult() for _ in batch.entries], times)
-    for part in ("gate", "request_ms", "values"):
-        assert budget.learned()[part] == before[part]
+    assert budget.learned() == before
 
 
 def test_without_draft_slots_nothing_is_asked_for_and_the_gate_stays_open():
@@ -183,7 +181,7 @@ def test_where_nobody_waits_the_longest_request_is_drafted_for(replaced):
     assert chosen[2] > as_of_a_queue[2]
     assert chosen[:2] + chosen[3:] == [0, 0, 0], "their tokens only save their own rows"
     floors_B = budget.floors(batch)
-    assert (floors_B <= 1.0).tolist() == [False, False, True, False]
+    assert floors_B[[0, 1, 3]].min() > 0.8
     assert floors_B[2] < 0.2
     assert budget.token_ms(batch_of(4)).tolist() == waiting, "asked in each step"
 
@@ -214,29 +212,26 @@ def test_drafting_of_unknown_time_neither_closes_the_gate_nor_is_free():
     assert all(run(budget, batch, steps=20, accepted=1, draft=math.nan)), "nothing is known of it"
     json.dumps(budget.learned(), allow_nan=False)
     selected = budget.choose(batch, only_roots(1))  # a proposal without nodes takes time too
-    budget.observe(batch, selected, results_of(selected.trees), StepTimes(draft=30.0))
+    budget.observe(batch, selected, results_of(selected.trees), StepTimes(draft=20.0))
     assert budget.learned()["gate"]["gain"] < 0
     opened = run(budget, batch, steps=12, accepted=1, draft=math.nan)
     assert not all(opened), "it is taken to be the usual one"
 
 
-@pytest.mark.parametrize(("reads_while_open", "stays_open"), [(False, True), (True, False)])
-def test_what_a_draft_reads_is_a_cost_of_drafting(reads_while_open, stays_open):
-    """An accepted token saves 14 ms in two steps. Each step spends 6 ms in drafting, 5 of them also
-    in steps that propose nothing: a corpus takes tokens in whether its drafts are verified or not,
-    a draft network need not read while the gate is closed."""
-    budget, batch = make_budget(reads_while_open=reads_while_open), batch_of(1)
+@pytest.mark.parametrize(("idle_ms", "stays_open"), [(5.0, True), (0.0, False)])
+def test_drafting_costs_what_it_takes_beyond_a_step_with_the_gate_closed(idle_ms, stays_open):
+    """An accepted token saves 14 ms in four steps; each step spends 6 ms in drafting. A corpus
+    takes tokens in whether its drafts are verified or not, a draft network need not."""
+    budget, batch = make_budget(), batch_of(1)
     opened = []
-    for number in range(400):
+    for number in range(800):
         opened.append(budget.is_open)
         proposes = budget.floors(batch) is not None and number not in (4, 8, 16)
         selected = budget.choose(batch, chains(batch, 0.5) if proposes else None)
-        idle_ms = 0.0 if reads_while_open else 5.0
-        drafting = StepTimes(draft=6.0 if proposes else 5.0 if budget.is_open else idle_ms)
+        drafting = StepTimes(draft=6.0 if budget.is_open else idle_ms)
         accepted = number % 4 == 0
         budget.observe(batch, selected, results_of(selected.trees, accepted), drafting)
-    assert all(opened) == stays_open
-    assert sum(opened) < 100 or stays_open
+    assert all(opened[-200:]) if stays_open else sum(opened) < 200
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
@@ -248,7 +243,8 @@ def test_nodes_are_judged_on_every_branch_unless_the_request_ended(is_stopped):
     result = EntryResult(token_ids=[2, 3, 9], path=[2, 3], num_drafted=3)
     result.finish_reason = FinishReason.STOP if is_stopped else None
     observe_all_verified(budget, batch, trees, [result])
-    values = budget.learned()["values"]
-    assert values["expected"][1] == pytest.approx([0, 0, 0, 0] if is_stopped else [0.7, 0.2, 0, 0])
-    assert values["accepted"][1] == ([0, 0, 0, 0] if is_stopped else [1.0, 1.0, 0.0, 0.0])
-    assert values["expected"][0] == values["accepted"][0] == [0.0] * 4
+    table = {key: np.sum(value, 1) for key, value in budget.learned()["calibration"].items()
+             if key != "sources"}  # fmt: skip
+    assert table["expected"][1] == pytest.approx(0 if is_stopped else 0.9)
+    assert table["accepted"][1] == (0 if is_stopped else 2)
+    assert table["expected"][0] == table["accepted"][0] == 0

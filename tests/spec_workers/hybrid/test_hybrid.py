@@ -155,7 +155,7 @@ def test_epochs_of_the_same_prompts(tiny_model_path, plain, learned, overrides):
     assert counters["hybrid/asked"] == counters["draft/asked"]
     assert counters["hybrid/is_open"] in (0.0, 1.0)
     if learned:
-        values = worker.learned()["values"]
+        values = worker.learned()["calibration"]
         assert values["sources"] == list(SOURCES)
         accepted = dict(zip(values["sources"], np.sum(values["accepted"], axis=1), strict=True))
         assert accepted["oracle"] > 0

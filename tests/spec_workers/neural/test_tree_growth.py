@@ -1,5 +1,4 @@
-"""Trees grown in fixed shapes against a plain search over the same made-up draft, on the host's
-arrays and on a device's, whatever is in the padding."""
+"""Trees grown in fixed shapes against a plain search over the same made-up draft."""
 
 from __future__ import annotations
 
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from spec_workers.neural.arrays import Arrays, DeviceArrays
 from spec_workers.neural.level_pace import LevelPace
 from spec_workers.neural.proposal import Proposal
 from spec_workers.neural.tree_growth import TreeGrowth
@@ -17,13 +15,6 @@ from tests.helpers.requests import decode_batch
 from tests.helpers.tree_checks import Path, check_trees, paths_of
 
 Children = Callable[[int, Path], tuple[np.ndarray, np.ndarray]]
-
-ARRAYS = {"host": Arrays(), "device": DeviceArrays(torch.device("cpu"))}
-
-
-@pytest.fixture(params=ARRAYS)
-def arrays(request) -> Arrays:
-    return ARRAYS[request.param]
 
 
 def some_children(width: int, *, ties: bool = False) -> Children:
@@ -39,17 +30,14 @@ def some_children(width: int, *, ties: bool = False) -> Children:
     return children
 
 
-def grow(arrays, children, sizes, depths, *, width, floor, steps, padding=0) -> Proposal:
+def grow(children, sizes, depths, *, width, floor, steps, padding=0) -> Proposal:
     """Padding trees, and rows that are no nodes, get probabilities of NaN or one in turn."""
     count = len(sizes) + padding
-
-    def own(array: np.ndarray):
-        return array if arrays.on_host else torch.from_numpy(array)
 
     floor_1 = np.array([max(floor, float(np.finfo(np.float32).tiny))], dtype=np.float32)
     sizes_G = np.array([*sizes, *[0] * padding], dtype=np.int64)
     depths_G = np.array([*depths, *[0] * padding], dtype=np.int64)
-    growth = TreeGrowth(arrays, own(sizes_G), own(depths_G), own(floor_1), width)
+    growth = TreeGrowth(*map(torch.from_numpy, (sizes_G, depths_G, floor_1)), width)
     paths: list[list[Path | None]] = [[()] if g < len(sizes) else [None] for g in range(count)]
     nodes_run: dict[tuple[int, int], Path] = {}
     for level in range(steps):
@@ -60,19 +48,15 @@ def grow(arrays, children, sizes, depths, *, width, floor, steps, padding=0) -> 
             for f, path in enumerate(own_paths):
                 if path is not None:
                     tokens[g, f], probs[g, f] = children(g, path)
-        growth.add(own(tokens), own(probs))
+        growth.add(torch.from_numpy(tokens), torch.from_numpy(probs))
         if level + 1 == steps:
             break
         paths = check_level(growth.expand(), level, width, paths, nodes_run)
-    none = np.zeros((count, 0, 0), dtype=np.float32)
-    found = {
-        "tokens_GC": growth.tokens_GC, "probs_GC": growth.probs_GC,
-        "candidates_GN": growth.candidates_GN,
-    }  # fmt: skip
+    own = slice(len(sizes))
     return Proposal(
-        batch=decode_batch([]), entries_G=[], topk=width, index_GRK=none, probs_GRK=none,
-        ends_GRK=none, uniforms_GL=none, is_greedy_G=None,
-        **arrays.read({name: each[: len(sizes)] for name, each in found.items()}),
+        batch=decode_batch([]), entries_G=[], topk=width,
+        tokens_GC=growth.tokens_GC[own].numpy(), probs_GC=growth.probs_GC[own].numpy(),
+        candidates_GN=growth.candidates_GN[own].numpy(),
     )  # fmt: skip
 
 
@@ -105,8 +89,7 @@ def searched(children, tree, size, depth, *, width, floor, steps) -> dict[Path, 
     found: list[tuple[Path, float]] = []
     frontier: list[tuple[Path, float]] = [((), 1.0)]
     for level in range(min(steps, depth) if size else 0):
-        best = sorted(range(len(frontier)), key=lambda f: (-frontier[f][1], f))
-        expanded = [frontier[f] for f in sorted(best[:width] if level else best)]
+        expanded = sorted(frontier, key=lambda each: -each[1])[: width if level else None]
         frontier = []
         for path, before in expanded:
             tokens, probs = children(tree, path)
@@ -145,26 +128,18 @@ def test_the_most_probable_are_chosen(width, steps, floor, ties, count) -> None:
     sizes, depths = [8, 0, 1, 3, 16, 40, 5, 63][:count], [5, 5, 5, 2, 5, 4, 1, 9][:count]
     children = some_children(width, ties=ties)
     rules = {"width": width, "floor": floor, "steps": steps}
-    found = {
-        name: grow(arrays, children, sizes, depths, **rules, padding=3 * (name == "device"))
-        for name, arrays in ARRAYS.items()
-    }
-    trees = {
-        name: each.trees(np.array(sizes, dtype=np.int64), source=3) for name, each in found.items()
-    }
-    check_searched(trees["host"], children, sizes, depths, **rules)
-    for name in ("offsets_B1", "tokens_N", "parents_N", "depths_N", "masks_N", "probs_N"):
-        assert np.array_equal(getattr(trees["host"], name), getattr(trees["device"], name)), name
-    assert found["host"].num_nodes == found["device"].num_nodes
-    assert found["host"].num_levels == found["device"].num_levels
+    for padding in (0, 3):
+        proposal = grow(children, sizes, depths, **rules, padding=padding)
+        trees = proposal.trees(np.array(sizes, dtype=np.int64), source=3)
+        check_searched(trees, children, sizes, depths, **rules)
 
 
-def test_only_probabilities_above_zero_are_nodes_and_equal_ones_have_parents_first(arrays) -> None:
+def test_only_probabilities_above_zero_are_nodes_and_equal_ones_have_parents_first() -> None:
     def grown(*probs: float) -> Proposal:
         def children(tree: int, path: Path) -> tuple[np.ndarray, np.ndarray]:
             return np.array([5, 6]), np.array(probs, dtype=np.float32)
 
-        return grow(arrays, children, [3], [3], width=2, floor=0.0, steps=3)
+        return grow(children, [3], [3], width=2, floor=0.0, steps=3)
 
     proposal = grown(np.nan, 0.0)
     assert proposal.num_nodes == proposal.num_levels == 0
@@ -179,25 +154,24 @@ def test_only_probabilities_above_zero_are_nodes_and_equal_ones_have_parents_fir
 
 def grown(probs_GW: list[list[float]]) -> TreeGrowth:
     """Trees with the children of their roots."""
-    probs = np.array(probs_GW, dtype=np.float32)
+    probs = torch.tensor(probs_GW)
     count, width = probs.shape
-    floor_1 = np.array([0.01], dtype=np.float32)
-    growth = TreeGrowth(Arrays(), np.full(count, 8), np.full(count, 4), floor_1, width)
-    growth.add(np.zeros((count, 1, width), dtype=np.int64), probs[:, None])
+    sizes, depths = torch.full((count,), 8), torch.full((count,), 4)
+    growth = TreeGrowth(sizes, depths, torch.tensor([0.01]), width)
+    growth.add(torch.zeros(count, 1, width, dtype=torch.int64), probs[:, None])
     return growth
 
 
-def test_a_level_pays_for_what_its_rows_are_worth() -> None:
-    pace = LevelPace()
-    growth = grown([[0.5, 0.3], [0.2, 0.0]])
+def test_a_level_pays_for_what_its_rows_are_worth(monkeypatch) -> None:
+    now = iter([0.0, 0.006])  # a level takes 6 ms
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    pace, growth = LevelPace(), grown([[0.5, 0.3], [0.2, 0.0]])
     pace.observe(0, growth)  # children had (0.8 + 0.2) of 2 roots
     growth.expand()
-    token_ms_G = np.array([10.0, 5.0])
+    token_ms_G = np.array([10.0, 5.0])  # worth (0.8 * 10 + 0.2 * 5) * 0.5 = 4.5 ms
     assert pace.pays(1, growth, token_ms_G), "nothing is known of its time"
-    worth = (0.8 * 10.0 + 0.2 * 5.0) * 0.5
-    pace.observe_time(2, worth + 0.01)
+    with pace.timed(2):
+        pass
     assert not pace.pays(1, growth, token_ms_G)
-    assert pace.pays(1, growth, 1.01 * token_ms_G)
-    pace.observe_time(2, worth - 0.05)
-    assert pace.pays(1, growth, token_ms_G)
-    assert pace.pays(1, grown([[0.1, 0.1]] * 3), np.full(3, 1e-9)), "of as many trees none was seen"
+    assert pace.pays(1, growth, 1.4 * token_ms_G)
+    assert any(pace.pays(1, growth, token_ms_G) for _ in range(64)), "its time may have changed"
