@@ -13,7 +13,7 @@ from rollout.models.loader import resolve_device
 from rollout.models.spec import ModelSpec
 from rollout.parallel import local_rank, open_ranks
 from rollout.runner.dummy_run import DummyRun
-from rollout.runner.graphs import ForwardGraphs, graphs_of_model
+from rollout.runner.graphs import graphs_of_model
 from rollout.runner.graphs.capture import Capture
 from rollout.runner.memory_saver import MemorySaver
 from rollout.runner.model_runner import Forwarded, ModelRunner
@@ -89,9 +89,7 @@ class TargetWorker:
             )  # fmt: skip
             self.memory, self.kv_pool = memory.index, memory.kv_pool
             self.state_pool = memory.state_pool
-            self.graphs: ForwardGraphs | None = None
-            if self.ranks.all.size == 1:  # in captured ones ranks could not wait for each other
-                self.graphs = graphs_of_model(config.memory, self.model, self.minimum_rows, capture)
+            self.graphs = graphs_of_model(config.memory, self.model, self.minimum_rows, capture)
             self.memory_saver = MemorySaver(
                 self.weights,
                 memory.pools,

@@ -25,8 +25,16 @@ from rich.console import Console
 from torch.distributed.rendezvous import rendezvous
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.config import MemoryConfig, ModelConfig, ParallelConfig, ParallelMode
+from rollout.config import (
+    EngineConfig,
+    MemoryConfig,
+    ModelConfig,
+    ParallelConfig,
+    ParallelMode,
+    engine_config,
+)
 from rollout.engine.following_rank import FollowingRank
+from rollout.engine.worker import Worker
 from rollout.engine.worker_factory import worker_factory
 from rollout.errors import (
     EngineStateError,
@@ -36,13 +44,18 @@ from rollout.errors import (
     RolloutError,
     WeightUpdateError,
 )
+from rollout.models.checkpoint import Progress
 from rollout.offline import DataConfig, OutputConfig, RunConfig, run_job
 from rollout.runner import logit_blocks
+from rollout.runner.graphs.capture import Tensors
 from rollout.weights.checkpoint_source import CheckpointSource
 from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.group import WeightGroup
+from spec_workers.none import PlainWorker
+from spec_workers.target import TargetWorker
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.ports import free_port
+from tests.helpers.replaying import Replay
 from tests.helpers.signalled_job import signal_after
 from tests.helpers.tensor_cases import PARAMS, PROMPTS, SAMPLED, changed, numbers, stored
 
@@ -196,6 +209,56 @@ def a_job_that_was_stopped_goes_on(folder: str, data: str, output: str) -> None:
         console = Console(file=StringIO())
         result = run_job(job_of(folder, data, output), worker_factory("ngram"), console)
         assert result.status.value == ("followed" if RANK else status)
+
+
+# Captured forwards
+
+
+class RankCapture:
+    """As CUDA's: a capture computes once, and what is recorded runs when it is replayed. The one
+    numbered ``fails_at`` fails after that."""
+
+    shares_memory = True
+
+    def __init__(self, fails_at: int | None) -> None:
+        self.fails_at = fails_at
+        self.captured: list[Replay] = []
+        self.tried = 0
+
+    def __call__(
+        self,
+        function: Callable[[], Tensors],
+        make_outputs: Callable[[Tensors], Tensors],
+        max_bytes: int | None = None,
+    ) -> Replay:
+        computed = function()
+        self.tried += 1
+        if self.tried == self.fails_at:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        results = make_outputs(computed)
+        for name, tensor in computed.items():
+            results[name].copy_(tensor)
+        self.captured.append(Replay(function=function, results=results, num_bytes=1 + RANK))
+        return self.captured[-1]
+
+    def reset(self) -> None:
+        pass
+
+
+def ranks_capture_alike_or_not_at_all(folder: str, fails_at: int | None) -> dict[str, Any]:
+    """``fails_at``: the capture that fails, on rank 1 alone."""
+    capture = RankCapture(fails_at if RANK else None)
+
+    def build(config: EngineConfig, progress: Progress | None = None) -> Worker:
+        target = TargetWorker(config, progress, capture=capture)
+        return target if target.follows else PlainWorker(target)
+
+    size = int(os.environ["WORLD_SIZE"])
+    options = {"kv_bytes": 1 << 20, "parallel": {"mode": "tensor", "size": size}}
+    engine = RolloutEngine.from_config(engine_config(folder, options), build)
+    rollouts = rolled_out(engine) + rolled_out(engine)
+    replays = [each.replays for each in capture.captured]
+    return {"rollouts": rollouts, "captured": len(capture.captured), "replays": replays}
 
 
 # Ranks that fail or differ

@@ -42,6 +42,10 @@ def test_two_ranks_are_one_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     cases = [
         *[("run", 2, options) for options in runs],
         ("rows_are_those_of_one_rank_alone", 2, own_rows),
+        *[
+            ("ranks_capture_alike_or_not_at_all", 2, {"folder": llama, "fails_at": fails_at})
+            for fails_at in (None, 2)
+        ],
         *[(check, 2, {"folder": llama} | options) for check, options in checks.items()],
     ]
     monkeypatch.setenv("CASES", json.dumps(cases))
@@ -52,4 +56,11 @@ def test_two_ranks_are_one_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert found["rollouts"] == alone["rollouts"]
             assert found["scored"] == alone["scored"]
         assert ranks[0][number]["accepted"] > 0 or options["spec_options"] is LEARNED
-    assert sum(rank[len(runs)]["idle"] for rank in ranks) > 0
+    first = len(runs)
+    assert sum(rank[first]["idle"] for rank in ranks) > 0
+    whole, failing = ([rank[first + case] for rank in ranks] for case in (1, 2))
+    assert whole[0] == whole[1]
+    assert sum(whole[0]["replays"]) > 0
+    assert [rank["rollouts"] for rank in failing] == [whole[0]["rollouts"]] * 2
+    assert [rank["captured"] for rank in failing] == [2, 1], "rank 0's second is thrown away"
+    assert failing[0]["replays"] == [*failing[1]["replays"], 0]

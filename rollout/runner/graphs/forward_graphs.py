@@ -17,6 +17,7 @@ from rollout.models.causal_lm import CausalLM
 from rollout.models.layers.linear import FEW_ROWS, Linear
 from rollout.ops import gpu
 from rollout.ops.extension import cpu
+from rollout.parallel import RankGroup
 from rollout.runner.batch_layout import StepArrays
 from rollout.runner.graphs.buckets import Bucket, Buckets
 from rollout.runner.graphs.capture import Capture, CudaCapture, Tensors
@@ -60,7 +61,9 @@ class ForwardGraphs:
         max_bytes: int,
         capture: Capture,
         device: torch.device,
+        ranks: RankGroup,
     ) -> None:
+        """``ranks``: that run the same forwards."""
         self.buckets = buckets
         self._outputs: dict[Hashable, Tensors] = {}
         self.graph_runner = GraphRunner(
@@ -70,6 +73,7 @@ class ForwardGraphs:
             device=device,
             input_bytes=buckets.input_bytes + _OTHER_INPUTS,
             on_drop=self._outputs.clear,
+            ranks=ranks,
         )
         self.is_warm = True  # the last forward neither came in a new shape nor was captured
 
@@ -117,12 +121,15 @@ def graphs_of_model(
     config: MemoryConfig, model: CausalLM, minimum_rows: int, capture: Capture | None
 ) -> ForwardGraphs | None:
     """Graphs of the target's forward; None where nothing is to be captured. On a GPU launches
-    depend on the shapes of a bucket alone, in recurrent and sparse layers too.
+    depend on the shapes of a bucket alone, in recurrent and sparse layers too. Of several ranks all
+    run the same rows, and no calls on a CPU: those cannot wait for each other.
 
     ``capture``: how; None: as CUDA graphs on a GPU, and as calls of compiled ops on a CPU.
     """
     spec, device, linears = model.spec, model.device, model.linears()
     on_host = capture is None and not gpu.runs_on(device)
+    if model.ranks.rows.size > 1 or (on_host and model.ranks.all.size > 1):
+        return None
     if capture is None and device.type == "cuda":
         capture = CudaCapture(device)
     elif on_host and cpu is not None and spec.experts is None:
@@ -142,6 +149,7 @@ def graphs_of_model(
         max_bytes=config.graph_bytes,
         capture=capture,
         device=device,
+        ranks=model.ranks.tensor,
     )
 
 

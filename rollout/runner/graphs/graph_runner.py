@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -10,11 +11,21 @@ from typing import Any
 import torch
 
 from rollout.ops.transfers import DeviceBuffer
+from rollout.parallel import RankGroup, SingleRank
 from rollout.runner.graphs.capture import Capture, Captured, GraphTooLargeError, Tensors
 
 log = logging.getLogger(__name__)
 
 _INPUT_BYTES = 1 << 20
+
+
+class _Outcome(enum.IntEnum):
+    """What came of a capture; of several ranks' outcomes the largest counts."""
+
+    CAPTURED = 0
+    TOO_LARGE = 1
+    NO_MEMORY = 2
+    FAILED = 3
 
 
 class GraphRunner:
@@ -28,6 +39,10 @@ class GraphRunner:
     the others nor in their room is not captured until all of them go. Should they outgrow their
     bound all the same, all are dropped, and a run is captured again after twice as many uses. Where
     each graph has memory of its own, a run whose graph does not fit is not captured.
+
+    Ranks that make the same runs capture alike: all have a graph of a run, or none has. A run that
+    is captured computes its results once, as any other run does, so ranks make equally many
+    collectives.
     """
 
     def __init__(
@@ -39,6 +54,7 @@ class GraphRunner:
         device: torch.device,
         input_bytes: int = _INPUT_BYTES,
         on_drop: Callable[[], None] = lambda: None,
+        ranks: RankGroup | None = None,
     ) -> None:
         """
         Args:
@@ -46,12 +62,14 @@ class GraphRunner:
             max_bytes: that graphs may hold now: others may share the bound.
             input_bytes: most that one run's inputs take.
             on_drop: called when all graphs go, for what outlives a single one.
+            ranks: that make the same runs; default: this one alone.
         """
         self._name = name
         self._max_bytes = max_bytes
         self._capture = capture
         self._device = device
         self._on_drop = on_drop
+        self._ranks = ranks or SingleRank()
         self._inputs = DeviceBuffer(input_bytes, device)
         self._graphs: dict[Hashable, Captured] = {}
         self.num_bytes = 0  # device memory they hold
@@ -127,32 +145,46 @@ class GraphRunner:
         function: Callable[[], Tensors],
         make_outputs: Callable[[Tensors], Tensors],
     ) -> Captured | None:
+        graph, num_bytes, failure = None, 0, ""
         try:
             graph = self._capture(function, make_outputs, self._room())
+            outcome, num_bytes = _Outcome.CAPTURED, graph.num_bytes
         except torch.OutOfMemoryError:
-            self._outgrown()
-            return None
+            outcome = _Outcome.NO_MEMORY
         except GraphTooLargeError as error:
+            outcome, num_bytes = _Outcome.TOO_LARGE, error.num_bytes
+        except RuntimeError as error:
+            outcome, failure = _Outcome.FAILED, str(error)
+        outcome = _Outcome(max(self._ranks.all_gather_int(outcome)))
+        num_bytes = max(self._ranks.all_gather_int(num_bytes))
+        if outcome is _Outcome.CAPTURED and graph is not None:
+            self._keep(key, graph, num_bytes)
+            return graph
+        del graph  # of a rank that could, where another one could not
+        if outcome is _Outcome.NO_MEMORY:
+            self._outgrown()
+        elif outcome is _Outcome.TOO_LARGE:
             self._too_large.add(key)
             log.info(
                 "a graph of %s of %s would take %d MiB, and memory.graph_bytes leaves room for %d: "
                 "it is not captured",
-                self._name, key, error.num_bytes >> 20, self._room() >> 20,
+                self._name, key, num_bytes >> 20, self._room() >> 20,
             )  # fmt: skip
-            return None
-        except RuntimeError as error:
-            self.failure = f"capturing {self._name} of {key} failed: {error}"
+        else:
+            reason = failure or "another rank could not"
+            self.failure = f"capturing {self._name} of {key} failed: {reason}"
             log.warning("%s; they run without graphs from now on, and slower", self.failure)
             self._forget()
-            return None
+        return None
+
+    def _keep(self, key: Hashable, graph: Captured, num_bytes: int) -> None:
         self._graphs[key] = graph
-        self.num_bytes += graph.num_bytes
-        if graph.num_bytes > self._max_bytes():
+        self.num_bytes += num_bytes
+        if num_bytes > self._max_bytes():
             self._forget()
             self._too_large.add(key)
         elif self.num_bytes > self._max_bytes():
             self._outgrown()
-        return graph
 
     def _room(self) -> int:
         """Bytes that one more graph may want: no two run at once, so each may use what others
