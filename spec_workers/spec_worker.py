@@ -90,7 +90,9 @@ class SpecWorker:
                 forwarded, samples = self.target.verify(batch, selected.trees)
             self._learning.catch_up()  # while a GPU computes
             steady = self._steady_phases()
-            results = self.target.entry_results(batch, samples.read())
+            sampled = samples.read()
+            self.ranks.all.require_all()
+            results = self.target.entry_results(batch, sampled)
             self.target.commit(batch, results)
             step = self._observation(batch, selected, forwarded, results)
             with timer.drafting():

@@ -51,6 +51,10 @@ class GroupExchange:
         if x.numel():
             self._run(lambda: self._group.broadcast(x, 0))
 
+    def abort(self) -> None:
+        """End the calls under way, on the device too; what they were to bring is undefined."""
+        self._group.abort()
+
     def close(self) -> None:
         """Leave. Calls of other ranks that wait for this one fail."""
         self._group = None

@@ -24,6 +24,7 @@ from rollout.parallel.exchange import GroupExchange
 from rollout.parallel.partition import consecutive
 from rollout.parallel.rank_address import RankAddress
 from rollout.parallel.rank_group import CLOSED
+from rollout.parallel.rank_watch import RankWatch
 from rollout.parallel.time_limit import answered
 
 T = TypeVar("T")
@@ -60,6 +61,7 @@ class ProcessRanks:
         self.size = size
         self._store = store
         self._lost = ""  # why the group is unusable
+        self._watch: RankWatch | None = None
         self._timeout = timeout
         self._address = RankAddress.here()
         self._addresses: list[RankAddress] = []  # of all ranks
@@ -70,6 +72,15 @@ class ProcessRanks:
         self._addresses = [
             RankAddress.of(text) for text in self.all_gather_text(self._address.text)
         ]
+        if device.type == "cuda":
+            others = {k: each for k, each in enumerate(self._addresses) if k != rank}
+            self._watch = RankWatch(self._address, others, self._abort)
+
+    def _abort(self, rank: int) -> None:
+        """End the collective that the device waits in: a rank is gone."""
+        self._lost = f"rank {rank} has ended or left; end all ranks and start them again"
+        for exchange in self._exchanges[-1:]:  # none once this rank has left
+            exchange.abort()
 
     def _gloo(self) -> GroupExchange:
         limit = timedelta(seconds=self._timeout)
@@ -155,11 +166,13 @@ class ProcessRanks:
 
     def _leave(self, reason: str) -> None:
         self._lost = self._lost or reason
+        if self._watch is not None:
+            self._watch.close()
         while self._exchanges:
             self._exchanges.pop().close()
 
     def _run(self, call: Callable[[], T]) -> T:
-        self._require_all()
+        self.require_all()
         try:
             return call()
         except ConnectionError as error:
@@ -167,13 +180,13 @@ class ProcessRanks:
 
     def _ask(self, call: Callable[[], T], seconds: float = 0.0) -> T:
         """Make a call to the store that waits for other ranks at most ``seconds``."""
-        self._require_all()
+        self.require_all()
         try:
             return answered(call, seconds)
         except (RuntimeError, ConnectionError, TimeoutError) as error:
             self._fail(error)
 
-    def _require_all(self) -> None:
+    def require_all(self) -> None:
         if self._lost:
             raise ParallelError(f"rank {self.rank} of {self.size}: {self._lost}")
 

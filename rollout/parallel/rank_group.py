@@ -76,6 +76,10 @@ class RankGroup(Protocol):
         """Every rank's note on a topic, by rank. Waits until all have posted."""
         ...
 
+    def require_all(self) -> None:
+        """Raise ParallelError if a rank was lost: what collectives brought since is undefined."""
+        ...
+
     def close(self, reason: str = CLOSED) -> None:
         """Leave the group for good. Calls of other ranks that wait for this one fail.
 
@@ -117,6 +121,9 @@ class SingleRank:
 
     def collect(self, topic: str) -> list[str]:
         return [""]
+
+    def require_all(self) -> None:
+        pass
 
     def close(self, reason: str = CLOSED) -> None:
         pass

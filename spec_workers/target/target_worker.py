@@ -210,7 +210,9 @@ class TargetWorker:
         had.
         """
         self.weights.require_whole()
-        return self._scorer.score(request, output_ids)
+        scored = self._scorer.score(request, output_ids)
+        self.ranks.all.require_all()
+        return scored
 
     def score_idle(self) -> None:
         """Enter the forwards of ranks in lockstep that score, with nothing to score."""

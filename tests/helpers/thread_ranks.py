@@ -94,6 +94,9 @@ class ThreadRank:
     def collect(self, topic: str) -> list[str]:
         return self._notes.collect(topic, self.size)
 
+    def require_all(self) -> None:
+        pass
+
     def close(self, reason: str = "") -> None:
         pass
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 from dataclasses import replace
+from queue import Queue
 
 from rollout.parallel.rank_address import RankAddress, _start_ticks
-from tests.helpers.hang import wait_until
+from rollout.parallel.rank_watch import RankWatch
+from tests.helpers.hang import HANG_SECONDS, wait_until
 
 
 def test_a_process_is_gone_once_it_has_ended() -> None:
@@ -23,3 +25,13 @@ def test_a_process_is_gone_once_it_has_ended() -> None:
         wait_until(lambda: other.is_gone(here))  # though nobody has waited for it yet
     assert other.is_gone(here)
     assert not replace(other, host="another").is_gone(here), "nobody can look there"
+
+
+def test_a_rank_that_ends_is_noticed_while_this_one_waits() -> None:
+    here, lost = RankAddress.here(), Queue[int]()
+    with subprocess.Popen(["sleep", "600"]) as process:
+        other = replace(here, pid=process.pid, started=_start_ticks(process.pid))
+        watch = RankWatch(here, {0: here, 3: other}, lost.put)
+        process.kill()
+        assert lost.get(timeout=HANG_SECONDS) == 3
+    watch.close()
