@@ -9,7 +9,7 @@ their own. Peak extra memory is sampled in first updates, before any buffer is h
 copy_'s speed in process, 0.4 through shared memory; one bucket, or the largest tensor, of memory.
 
 `--only "two ranks"` compares an engine of two ranks with one of one rank, and needs no model: give
-it three cores. Bars: a rank reads no more than its share, two take at most 1.15x the time of one.
+it three cores. Bar: two take at most 1.15x the time of one.
 """
 
 from __future__ import annotations
@@ -151,7 +151,6 @@ class Updates:
         engine, pairs = self._engine, list(self._weights)
         calls: dict[str, Call] = {
             "in process": lambda: engine.update_weights_from_tensor(pairs),
-            "generator": lambda: engine.update_weights_from_tensor(pair for pair in pairs),
             "disk": lambda: engine.update_weights_from_disk(self._options.model),
         }
         yield from self._rows(calls, {}, SLACK, "")

@@ -1,5 +1,5 @@
-"""Engines of one and of two ranks that take the same updates: `bench_weights` prints what each rank
-reads, and the time of two ranks beside that of one."""
+"""Engines of one and of two ranks that take the same updates: the time of two ranks beside that
+of one."""
 
 from __future__ import annotations
 
@@ -18,14 +18,10 @@ from typing import Any
 
 import torch
 from harness.rows import Row, row
-from harness.shapes import SHAPES, Shape, write_config
+from harness.shapes import SHAPES, write_checkpoint
 from harness.timing import Call, in_turns, paired
-from safetensors.torch import save_file
 
 from rollout import RolloutEngine
-from rollout.config import DType, LoadFormat
-from rollout.engine.following_rank import FollowingRank
-from rollout.models.loader import load_model
 from rollout.weights.checkpoint_source import CheckpointSource
 from rollout.weights.distributed_sender import DistributedSender
 from rollout.weights.group import WeightGroup, listen
@@ -33,7 +29,6 @@ from rollout.weights.manifest import Manifest, TensorSpec
 from rollout.weights.shared_memory import SharedMemorySender
 from rollout.weights.source import WeightTensors
 
-MIB = 2**20
 SECONDS = 300.0  # that a rank waits for the others
 BAR = 1.15  # of an update to one rank
 SEGMENTS = 4  # of shared memory: one is filled while others are read, or wait for it
@@ -58,22 +53,6 @@ class HeldWeights(WeightTensors):
         return sum(spec.num_bytes for spec in self.manifest().values())
 
 
-def write_model(folder: Path, shape: Shape) -> Path:
-    """A checkpoint of random weights."""
-    write_config(folder, shape)
-    model = load_model(
-        folder, DType.bfloat16, torch.device("cpu"), load_format=LoadFormat.dummy, packing=False
-    )
-    loaders = model.weight_loaders().items()
-    tensors = {
-        name: torch.randn(loader.shape, dtype=torch.bfloat16) / loader.shape[-1] ** 0.5
-        for name, loader in loaders
-        if loader.required
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
 class RankUpdates:
     """One rank's engine, and the ways it takes an update."""
 
@@ -88,11 +67,6 @@ class RankUpdates:
         self.engine = RolloutEngine.from_pretrained(
             folder, spec="none", dtype="bfloat16", parallel=parallel
         )
-        self._receiver = (
-            self.engine.receiver
-            if isinstance(self.engine, FollowingRank)
-            else self.engine.weights.receiver
-        )
         self._commands = commands
         self._folder = folder
         self._arguments = arguments
@@ -101,27 +75,16 @@ class RankUpdates:
             "127.0.0.1", group_port, 1, 1 + size, "bench", timeout=SECONDS
         )
 
-    def share(self) -> int:
-        """The bytes of what this rank stores, once, in the dtype that comes."""
-        loaders = self._receiver.weights.parts["target"].weight_loaders().values()
-        own = [it.shard.loader if it.shard else it for it in loaders if it.required]
-        return sum(TensorSpec(it.shape, torch.bfloat16).num_bytes for it in own)
-
-    def run(self, way: str) -> int:
-        """Take an update; the bytes that this rank read of it."""
-        engine, groups = self.engine, self._receiver.groups
-        before = groups.num_bytes("bench")
+    def run(self, way: str) -> None:
+        """Take an update."""
         if way == "in process":
-            engine.update_weights_from_tensor(self._pairs)
+            self.engine.update_weights_from_tensor(self._pairs)
         elif way == "disk":
-            engine.update_weights_from_disk(self._folder)
+            self.engine.update_weights_from_disk(self._folder)
         elif way == "shared memory":
-            engine.update_weights_from_ipc(self._handles())
-        elif way == "from rank 0":
-            self._from_rank_0()
+            self.engine.update_weights_from_ipc(self._handles())
         else:
-            engine.update_weights_from_distributed(**self._arguments)
-        return groups.num_bytes("bench") - before or self._receiver.weights.num_bytes
+            self.engine.update_weights_from_distributed(**self._arguments)
 
     def _handles(self) -> Iterator[dict[str, Any]]:
         """Says of each when it has been read."""
@@ -129,21 +92,14 @@ class RankUpdates:
             yield handle
             self._commands.send("read")
 
-    def _from_rank_0(self) -> None:
-        """As a server's rank 0 brings it to all; alone it reads its own."""
-        if isinstance(self.engine, FollowingRank):
-            self.engine.follow()
-            return
-        with self.engine.leading():
-            self.engine.update_weights_from_tensor(self._pairs)
-
 
 def serve(commands: Connection, *arguments: Any) -> None:
-    """A rank's process: says its share, then what it read of each update it is told to take."""
+    """A rank's process: answers when it is ready, and after each update that it is told to take."""
     rank = RankUpdates(commands, *arguments)
-    commands.send(rank.share())
+    commands.send("ready")
     while way := commands.recv():
-        commands.send(rank.run(way))
+        rank.run(way)
+        commands.send("done")
 
 
 class Ranks:
@@ -185,17 +141,16 @@ class Ranks:
         )  # fmt: skip
         self._sender = DistributedSender(group)
         self._shared = SharedMemorySender(num_segments=SEGMENTS)
-        self.shares = [each.recv() for each in self._connections]
+        self._await_all()
 
-    def update(self, way: str) -> list[int]:
-        """The bytes that each rank read."""
+    def update(self, way: str) -> None:
         for each in self._connections:
             each.send(way)
         if way == "shared memory":
             self._share()
         elif way == "gloo":
             self._sender.send(self._weights)
-        return [each.recv() for each in self._connections]
+        self._await_all()
 
     def _share(self) -> None:
         """Hand out handles, each once its segment is filled. No rank reads that any more."""
@@ -205,14 +160,14 @@ class Ranks:
                 each.send(handle)
             handed_out += 1
             if handed_out == SEGMENTS:
-                self._await_reading()
+                self._await_all()
                 handed_out -= 1
         for each in self._connections:
             each.send(None)
         for _ in range(handed_out):
-            self._await_reading()
+            self._await_all()
 
-    def _await_reading(self) -> None:
+    def _await_all(self) -> None:
         for each in self._connections:
             each.recv()
 
@@ -223,14 +178,14 @@ class Ranks:
             process.join()
 
 
-WAYS = ("in process", "disk", "shared memory", "from rank 0", "gloo")
+WAYS = ("in process", "disk", "shared memory", "gloo")
 
 
 @contextmanager
 def model_folder(options: argparse.Namespace) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         shape = replace(SHAPE, num_layers=2, vocab_size=997) if options.quick else SHAPE
-        yield write_model(Path(folder), shape)
+        yield write_checkpoint(Path(folder), shape)
 
 
 def rank_rows(options: argparse.Namespace) -> Iterator[Row]:
@@ -242,11 +197,6 @@ def rank_rows(options: argparse.Namespace) -> Iterator[Row]:
             engines[size] = Ranks(size, options.threads, folder, weights)
             stack.callback(engines[size].close)
         for way in WAYS:
-            for rank, num_bytes in enumerate(engines[2].update(way)):
-                share = engines[2].shares[rank]
-                label = f"{way}, rank {rank} of 2: bytes read"
-                yield row(label, num_bytes / MIB, "MiB")
-                yield row(f"{label} / its share", num_bytes / share, "ratio", 1.01, at_most=True)
             calls: dict[int, Call] = {
                 size: partial(ranks.update, way) for size, ranks in engines.items()
             }

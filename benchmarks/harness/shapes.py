@@ -18,6 +18,8 @@ from safetensors.torch import save_file
 from harness.command import Command, Parts
 from harness.rows import Row
 from rollout import RolloutEngine
+from rollout.config import DType, LoadFormat
+from rollout.models.loader import load_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +121,22 @@ def write_config(folder: Path, shape: Shape) -> Path:
     """Write a config.json and nothing else: for ``load_format="dummy"``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape.config()))
+    return folder
+
+
+def write_checkpoint(folder: Path, shape: Shape) -> Path:
+    """Write a config.json and random weights."""
+    write_config(folder, shape)
+    model = load_model(
+        folder, DType.bfloat16, torch.device("cpu"), load_format=LoadFormat.dummy, packing=False
+    )
+    loaders = model.weight_loaders().items()
+    tensors = {
+        name: torch.randn(loader.shape, dtype=torch.bfloat16) / loader.shape[-1] ** 0.5
+        for name, loader in loaders
+        if loader.required
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
