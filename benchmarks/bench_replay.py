@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import statistics
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -39,8 +40,10 @@ from harness.traces import Trace, add_trace_option, load_traces
 
 from spec_workers.neural.drafter import NeuralDrafter
 
+NEURAL = ("eagle", "hybrid")
+
 _HIT_RATE = 0.6
-"""Share of positions at which hybrid's draft is told the recorded token."""
+"""Share of positions at which a neural draft is told the recorded token."""
 
 
 @dataclass(slots=True)
@@ -52,6 +55,7 @@ class Spent:
     tokens: int = 0
     steps: int = 0
     forwards: int = 0  # requests sampled from, over the steps
+    step_seconds: list[float] = field(default_factory=list)  # of steady steps
 
     def add(self, step: Step, floor_seconds: float) -> None:
         self.seconds += step.seconds
@@ -59,6 +63,8 @@ class Spent:
         self.tokens += step.tokens
         self.steps += 1
         self.forwards += step.forwards
+        if step.is_warm:
+            self.step_seconds.append(step.seconds)
 
     @property
     def accept_length(self) -> float:
@@ -136,7 +142,7 @@ def spec_options(spec: str, nodes: int, draft: Path) -> dict[str, Any]:
     if spec == "none":
         return {}
     options: dict[str, Any] = {"num_draft_tokens": nodes}
-    return options | ({"draft_path": str(draft)} if spec == "hybrid" else {})
+    return options | ({"draft_path": str(draft)} if spec in NEURAL else {})
 
 
 def times(label: str, result: Replayed) -> Iterator[Row]:
@@ -145,10 +151,15 @@ def times(label: str, result: Replayed) -> Iterator[Row]:
     yield row(f"{label}: floor / time", total.floor_seconds / total.seconds, "ratio")
     compiled = result.warmup_seconds / total.seconds
     yield row(f"{label}: steps that compiled or captured", compiled, "of the time")
+    if result.total.forwards:
+        yield row(f"{label}: accept length", result.total.accept_length, "tokens")
+    for running, spent in result.by_running.items():
+        if spent.step_seconds:
+            milliseconds = 1e3 * statistics.median(spent.step_seconds)
+            yield row(f"{label}: a step of {running}", milliseconds, "ms")
 
 
 def compare(label: str, plain: Replayed, result: Replayed, judged: bool) -> Iterator[Row]:
-    yield row(f"{label}: accept length", result.total.accept_length, "tokens")
     speedup = plain.total.seconds / result.total.seconds
     yield row(f"{label}: speedup", speedup, "x", 1.9 if judged else None)
     pairs = zip(plain.by_wave, result.by_wave, strict=True)
@@ -179,9 +190,9 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         model, draft = Path(folder) / "model", Path(folder) / "draft"
         write_config(model, shape)
-        if "hybrid" in options.spec:
+        if any(spec in NEURAL for spec in options.spec):
             write_draft(draft, shape)
-        for spec in dict.fromkeys(["none", *options.spec]):
+        for spec in options.spec:
             result = replay(
                 model,
                 shape,
@@ -198,9 +209,9 @@ def run(
             if device.type == "cuda":
                 torch.cuda.empty_cache()
             yield from times(f"{name}, {spec}", result)
-            if plain is None:
+            if spec == "none":
                 plain = result
-            else:
+            elif plain is not None:
                 yield from compare(f"{name}, {spec}", plain, result, judged)
 
 
@@ -218,12 +229,12 @@ def make_command() -> Command:
     add_shape_options(command)
     add_floors_option(command)
     add_trace_option(command)
-    num_steps = None if torch.cuda.is_available() else 2
     command.option("--active", [64], nargs="+", limits=POSITIVE, help="rollouts at once")
-    command.option("--spec", ["ngram", "hybrid"], nargs="+")
+    command.option(
+        "--spec", ["none", "ngram"], nargs="+", help="none first: the others are compared with it"
+    )
     command.option("--nodes", 8, limits=POSITIVE, help="most draft nodes per request")
-    help = "of the trace; on a GPU all"
-    command.option("--steps", num_steps, quick=1, type=int, limits=POSITIVE, help=help)
+    command.option("--steps", 2, quick=1, limits=POSITIVE, help="of the trace, from the first on")
     return command
 
 

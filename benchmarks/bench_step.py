@@ -12,10 +12,6 @@ without, exactness 1.6x, 1.2 ms for the demo model.
 
 Without a GPU the shape is `tiny` and no bar of these applies. A kind of step that fails leaves its
 rows out and costs no other.
-
-A shape that is named is measured alone. `--only families` compares a layer of other families with a
-dense one (`family_steps.py`). Bars, anywhere: 1.25x with windows and sinks, 1.5x with latent
-attention.
 """
 
 from __future__ import annotations
@@ -26,7 +22,6 @@ import statistics
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,8 +35,7 @@ from decoding import (
     step_seconds,
     stop,
 )
-from family_steps import family_rows
-from harness.command import POSITIVE, Command, Parts
+from harness.command import POSITIVE, Command
 from harness.roofline import Ceilings, add_floors_option
 from harness.rows import Row, not_run, row
 from harness.shapes import Shape, add_shape_options, config_folder, shape_parts
@@ -170,16 +164,11 @@ def _kind_rows(
         engine.close()
 
 
-def parts(options: argparse.Namespace) -> Parts:
-    shapes = shape_parts(shape_rows, "8b", "demo")(options)
-    return shapes if options.shape else {**shapes, "families": partial(family_rows, options)}
-
-
 def make_command() -> Command:
     command = Command(__doc__)
     add_shape_options(command)
     add_floors_option(command)
-    usual = 4096 if torch.cuda.is_available() else 256
+    usual = 2048 if torch.cuda.is_available() else 256
     limits = (MIN_CONTEXT, float("inf"))
     command.option("--batch", [1, 8, 32], quick=[2], nargs="+", limits=POSITIVE)
     command.option("--context", usual, quick=80, limits=limits, help="tokens of a request")
@@ -189,4 +178,4 @@ def make_command() -> Command:
 
 
 if __name__ == "__main__":
-    make_command().run("a step on {device}", parts)
+    make_command().run("a step on {device}", shape_parts(shape_rows, "8b"))

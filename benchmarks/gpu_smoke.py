@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import metadata
 
+import bench_gpu_ops
 import torch
-from bench_gpu_ops import HEAD, LINEARS, D, H, K, V
+from bench_gpu_ops import HEAD, D, H, K, V
 from decoding import open_engine
 from harness.command import Command, Part, Parts
 from harness.roofline import Ceilings, bandwidth_name, rate_name
@@ -74,8 +75,10 @@ def differing(name: str, count: int) -> Row:
 def products(device: str) -> Iterator[Row]:
     """Sums that cancel, so that what is left is rounding and a changed order shows."""
     small = {"small": (96, 64)}  # plain products of the CPU: their rows may differ
-    for name, (outputs, inputs) in (LINEARS | HEAD if device == "cuda" else small).items():
-        most = 288 if name in HEAD else MAX_ROWS
+    for name, (outputs, inputs) in (
+        bench_gpu_ops.products() if device == "cuda" else small
+    ).items():
+        most = 288 if name == HEAD else MAX_ROWS
         half_x, half_w = (normal(count, inputs // 2, device=device) for count in (most, outputs))
         x, w = torch.cat((half_x, half_x.flip(1)), 1), torch.cat((half_w, -half_w.flip(1)), 1)
         whole = matmul(x, w)
