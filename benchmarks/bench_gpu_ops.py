@@ -22,7 +22,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F  # noqa: N812
 from harness.command import POSITIVE, Command, Parts
-from harness.roofline import Ceilings, add_floors_option
+from harness.roofline import Ceilings
 from harness.rows import Row, not_run, row
 from harness.shapes import SHAPES
 from op_case import Case, Workload, copies, each, make_padded_plan, microseconds, normal
@@ -109,7 +109,7 @@ def _sdpa(load: Workload) -> Callable[..., object]:
 @torch.inference_mode()
 def timed_rows(options: argparse.Namespace, ranks: int) -> Iterator[Row]:
     torch.manual_seed(0)
-    ceilings = Ceilings.of(torch.device("cuda"), options.floors)
+    ceilings = Ceilings.of(torch.device("cuda"))
     for cases in (product_cases, attention_cases):
         for case in cases(ranks):
             name = f"{case.name}, a rank of {ranks}" if ranks > 1 else case.name
@@ -148,7 +148,6 @@ def parts(options: argparse.Namespace) -> Parts:
 
 def make_command() -> Command:
     command = Command(__doc__)
-    add_floors_option(command)
     command.option("--ranks", [1], nargs="+", limits=POSITIVE, help="that share a model")
     command.flag("--sweep", "time the tiles that products could have, and nothing else")
     return command

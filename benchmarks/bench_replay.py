@@ -26,7 +26,7 @@ import torch
 from forced import Recording, Step, force_draft, force_target, new_policy, steps, waves
 from harness.command import POSITIVE, Command, Parts
 from harness.engines import forget
-from harness.roofline import Ceilings, add_floors_option
+from harness.roofline import Ceilings
 from harness.rows import Row, row
 from harness.shapes import (
     Shape,
@@ -180,7 +180,7 @@ def run(
     device = torch.device(options.device)
     if (largest := trace.largest_token) >= shape.vocab_size:
         raise SystemExit(f"{trace.name}: token {largest} is beyond shape {shape_name}'s vocabulary")
-    ceilings = Ceilings.of(device, options.floors)
+    ceilings = Ceilings.of(device)
     overrides = {"device": options.device, "dtype": "bfloat16"}
     # Nobody else is on the GPU; on a CPU half of its memory would be touched for nothing.
     overrides |= {"kv_bytes": 1 << 30} if device.type == "cpu" else {"kv_fraction": 0.9}
@@ -227,7 +227,6 @@ def parts(options: argparse.Namespace) -> Parts:
 def make_command() -> Command:
     command = Command(__doc__)
     add_shape_options(command)
-    add_floors_option(command)
     add_trace_option(command)
     command.option("--active", [64], nargs="+", limits=POSITIVE, help="rollouts at once")
     command.option(

@@ -66,9 +66,7 @@ def products() -> None:
 
 def steps() -> None:
     """Steps of the 8B shape, two layers of it."""
-    options = argparse.Namespace(
-        batch=[1, 8, 32], context=2048, device="cuda", nodes=8, lengths=["even"], floors=None
-    )
+    options = argparse.Namespace(batch=[1, 8, 32], context=2048, device="cuda", nodes=8)
     shape = dataclasses.replace(SHAPES["8b"], num_layers=2)
     list(bench_step.shape_rows("8b", shape, options))
 
@@ -82,7 +80,7 @@ def recorded(parts: Sequence[Callable[[], None]]) -> list[Variant]:
     with (
         patch.object(decoding, "send_random_weights", send_weights),
         patch.object(gpu_smoke, "_rows_that_differ", lambda one, other: one.shape != other.shape),
-        patch.object(Ceilings, "of", lambda device, floors=None: _CEILINGS),
+        patch.object(Ceilings, "of", lambda device: _CEILINGS),
     ):
         for part in parts:
             gpu: FakeGpu

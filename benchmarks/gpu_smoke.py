@@ -1,9 +1,9 @@
 """Question: what can this device do, and is the engine bitwise exact on it? Bars: nothing differs.
 
-    python benchmarks/gpu_smoke.py [--floors-only] --json rows.jsonl
+    python benchmarks/gpu_smoke.py --json rows.jsonl
 
-A session on a GPU begins with it. The copy bandwidth and the rate of products in bfloat16 are what
-other benchmarks' floors rest on (`--floors`). Then, in bfloat16: do rows of a product depend on how
+A session on a GPU begins with it. First the copy bandwidth and the rate of products in bfloat16,
+which floors rest on. Then, in bfloat16: do rows of a product depend on how
 many there are, and so on the tile; does attention depend on its company, and so on splits; does a
 path of draft nodes read what plain decoding reads; does the sampler depend on the dtype of logits
 or on other rows; do drafts, company or penalties of others change what an engine says.
@@ -26,7 +26,7 @@ import torch
 from bench_gpu_ops import HEAD, D, H, K, V
 from decoding import open_engine
 from harness.command import Command, Part, Parts
-from harness.roofline import Ceilings, bandwidth_name, rate_name
+from harness.roofline import Ceilings
 from harness.rows import Row, not_run, row
 from harness.shapes import Shape, config_folder
 from op_case import Workload, make_plan, normal
@@ -64,8 +64,8 @@ Check = Callable[[str], Iterator[Row]]  # of a device
 
 def floors(device: str) -> Iterator[Row]:
     found = Ceilings.of(torch.device(device))
-    yield row(bandwidth_name(found.name), found.bytes_per_second / 1e12, "TB/s")
-    yield row(rate_name(found.name), found.flop_per_second / 1e12, "TFLOP/s")
+    yield row(f"copy bandwidth, {found.name}", found.bytes_per_second / 1e12, "TB/s")
+    yield row(f"matrix products in bfloat16, {found.name}", found.flop_per_second / 1e12, "TFLOP/s")
 
 
 def differing(name: str, count: int) -> Row:
@@ -154,9 +154,7 @@ def engine(device: str) -> Iterator[Row]:
     said: dict[int, list[list[object]]] = {}  # by draft nodes: together, one by one
     with config_folder(SMALL) as folder:
         for nodes in (0, CHAIN):
-            opened = open_engine(
-                folder, [[200] * len(PARAMS)], device=device, exact=True, nodes=nodes
-            )
+            opened = open_engine(folder, len(PARAMS), 200, device=device, exact=True, nodes=nodes)
             every = range(len(PARAMS))
             _rollouts(opened, every)  # what comes again is captured
             alone = [rollout for index in every for rollout in _rollouts(opened, [index])]
@@ -227,15 +225,13 @@ def parts(options: argparse.Namespace) -> Parts:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found: dict[str, Part] = {"floors": partial(floors, device)}
     for name, check in CHECKS.items():
-        if not options.floors_only and (device == "cuda" or check is not products):
+        if device == "cuda" or check is not products:
             found[name] = partial(checked, name, check, device)
     return found
 
 
 def make_command() -> Command:
-    command = Command(__doc__)
-    command.flag("--floors-only", "no checks")
-    return command
+    return Command(__doc__)
 
 
 if __name__ == "__main__":

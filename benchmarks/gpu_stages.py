@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_FLOORS = " --floors {rows}"
 _PYTEST = (
     "-m pytest -m gpu -p no:cacheprovider -vv --tb=short --continue-on-collection-errors "
     "--junitxml={report} "
@@ -38,14 +37,14 @@ CALLS = {
         Stage("graph-tests", _PYTEST + "tests/gpu/test_cuda_graphs.py", 60),
         Stage("memory-tests", _PYTEST + "tests/gpu/test_memory.py", 50),
         Stage("profile", _benchmark("profile_step", " --traces {output}"), 90),
-        Stage("step", _benchmark("bench_step", _FLOORS), 100),
-        Stage("ops", _benchmark("bench_gpu_ops", f"{_FLOORS} --ranks 1 2 4 8"), 60),
+        Stage("step", _benchmark("bench_step"), 100),
+        Stage("ops", _benchmark("bench_gpu_ops", " --ranks 1 2 4 8"), 60),
         Stage("sleep", _benchmark("bench_sleep"), 40),
     ),
     "second": (  # four minutes
         Stage("setup", "benchmarks/gpu_setup.py", 20),
-        Stage("replay", _benchmark("bench_replay", f"{_FLOORS} --spec none ngram"), 80),
-        Stage("neural", _benchmark("bench_replay", f"{_FLOORS} --spec eagle hybrid"), 80),
+        Stage("replay", _benchmark("bench_replay", " --spec none ngram"), 80),
+        Stage("neural", _benchmark("bench_replay", " --spec eagle hybrid"), 80),
         Stage("op-tests", _PYTEST + _OP_TESTS, 60),
     ),
 }

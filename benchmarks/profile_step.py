@@ -13,13 +13,13 @@ import argparse
 import gc
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
 from bench_step import step_kind
-from decoding import MIN_CONTEXT, TIMED, context_lengths, open_engine, start, step_seconds, stop
+from decoding import MIN_CONTEXT, TIMED, open_engine, start, step_seconds, stop
 from harness.command import Command, Parts
 from harness.rows import Row, row
 from harness.shapes import Shape, add_shape_options, chosen_shapes, config_folder
@@ -47,26 +47,27 @@ def shape_rows(name: str, shape: Shape, options: argparse.Namespace) -> Iterator
         for mode in options.mode:
             for nodes in dict.fromkeys(nodes for _, nodes in options.case):
                 batches = [batch for batch, of in options.case if of == nodes]
-                loads = [context_lengths("even", batch, options.context) for batch in batches]
                 exact = mode == "exact"
-                engine = open_engine(folder, loads, device=options.device, exact=exact, nodes=nodes)
-                for lengths in loads:
-                    load = f"{name}, {options.context} keys, batch {len(lengths)}"
+                engine = open_engine(
+                    folder, max(batches), options.context, device=options.device, exact=exact,
+                    nodes=nodes,
+                )  # fmt: skip
+                for batch in batches:
+                    load = f"{name}, {options.context} keys, batch {batch}"
                     label = f"profile, {load}, {step_kind(exact, nodes)}"
                     trace = None
                     if options.traces is not None:
-                        trace = options.traces / f"trace-{mode}-{len(lengths)}-{nodes}.json.gz"
-                    yield from _case_rows(label, engine, lengths, trace)
+                        trace = options.traces / f"trace-{mode}-{batch}-{nodes}.json.gz"
+                    yield from _case_rows(label, engine, batch, options.context, trace)
                 engine.close()
                 del engine
                 gc.collect()  # or its weights and keys stay beside the next one's
 
 
 def _case_rows(
-    label: str, engine: RolloutEngine, lengths: Sequence[int], trace: Path | None
+    label: str, engine: RolloutEngine, batch: int, context: int, trace: Path | None
 ) -> Iterator[Row]:
-    batch = len(lengths)
-    requests = start(engine, lengths)
+    requests = start(engine, batch, context)
     plain_steps = TIMED - _PROFILED - _TRACED
     step_us = 1e6 * statistics.median(step_seconds(engine, batch) for _ in range(plain_steps))
     yield row(f"{label}: step", step_us, "us")
