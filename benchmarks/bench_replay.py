@@ -1,7 +1,7 @@
 """Question: how fast are recorded rollouts through the whole engine with drafts and without, on a
 model of any size, and how near to the least time that the device allows?
 
-    python benchmarks/bench_replay.py --trace rollouts.npz --shape 8b --shape 32b --active 64 256
+    python benchmarks/bench_replay.py --trace rollouts.npz --spec none ngram
 
 The model has random weights and is forced to say what was recorded: accept lengths are real, and so
 is the time. Rollouts of one step of the trace run together, and after each step the policy changes.
@@ -166,12 +166,6 @@ def compare(label: str, plain: Replayed, result: Replayed, judged: bool) -> Iter
     worst = min(before.seconds / after.seconds for before, after in pairs)
     bar = 1.0 if judged else None
     yield row(f"{label}: worst step of the trace", worst, "x", bar)
-    by_running = sorted(result.by_running.items(), key=lambda item: int(item[0].split()[0]))
-    for running, spent in by_running:
-        before = plain.by_running.get(running)
-        if before is not None and spent.tokens and before.tokens:
-            ratio = before.seconds / before.tokens / (spent.seconds / spent.tokens)
-            yield row(f"{label}: {running}, time per token", ratio, "x", bar)
 
 
 def run(

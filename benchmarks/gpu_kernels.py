@@ -39,9 +39,6 @@ from tests.helpers.fake_cuda.launches import Launch
 from tests.helpers.fake_cuda.models import send_weights
 from tests.helpers.triton_compile import HOPPER
 
-_MAX_BYTES = 32 << 20
-"""Size of the archive at most."""
-
 _CEILINGS = Ceilings(name="a pretended H100", bytes_per_second=3e12, flop_per_second=7e14)
 
 Variant = tuple[str, str, tuple[dict, dict, dict], dict[str, Any]]
@@ -111,7 +108,7 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
         environment = {"TRITON_CACHE_DIR": cache, "TRITON_STORE_BINARY_ONLY": "1"}
         with patch.dict(os.environ, environment), ProcessPoolExecutor() as pool:
             list(pool.map(build, variants))
-        print(triton_cache.pack(Path(cache), options.output, _MAX_BYTES))
+        print(triton_cache.pack(Path(cache), options.output))
     print(
         f"{len(variants)} variants for {triton_cache.made_by()}: {time.monotonic() - began:.0f} s"
     )

@@ -88,10 +88,6 @@ SHAPES = {
         hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
         ffn_size=14_336, vocab_size=128_256,
     ),
-    "32b": Shape(
-        hidden_size=5120, num_layers=64, num_heads=64, num_kv_heads=8, head_dim=128,
-        ffn_size=25_600, vocab_size=151_936,
-    ),
 }  # fmt: skip
 
 
