@@ -19,7 +19,6 @@ import subprocess
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib import metadata
 
 import bench_gpu_ops
 import torch
@@ -31,13 +30,12 @@ from harness.rows import Row, not_run, row
 from harness.shapes import Shape, config_folder
 from op_case import Workload, make_plan, normal
 from triton import TritonError
+from triton import __version__ as triton_version
 
 from rollout import RolloutEngine, RolloutError, SamplingParams
 from rollout.ops.categorical import categorical
 from rollout.ops.matmul import matmul
 from rollout.ops.paged_attention import paged_attention
-
-VERSIONS = ("torch", "triton", "numpy", "transformers", "safetensors", "nanobind")
 
 ROW_COUNTS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 72, 128, 129, 144, 256, 257, 288, 512, 1024, 2048)
 MAX_ROWS = 2304
@@ -207,12 +205,7 @@ def checked(name: str, check: Check, device: str) -> Iterator[Row]:
 
 
 def print_versions() -> None:
-    print("python", platform.python_version(), "on", platform.platform(), flush=True)
-    for distribution in VERSIONS:
-        try:
-            print(distribution, metadata.version(distribution), flush=True)
-        except metadata.PackageNotFoundError:
-            print(distribution, "is not there", flush=True)
+    print("python", platform.python_version(), "torch", torch.__version__, "triton", triton_version)
     if torch.cuda.is_available():
         print(torch.cuda.get_device_properties(0), "CUDA", torch.version.cuda, flush=True)
         if shutil.which("nvidia-smi"):  # its clocks, power and whoever else is on it

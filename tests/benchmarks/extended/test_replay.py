@@ -8,7 +8,6 @@ import bench_replay
 import numpy as np
 import pytest
 from bench_replay import replay as replay_by_engine
-from harness.roofline import Ceilings
 from harness.shapes import Shape, write_config, write_draft
 from harness.traces import Trace, trace_of
 from replaying import match_tree
@@ -17,7 +16,6 @@ SHAPE = Shape(
     hidden_size=32, num_layers=7, num_heads=2, num_kv_heads=1, head_dim=16, ffn_size=48,
     vocab_size=300,
 )  # fmt: skip
-CEILINGS = Ceilings(name="", bytes_per_second=1e9, flop_per_second=1e12)
 
 
 @pytest.fixture
@@ -54,9 +52,8 @@ def test_the_engine_says_what_was_recorded(tmp_path: Path, trace: Trace, spec: s
     if spec != "none":
         options |= {"budget": "fixed", "calibration_seconds": 0.0}
     result = replay_by_engine(
-        write_config(tmp_path / "model", SHAPE), SHAPE, trace,
-        spec=spec, spec_options=options, active=4, num_waves=None, ceilings=CEILINGS, hit_rate=1.0,
-        overrides={"device": "cpu", "dtype": "float32", "kv_bytes": 1 << 22},
+        write_config(tmp_path / "model", SHAPE), trace, spec=spec, spec_options=options, active=4,
+        num_waves=None, hit_rate=1.0, device="cpu", dtype="float32", kv_bytes=1 << 22,
     )  # fmt: skip
-    assert result.total.tokens == trace.num_tokens
-    assert (result.total.accept_length > 1.5) == (spec != "none")
+    assert result.tokens == trace.num_tokens
+    assert (result.accept_length > 1.5) == (spec != "none")
