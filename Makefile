@@ -110,36 +110,32 @@ test-all: test test-extended  ## all tests but those of frameworks and agents
 test-gpu: $(STAMP)  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu tests $(EXTENDED)
 
-GPU_SECONDS ?= 1700
+GPU_CALL ?= first
 
 .PHONY: gpu-session
-gpu-session: $(STAMP)  ## checks and times for half an hour on a GPU, the most telling first; in runs/gpu
-	$(BIN)/python benchmarks/gpu_session.py --output runs/gpu --seconds $(GPU_SECONDS)
+gpu-session: $(STAMP)  ## checks and times on a GPU, in runs/gpu: nine minutes (GPU_CALL=second: four more)
+	$(BIN)/python benchmarks/gpu_session.py $(GPU_CALL) --output runs/gpu
 
-# For a machine without a registry: few MiB, to be brought along; see docs/gpu.md.
-GPU_WHEELS := build/gpu-wheels
-
-.PHONY: gpu-wheels
-gpu-wheels: $(STAMP)  ## what a bare GPU machine may lack (Python 3.12, x86-64), into build/gpu-wheels
-	rm -rf $(GPU_WHEELS)
-	$(BIN)/python -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 \
-	  --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 \
-	  --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d $(GPU_WHEELS) \
-	  $$($(BIN)/python benchmarks/gpu_setup.py --collect)
-	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w $(GPU_WHEELS) .
-	ls $(GPU_WHEELS)
-
+# What a bare GPU machine without a registry lacks, a few MiB to be brought along; see docs/gpu.md.
 # Kernels are looked up by Python's and Triton's versions, so these are the GPU machine's.
+GPU_BUNDLE := build/gpu-bundle
+GPU_PACKAGES ?= "msgspec>=0.19" "nanobind-backend>=1.0"
 GPU_PYTHON ?= python3.12
 GPU_TORCH ?= torch==2.11.0 triton==3.6.0
 GPU_VENV := build/venv-gpu
 
-.PHONY: gpu-kernels
-gpu-kernels: $(STAMP)  ## what a session on an H100 compiles, into build/gpu-kernels.tar.gz; installs 5 GB
+.PHONY: gpu-bundle
+gpu-bundle: $(STAMP)  ## wheels (Python 3.12, x86-64) and compiled kernels for an H100, in build/gpu-bundle; installs 5 GB
+	rm -rf $(GPU_BUNDLE)
+	$(BIN)/python -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 \
+	  --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 \
+	  --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d $(GPU_BUNDLE)/wheels \
+	  $(GPU_PACKAGES)
+	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w $(GPU_BUNDLE)/wheels .
 	test -x $(GPU_VENV)/bin/python || $(GPU_PYTHON) -m venv $(GPU_VENV)
-	$(GPU_VENV)/bin/python -m pip install -q $(GPU_TORCH) numpy transformers \
-	  $$($(BIN)/python benchmarks/gpu_setup.py --collect)
-	PYTHONPATH=. $(GPU_VENV)/bin/python benchmarks/gpu_kernels.py --output build/gpu-kernels.tar.gz
+	$(GPU_VENV)/bin/python -m pip install -q $(GPU_TORCH) numpy transformers pytest rich psutil \
+	  filelock pyyaml jinja2 $(GPU_PACKAGES)
+	PYTHONPATH=. $(GPU_VENV)/bin/python benchmarks/gpu_kernels.py --output $(GPU_BUNDLE)/kernels.tar.gz
 
 # The trainers of verl and OpenRLHF, each in an environment of its own: they want other versions of
 # transformers and ray. verl is run from the wheel. pip leaves modules uncompiled: most are never

@@ -2,15 +2,12 @@
 drafts pay, and as fast as the best fixed number of draft tokens?
 
     python benchmarks/bench_budget.py [--only "open prompts, ngram"] [--pairs 16]
-    python benchmarks/bench_budget.py --trace rollouts.npz=2.1 --only replay
 
 Two engines decode the same work, one with drafts and one without, a step of this and a step of
 that, and change sides from stretch to stretch (`rollout/offline/compare`). A row with a bar is the
 lower end of the speedup's 95 % interval. On two idle cores the parts take 8 minutes for the open
 prompts of each kind of drafts (eagle and hybrid where --draft is there), 1 to 2 for each second
-epoch, 5 for the GRPO step and 1 for the cold start. Traces, given with the speedup that is their
-bar, are replayed under a roofline's prices (`budget_replay.py`); one is sampled at temperature 1
-and kept.
+epoch, and 5 for the GRPO step.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ from __future__ import annotations
 import argparse
 import math
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,13 +22,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from budget_replay import replay_rows
 from harness.command import POSITIVE, Command, Part, Parts
-from harness.engines import PLAIN, forget, hold, make_engine, warm_up
+from harness.engines import forget, hold, make_engine, warm_up
 from harness.prompts import OPEN_PROMPTS, chat, reasoning_prompts
 from harness.rows import Row, row
-from harness.traces import load_trace, synthetic_trace
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.offline.compare.comparison import Comparison, Work
@@ -48,8 +41,6 @@ _BATCHES = (32, 16, 8, 4, 1)
 
 _WARMUP = 5  # pairs, within which the gate closes
 _FIXED = (2, 4, 8, 16)  # draft tokens
-_JOB_SECONDS = 60.0
-_SAMPLED = Path("runs/sampled_temperature_1.npz")
 
 
 def rows_of(name: str, times: PairedTimes, bar: float) -> Iterator[Row]:
@@ -154,67 +145,6 @@ def grpo_rows(options: argparse.Namespace) -> Iterator[Row]:
         yield from rows_of(f"{GRPO}, over {best} draft tokens", against(best, options.pairs), 1.0)
 
 
-def cold_rows(options: argparse.Namespace) -> Iterator[Row]:
-    """Seconds of a job's first minute that a new engine loses: to timing forwards, and to steps of
-    which drafts do not pay until that is known."""
-    plain = make_engine(options.model, PLAIN, 8, {})
-    warm_up(plain, [chat(text) for text in OPEN_PROMPTS], max_tokens=24)
-    engine = make_engine(options.model, "ngram", 8, {"calibration_seconds": 0})
-    worker: Any = engine.worker
-    worker._calibration_seconds = SpecOptions.calibration_seconds
-    started = time.perf_counter()
-    worker.calibrate()
-    calibrated = time.perf_counter() - started
-    times = hold(Comparison(engine), open_work(options, 8, 16, options.pairs), "cold start")
-    lost = sum(times.plain_P) * (1 / (times.interval()[0] or times.speedup) - 1)
-    yield row("cold start: calibration", calibrated, "s")
-    share = (calibrated + lost) / _JOB_SECONDS
-    yield row("cold start: at most", share, "of a minute", 0.01, at_most=True)
-
-
-def sampled_rows(options: argparse.Namespace) -> Iterator[Row]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / _SAMPLED.name if options.quick else _SAMPLED
-        if not path.exists():
-            sample_trace(options.model, path, *((6, 2) if options.quick else (56, 16)))
-        yield from replay_rows(load_trace(path), None if options.quick else 1.0)
-
-
-def sample_trace(model: Path, path: Path, max_new_tokens: int, samples: int) -> None:
-    """Write a trace of open prompts at temperature 1, so many samples in each of two steps."""
-    engine = make_engine(model, PLAIN, 64, {}, kv_bytes=1 << 30)
-    params = SamplingParams(temperature=1.0, max_new_tokens=max_new_tokens, n=samples)
-    prompts = [chat(text) for text in OPEN_PROMPTS]
-    steps = [engine.generate(prompts, replace(params, seed=seed)) for seed in (0, 1)]
-    rollouts = [rollout for step in steps for rollout in step]
-    prompt_ids = {rollout.prompt_index: rollout.prompt_ids for rollout in rollouts}
-    step_of_R = np.repeat([0, 1], len(steps[0]))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(
-        path,
-        prompt_tokens=np.concatenate([prompt_ids[i] for i in range(len(prompts))]),
-        prompt_off=np.cumsum([0, *(len(prompt_ids[i]) for i in range(len(prompts)))]),
-        resp_tokens=np.concatenate([rollout.token_ids for rollout in rollouts]),
-        resp_off=np.cumsum([0, *(len(rollout.token_ids) for rollout in rollouts)]),
-        resp_prompt=np.array([rollout.prompt_index for rollout in rollouts]),
-        resp_epoch=step_of_R,
-        resp_step=step_of_R,
-    )
-
-
-def barred_trace(value: str) -> tuple[Path, float | None]:
-    """Parse FILE or FILE=BAR."""
-    path, equals, bar = value.rpartition("=")
-    if not equals:
-        return Path(value), None
-    try:
-        return Path(path), float(bar)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{value!r}: after '=' must come the least speedup, a number"
-        ) from None
-
-
 def parts(options: argparse.Namespace) -> Parts:
     specs = ["ngram", *(["eagle", "hybrid"] if options.draft.exists() else [])]
     found: dict[str, Part] = {
@@ -223,11 +153,6 @@ def parts(options: argparse.Namespace) -> Parts:
     for batch, bar in ((1, 1.25), (4, 1.1), (16, 1.0)):
         found[f"second epoch, batch {batch}"] = partial(epoch_rows, options, batch, bar)
     found[GRPO] = partial(grpo_rows, options)
-    found["cold start"] = partial(cold_rows, options)
-    traces = [(load_trace(path), bar) for path, bar in options.trace]
-    for trace, bar in traces or [(synthetic_trace(), None)]:
-        found[f"replay of {trace.name}"] = partial(replay_rows, trace, bar)
-    found[f"replay of {_SAMPLED.stem}"] = partial(sampled_rows, options)
     return found
 
 
@@ -239,9 +164,6 @@ def make_command() -> Command:
     command.option("--pairs", 16, quick=1, limits=POSITIVE, help="stretches of each row")
     command.option("--tokens", 48, quick=4, limits=POSITIVE, help="most of a rollout")
     command.option("--step-tokens", 128, quick=8, limits=POSITIVE, help="the same, of a GRPO step")
-    help = "recorded rollouts to replay, with the least speedup that is good; repeatable"
-    command.option("--trace", [], type=barred_trace, action="append", metavar="FILE[=BAR]",
-                   help=help)  # fmt: skip
     return command
 
 

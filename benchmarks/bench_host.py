@@ -1,5 +1,5 @@
-"""Question: what does the host do in a step on a GPU, phase by phase, and how much of it while the
-device idles? Needs no GPU; there are no bars.
+"""Question: what does the host take in a step on a GPU, and how much of it while the device idles?
+Needs no GPU; there are no bars.
 
     python benchmarks/bench_host.py --trace rollouts.npz --batch 1 8 --json host.json
 
@@ -8,9 +8,8 @@ says what was recorded: see `host_device.py`. What the device does not hide is t
 what was sampled to launching the next forward: then it idles. Launches themselves are not in it,
 for nothing is launched.
 
-Times are medians over steps in which every request decodes. `learned` is the budget as it comes,
-told that forwards take what those of an 8B on an H200 should; `closed` is that budget where drafts
-do not pay.
+Times are medians over steps in which every request decodes, with NGRAM and a fixed number of draft
+nodes (`fixed`), and without drafts (`none`). cProfile tells which functions take them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,7 @@ from harness.command import POSITIVE, Command, Parts
 from harness.rows import Row, row
 from harness.shapes import Shape, config_folder, send_random_weights
 from harness.traces import Trace, add_trace_option, load_traces, trace_of
-from host_device import COVERED, DEVICE, NoCapture, NoGraph, Phases, StandIn
+from host_device import HostClock, NoCapture, NoGraph, StandIn
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import (
@@ -43,15 +41,12 @@ from rollout.config import (
 )
 from rollout.ops import gpu
 from rollout.sampling.sampler import TreeSampler
-from rollout.types import Batch, EntryResult, StepTimes
-from spec_workers.budget import FixedBudget, LearnedBudget, SelectedDrafts
-from spec_workers.budget.gate import Gate
+from spec_workers.budget import FixedBudget
 from spec_workers.corpus.ngram_corpus import NgramCorpus
 from spec_workers.corpus.options import CorpusOptions
-from spec_workers.ngram import SOURCES, NgramWorker
+from spec_workers.ngram import NgramWorker
 from spec_workers.none import PlainWorker
 from spec_workers.spec_worker import SpecWorker
-from spec_workers.step import learning
 from spec_workers.target import TargetWorker
 
 SHAPE = Shape(
@@ -59,13 +54,13 @@ SHAPE = Shape(
     vocab_size=49_152, tied=True,
 )  # fmt: skip
 
-SPECS = ["none", "fixed", "learned", "closed"]
+SPECS = ["none", "fixed"]
 
 ADMITTING = 40
 """Steps at most until every prompt has run."""
 
 SETTLING = 40
-"""Steps before those that are timed; twice what a batch is priced alike for."""
+"""Steps before those that are timed."""
 
 PER_PROMPT = 8  # requests
 
@@ -93,13 +88,6 @@ def repeated(trace: Trace, count: int, length: int) -> Trace:
     return trace_of(trace.name, trace.prompts, responses, prompts, [list(range(count))])
 
 
-class ShutGate(Gate):
-    is_open = False
-
-    def skip(self, width: int) -> None:
-        pass
-
-
 def open_engine(folder: Path, spec: str, batch: int, nodes: int, length: int) -> RolloutEngine:
     config = EngineConfig(
         model=ModelConfig(
@@ -117,68 +105,19 @@ def open_engine(folder: Path, spec: str, batch: int, nodes: int, length: int) ->
     target = TargetWorker(config, capture=NoCapture())
     worker: SpecWorker = PlainWorker(target)
     if spec != "none":
-        corpus = NgramCorpus(SHAPE.vocab_size, CorpusOptions())
-        learned = LearnedBudget.for_target(target, SOURCES, 0.02)
         worker = NgramWorker(
-            target, corpus, num_draft_tokens=nodes, calibration_seconds=0.0,
-            budget=FixedBudget(0.02) if spec == "fixed" else learned,
+            target, NgramCorpus(SHAPE.vocab_size, CorpusOptions()), num_draft_tokens=nodes,
+            calibration_seconds=0.0, budget=FixedBudget(0.02),
         )  # fmt: skip
     engine = RolloutEngine(config, worker)
     send_random_weights(engine)
-    if spec == "closed":  # nothing is probed for as long as anybody measures
-        budget: Any = worker.budget
-        budget._gate = ShutGate()
     return engine
 
 
-def forward_ms(rows: int) -> float:
-    """Forward of an 8B on an H200: bound by its weights, then by arithmetic."""
-    return 3.3 + 0.0165 * max(0, rows - 200)
-
-
-def tell_times(budget: Any) -> None:
-    """Let the budget learn what forwards would take, from now on."""
-    observe = budget.observe
-
-    def told(
-        batch: Batch, selected: SelectedDrafts, results: list[EntryResult], times: StepTimes
-    ) -> None:
-        rows = batch.num_run_tokens + selected.trees.num_nodes
-        observe(batch, selected, results, replace(times, forward=forward_ms(rows)))
-
-    budget.observe = told
-
-
-def time_phases(engine: RolloutEngine) -> Phases:
-    phases = Phases("the rest")
-    worker: Any = engine.worker
-    tell_times(worker.budget)
-    phases.time_calls(NoGraph, "replay", DEVICE, launches=True)
-    phases.time_calls(TreeSampler, "read", "read", waits=True)
-    for owner, name, phase in (
-        (worker.target.runner, "forward", "layout"),
-        (engine.scheduler, "schedule", "schedule"),
-        (worker, "prepare", "feed"),
-        (worker.budget, "floors", "propose"),
-        (worker, "propose", "propose"),
-        (worker.budget, "choose", "choose"),
-        (worker.budget, "observe", "learn"),
-        (worker.target, "sample", "sampler inputs"),
-        (worker.target, "entry_results", "accept"),
-        (worker.target, "commit", "commit"),
-        (engine.scheduler, "commit", "commit"),
-        (worker, "observe", "observe"),
-        (learning, "count_step", "metrics"),
-        (engine.steps, "_record", "metrics"),
-    ):
-        phases.time_calls(owner, name, phase)
-    return phases
-
-
 def measure(
-    engine: RolloutEngine, trace: Trace, steps: int, phases: Phases
-) -> tuple[dict[str, list[float]], float]:
-    """Seconds of each phase in each step, and the tokens that a request emitted in one."""
+    engine: RolloutEngine, trace: Trace, steps: int, clock: HostClock
+) -> list[tuple[float, float]]:
+    """The host's seconds in each step, while the device idles and while it computes."""
     for request, response in enumerate(trace.responses):
         engine.submit(
             trace.prompts[trace.prompt_of_R[request]].tolist(),
@@ -186,26 +125,23 @@ def measure(
             prompt_index=int(trace.prompt_of_R[request]),
             sample_index=request,
         )
-    batch, tokens = len(trace.responses), 0
+    batch = len(trace.responses)
     while engine.last_step.sampling < batch or engine.last_step.running < batch:
         engine.step()
     for _ in range(SETTLING):
         engine.step()
-    phases.take()
-    found: list[dict[str, float]] = []
+    clock.take()
+    found = []
     for _ in range(steps):
         engine.step()
-        found.append(phases.take())
+        found.append(clock.take())
         assert engine.last_step.sampling == batch
-        tokens += engine.last_step.generated_tokens
-    names = dict.fromkeys(name for each in found for name in each)
-    by_phase = {name: [each.get(name, 0.0) for each in found] for name in names}
-    return by_phase, tokens / batch / steps
+    return found
 
 
 def host_rows(options: argparse.Namespace, trace: Trace, spec: str, batch: int) -> Iterator[Row]:
     steps = options.steps if batch <= 64 else max(1, options.steps // 2)
-    most = 1 if spec in ("none", "closed") else options.nodes + 1
+    most = 1 if spec == "none" else options.nodes + 1
     length = (ADMITTING + SETTLING + steps) * most
     recorded = repeated(trace, batch, length)
     context = length + max(map(len, recorded.prompts)) + max(map(len, recorded.responses))
@@ -216,25 +152,17 @@ def host_rows(options: argparse.Namespace, trace: Trace, spec: str, batch: int) 
     if spec != "none":
         for response in trace.responses:
             worker.corpus.insert(response)
-    phases = time_phases(engine)
-    StandIn(worker.target, Recording(recorded), phases)
-    by_phase, tokens = measure(engine, recorded, steps, phases)
-    phases.stop()
+    clock = HostClock()
+    clock.launch_at(NoGraph, "replay")
+    clock.wait_at(TreeSampler, "read")
+    StandIn(worker.target, Recording(recorded), clock)
+    taken = measure(engine, recorded, steps, clock)
+    clock.stop()
     engine.close()
-    for name in (DEVICE, DEVICE + COVERED):
-        by_phase.pop(name, None)
-    total = [sum(times) for times in zip(*by_phase.values(), strict=True)]
-    exposed = [each for name, each in by_phase.items() if not name.endswith(COVERED)]
-    figures = {
-        "a step": total,
-        "while the device idles": [sum(times) for times in zip(*exposed, strict=True)],
-        "a step, each request": [each / batch for each in total],
-    }
     label = f"{spec}, batch {batch}"
-    yield row(f"{label}: tokens of a request", tokens, "tokens")
-    figures |= {name: by_phase[name] for name in sorted(by_phase)}
-    for name, seconds in figures.items():
-        yield row(f"{label}: {name}", 1e6 * statistics.median(seconds), "us")
+    yield row(f"{label}: a step", 1e6 * statistics.median(map(sum, taken)), "us")
+    idle = statistics.median(seconds for seconds, _ in taken)
+    yield row(f"{label}: while the device idles", 1e6 * idle, "us")
 
 
 def parts(options: argparse.Namespace) -> Parts:

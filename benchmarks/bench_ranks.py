@@ -1,170 +1,181 @@
-"""Questions: what do two cores gain for one model, and what does it cost that tensor-parallel ranks
-have the bits of one? Bars: 2 ranks on 2 cores decode at batch 1 at least 1.4 times as fast as one
-rank on one, and telling the other rank takes at most 3 % of a step at batch 8; on 2 ranks, the
-products and exchanges of a layer take at most 1.1x those with partial sums, whose bits depend on
-the number of ranks.
+"""Questions: what do two cores gain for one model, and what does it cost to tell the other rank
+what to run? Bars: 2 ranks on 2 cores decode at batch 1 at least 1.4 times as fast as one rank on
+one, and telling takes at most 3 % of a step at batch 8.
 
-    python benchmarks/bench_ranks.py --only decoding --cores 0 1 --json decoding.json
-    python benchmarks/bench_ranks.py --shape demo --shape 8b --ranks 1 2 4 --json ranks.json
+    python benchmarks/bench_ranks.py --cores 0 1 --json ranks.json
 
-Ranks are processes on this machine. Those that decode, by default a model of the demo's size whose
-heads 2 ranks can share, have a core of `--cores` each and one thread. Those of a layer have
-`--threads` each; give each its own cores. The layer is dense, bfloat16, with random weights and
-without its attention. A rank alone exchanges nothing, and both ways are the same.
-Legend: T rows, I input, O output features.
+Ranks are processes on this machine with a core of `--cores` and one thread each, which run as those
+of a job do: rank 0 tells the others what to run. By default the model is of the demo's size, with
+heads that 2 ranks can share.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import cast
 
 import torch
 from harness.command import POSITIVE, Command, Parts
 from harness.rows import Row, row
-from harness.shapes import SHAPES, Shape
-from harness.timing import in_turns, paired
-from rank_decoding import decoding_rows
-from torch.distributed import FileStore  # type: ignore[attr-defined]
+from harness.shapes import SHAPES, write_checkpoint
+from harness.timing import paired, rotated
 
-from rollout.models.layers.linear import Linear
-from rollout.models.layers.shard import split_product
-from rollout.ops.glu import silu_mul
-from rollout.parallel import ProcessRanks, RankGroup
-from rollout.parallel.partition import even_parts
+from rollout import RolloutEngine, SamplingParams
+from rollout.config import ParallelConfig, ParallelMode
+from rollout.engine.spmd import OpenEngine, run_spmd
+from rollout.models.checkpoint import Progress
+from rollout.parallel.model_ranks import host_store, launch_variables
 
-CPU = torch.device("cpu")
-SECONDS = 120.0  # that a rank waits for the others
-BAR = 1.1
+PROMPT = list(range(1, 17))
+BATCHES = (1, 8)
+RATIO_BAR = 1.4  # at batch 1
+TELLING_BAR = 3.0  # per cent, at batch 8
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """The timings of one rank. All ranks make the same calls."""
+class Decoding:
+    """A rank's engine and its turns. ``cores``: of the ranks."""
 
-    shape: Shape
-    size: int
-    rows: list[int]
-    repeats: int
-    threads: int
+    folder: str
+    cores: tuple[int, ...]
+    steps: int
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        size = len(self.cores)
+        mode = ParallelMode.tensor if size > 1 else ParallelMode.none
+        return ParallelConfig(mode=mode, size=size)
+
+    def turn(self, engine: RolloutEngine, batch: int, telling: TellingClock) -> tuple[float, float]:
+        """Seconds of a step that decodes so many requests, and those of telling the others."""
+        params = SamplingParams(max_new_tokens=self.steps + 1, ignore_eos=True)
+        for _ in range(batch):
+            engine.submit(PROMPT, params)
+        engine.step()  # the prompts
+        telling.seconds, started = 0.0, time.perf_counter()
+        while engine.has_unfinished:
+            engine.step()
+        return (time.perf_counter() - started) / self.steps, telling.seconds / self.steps
 
 
-def product(inputs: int, outputs: int) -> Linear:
-    linear = Linear(inputs, outputs, dtype=torch.bfloat16, device=CPU)
-    linear.weight_rows(0, outputs).write(torch.randn(outputs, inputs) / inputs**0.5)
-    linear.pack()
-    return linear
+class TellingClock:
+    """Adds up what rank 0 takes to tell the other ranks what they run."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self.seconds = 0.0
+        self._leader = engine.worker.ranks.leader
+        self._tell, self._leader.tell = self._leader.tell, self._timed  # type: ignore[method-assign]
+
+    def _timed(self, message: object) -> None:
+        started = time.perf_counter()
+        self._tell(message)
+        self.seconds += time.perf_counter() - started
 
 
-class RankLayer:
-    """A rank's part of a layer, each row-parallel product in both ways."""
+def run_rank(rank: int, decoding: Decoding, port: int, pipe: Connection) -> None:
+    """A rank's process. Rank 0 answers each batch size with a turn's times."""
+    size = len(decoding.cores)
+    os.sched_setaffinity(0, {decoding.cores[rank]})
+    torch.set_num_threads(1)
+    os.environ.update(launch_variables(rank, size, port, rank))
 
-    def __init__(self, shape: Shape, group: RankGroup) -> None:
-        self.group, hidden = group, shape.hidden_size
-        widths = shape.num_heads * shape.head_dim, shape.ffn_size
-        self.inputs = [even_parts(width, group.size) for width in widths]
-        self.outputs = even_parts(hidden, group.size)
-        heads = shape.num_heads + 2 * shape.num_kv_heads
-        own = [len(parts[group.rank]) for parts in self.inputs]
-        self.firsts = [
-            product(hidden, len(even_parts(heads * shape.head_dim, group.size)[0])),
-            product(hidden, 2 * own[1]),
+    def open_engine(progress: Progress | None) -> RolloutEngine:
+        parallel = {"mode": decoding.parallel.mode.value, "size": size}
+        return RolloutEngine.from_pretrained(
+            decoding.folder, "none", kv_bytes=64 << 20, num_threads=1, parallel=parallel
+        )
+
+    def lead(open_all: OpenEngine) -> None:
+        engine = cast(RolloutEngine, open_all(None))
+        telling = TellingClock(engine)
+        pipe.send(None)  # it is ready
+        while batch := pipe.recv():
+            pipe.send(decoding.turn(engine, batch, telling))
+
+    run_spmd(decoding.parallel, open_engine, lead)
+
+
+class RankProcesses:
+    """The ranks of one model. A context manager that kills them."""
+
+    def __init__(self, decoding: Decoding) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._store = host_store()
+        pipes = [spawn.Pipe() for _ in decoding.cores]
+        self._pipes = [own for own, _ in pipes]
+        self._processes = [
+            spawn.Process(target=run_rank, args=(rank, decoding, self._store.port, theirs))
+            for rank, (_, theirs) in enumerate(pipes)
         ]
-        self.split = [product(width, len(self.outputs[group.rank])) for width in widths]
-        self.partial = [product(width, hidden) for width in own]
+        for process in self._processes:
+            process.start()
+        for _, theirs in pipes:
+            theirs.close()  # so that one that dies ends the waiting for it
 
-    def second(self, half: int, x_TI: torch.Tensor, *, sums: bool) -> torch.Tensor:
-        if not sums:
-            inputs, outputs = self.inputs[half], self.outputs
-            return split_product(self.split[half], x_TI, self.group, inputs, outputs)
-        return self.group.all_gather(self.partial[half](x_TI)).float().sum(0).to(x_TI.dtype)
+    def __enter__(self) -> RankProcesses:
+        self._pipes[0].recv()
+        return self
 
-    @torch.inference_mode()
-    def run(self, x_TE: torch.Tensor, attended_TI: torch.Tensor, *, sums: bool) -> None:
-        self.firsts[0](x_TE)
-        hidden_TE = self.second(0, attended_TI, sums=sums)
-        self.second(1, silu_mul(self.firsts[1](hidden_TE)), sums=sums)
+    def __exit__(self, *error: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
 
-
-def timed(rank: int, job: Job, meeting: str) -> dict[int, dict[bool, list[float]]]:
-    """Seconds by rows, and by whether partial sums are added."""
-    torch.set_num_threads(job.threads)
-    store = FileStore(meeting, job.size)
-    group = ProcessRanks(store, rank, job.size, device=CPU, timeout=SECONDS)
-    layer, found = RankLayer(job.shape, group), {}
-    attended = len(layer.inputs[0][rank])
-    for rows in job.rows:
-        x_TE = torch.randn(rows, job.shape.hidden_size).bfloat16()
-        attended_TI = torch.randn(rows, attended).bfloat16()
-        calls = {sums: partial(layer.run, x_TE, attended_TI, sums=sums) for sums in (False, True)}
-        found[rows] = in_turns(calls, job.repeats, warm=3)
-    return found
+    def turn(self, batch: int) -> tuple[float, float]:
+        self._pipes[0].send(batch)
+        return self._pipes[0].recv()
 
 
-def rank_rows(name: str, job: Job) -> Iterator[Row]:
-    spawn = multiprocessing.get_context("spawn")
+def decoding_rows(name: str, options: argparse.Namespace) -> Iterator[Row]:
+    """One rank on the first core against one on each; the first turn of each does not count."""
+    cores, several = options.cores, len(options.cores)
+    sizes = (1, several)
     with tempfile.TemporaryDirectory() as folder:
-        meeting = str(Path(folder) / "ranks")
-        others = [
-            spawn.Process(target=timed, args=(rank, job, meeting)) for rank in range(1, job.size)
-        ]
-        try:
-            for other in others:
-                other.start()
-            found = timed(0, job, meeting)
-        finally:
-            for other in others:
-                other.kill()
-                other.join()
-    for rows, seconds in found.items():
-        label = f"{name}, ranks {job.size}, rows {rows}: a layer's products"
-        yield row(label, 1e6 * statistics.median(seconds[False]), "us")
-        if job.size > 1:
-            bar = BAR if job.size == 2 else None
-            ratio = paired(seconds[False], seconds[True])
-            yield row(f"{label} / partial sums", ratio, "ratio", bar, at_most=True)
+        write_checkpoint(Path(folder), SHAPES[name])
+        decodings = [Decoding(folder, tuple(cores[:size]), options.steps) for size in sizes]
+        with RankProcesses(decodings[0]) as one, RankProcesses(decodings[1]) as all_ranks:
+            turns = {1: one.turn, several: all_ranks.turn}
+            for batch in BATCHES:
+                seconds: dict[int, list[float]] = {size: [] for size in sizes}
+                telling: list[float] = []
+                for repeat in range(options.turns + 1):
+                    for size in rotated(list(turns), repeat):
+                        taken, told = turns[size](batch)
+                        if repeat:
+                            seconds[size].append(taken)
+                            telling += [told / taken] * (size > 1)
+                label = f"{name}, batch {batch}: a step"
+                for size, each in seconds.items():
+                    milliseconds = 1e3 * statistics.median(each)
+                    yield row(f"{label}, ranks {size}, a core each", milliseconds, "ms")
+                bar = RATIO_BAR if batch == 1 else None
+                ratio = paired(seconds[1], seconds[several])
+                yield row(f"{label}, one rank / {several} ranks", ratio, "ratio", bar)
+                share, bar = 100 * statistics.median(telling), None if batch == 1 else TELLING_BAR
+                yield row(f"{label}: telling the others", share, "%", bar, at_most=True)
 
 
 def parts(options: argparse.Namespace) -> Parts:
-    tiny = ["tiny"] if options.quick else []
-    decoding = {
-        f"decoding, {name}": partial(
-            decoding_rows,
-            name,
-            SHAPES[name],
-            options.cores,
-            steps=options.steps,
-            repeats=options.turns,
-        )
-        for name in options.shape or tiny or ["even"]
-    }
-    return decoding | {
-        f"layer of {name}, ranks {size}": partial(
-            rank_rows,
-            name,
-            Job(SHAPES[name], size, options.rows, options.repeats, options.threads),
-        )
-        for name in options.shape or tiny or ["8b"]
-        for size in options.ranks
-    }
+    names = options.shape or ["tiny" if options.quick else "even"]
+    return {name: partial(decoding_rows, name, options) for name in names}
 
 
 def make_command() -> Command:
     command = Command(__doc__)
-    command.option("--shape", [], choices=SHAPES, action="append", help="of model and layer")
-    command.option("--cores", [0, 1], nargs="+", help="one for each rank that decodes")
+    command.option("--shape", [], choices=SHAPES, action="append", help="of the model")
+    command.option("--cores", [0, 1], nargs="+", help="one for each rank")
     command.option("--steps", 100, quick=3, limits=POSITIVE, help="of a turn")
     command.option("--turns", 9, quick=1, limits=POSITIVE, help="of each number of ranks")
-    command.option("--ranks", [1, 2], quick=[2], nargs="+", limits=POSITIVE)
-    command.option("--rows", [1, 8, 64], quick=[2], nargs="+", limits=POSITIVE, help="of a step")
-    command.repeats(200)
-    command.threads(1)
     return command
 
 

@@ -1,7 +1,7 @@
 """Question: how fast are recorded rollouts through the whole engine with drafts and without, on a
-model of any size, and how near to the least time that the device allows?
+model of any size?
 
-    python benchmarks/bench_replay.py --trace rollouts.npz --shape 8b --shape 32b --active 64 256
+    python benchmarks/bench_replay.py --trace rollouts.npz --spec none ngram
 
 The model has random weights and is forced to say what was recorded: accept lengths are real, and so
 is the time. Rollouts of one step of the trace run together, and after each step the policy changes.
@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import argparse
 import gc
+import statistics
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ import torch
 from forced import Recording, Step, force_draft, force_target, new_policy, steps, waves
 from harness.command import POSITIVE, Command, Parts
 from harness.engines import forget
-from harness.roofline import Ceilings, add_floors_option
 from harness.rows import Row, row
 from harness.shapes import (
     Shape,
@@ -39,69 +39,52 @@ from harness.traces import Trace, add_trace_option, load_traces
 
 from spec_workers.neural.drafter import NeuralDrafter
 
+NEURAL = ("eagle", "hybrid")
+
 _HIT_RATE = 0.6
-"""Share of positions at which hybrid's draft is told the recorded token."""
+"""Share of positions at which a neural draft is told the recorded token."""
 
 
-@dataclass(slots=True)
-class Spent:
-    """Sums over some of the steps."""
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """All steps of a replay, by wave."""
 
-    seconds: float = 0.0
-    floor_seconds: float = 0.0
-    tokens: int = 0
-    steps: int = 0
-    forwards: int = 0  # requests sampled from, over the steps
+    waves: list[list[Step]]
 
-    def add(self, step: Step, floor_seconds: float) -> None:
-        self.seconds += step.seconds
-        self.floor_seconds += floor_seconds
-        self.tokens += step.tokens
-        self.steps += 1
-        self.forwards += step.forwards
+    @property
+    def steps(self) -> list[Step]:
+        return [step for wave in self.waves for step in wave]
+
+    @property
+    def seconds(self) -> float:
+        return sum(step.seconds for step in self.steps)
+
+    @property
+    def tokens(self) -> int:
+        return sum(step.tokens for step in self.steps)
 
     @property
     def accept_length(self) -> float:
-        return self.tokens / self.forwards if self.forwards else 0.0
-
-
-@dataclass(slots=True)
-class Replayed:
-    """All that a replay took."""
-
-    by_wave: list[Spent] = field(default_factory=list)
-    by_running: dict[str, Spent] = field(default_factory=dict)  # most requests running at once
-    total: Spent = field(default_factory=Spent)
-    warmup_seconds: float = 0.0  # of steps in which kernels compiled or graphs were captured
+        return self.tokens / sum(step.forwards for step in self.steps)
 
 
 def replay(
-    folder: Path,
-    shape: Shape,
-    trace: Trace,
-    *,
-    spec: str,
-    spec_options: dict[str, Any],
-    active: int,
-    num_waves: int | None,
-    ceilings: Ceilings,
-    hit_rate: float,
-    overrides: dict[str, Any],
-) -> Replayed:
+    folder: Path, trace: Trace, *, spec: str, active: int, num_waves: int | None, hit_rate: float,
+    **options: Any,
+) -> Replayed:  # fmt: skip
     """Rollouts of each wave are checked to be the recorded ones.
 
-    Raises RuntimeError where one is not.
+    ``options``: of the engine. Raises RuntimeError where a rollout is not the recorded one.
     """
     engine = random_engine(
-        folder, spec, spec_options=spec_options, max_running=active,
-        max_step_tokens=max(2048, active), chunk_len=2048, **overrides,
+        folder, spec, max_running=active, max_step_tokens=max(2048, active), chunk_len=2048,
+        **options,
     )  # fmt: skip
     worker: Any = engine.worker
     recording = Recording(trace)
     force_target(worker.target, recording)
     if isinstance(drafter := getattr(worker, "drafter", None), NeuralDrafter):
         force_draft(drafter, recording, hit_rate)
-    result = Replayed()
     chosen = waves(trace, active, num_waves)
     # Kernels compile, pages are touched; where forwards are captured, all of a wave's shapes come.
     captures = worker.target.graphs is not None
@@ -109,19 +92,12 @@ def replay(
         pass
     forget(engine)
     engine.flush_cache()
+    found = []
     for number, wave in enumerate(chosen):
-        spent = Spent()
-        for step in steps(engine, trace, wave):
-            if not step.is_warm:
-                result.warmup_seconds += step.seconds
-            floor = ceilings.forward_ms(shape, step.rows, step.sampled, step.kv_tokens) / 1e3
-            running = result.by_running.setdefault(_running_name(step.running), Spent())
-            for sums in (spent, result.total, running):
-                sums.add(step, floor)
-        result.by_wave.append(spent)
+        found.append(list(steps(engine, trace, wave)))
         new_policy(engine, number)
     engine.check_integrity()
-    return result
+    return Replayed(found)
 
 
 def _running_name(running: int) -> str:
@@ -136,71 +112,61 @@ def spec_options(spec: str, nodes: int, draft: Path) -> dict[str, Any]:
     if spec == "none":
         return {}
     options: dict[str, Any] = {"num_draft_tokens": nodes}
-    return options | ({"draft_path": str(draft)} if spec == "hybrid" else {})
+    return options | ({"draft_path": str(draft)} if spec in NEURAL else {})
 
 
 def times(label: str, result: Replayed) -> Iterator[Row]:
-    total = result.total
-    yield row(f"{label}: tokens", total.tokens / total.seconds, "tokens/s")
-    yield row(f"{label}: floor / time", total.floor_seconds / total.seconds, "ratio")
-    compiled = result.warmup_seconds / total.seconds
-    yield row(f"{label}: steps that compiled or captured", compiled, "of the time")
+    yield row(f"{label}: tokens", result.tokens / result.seconds, "tokens/s")
+    unsteady = sum(step.seconds for step in result.steps if not step.is_warm)
+    share = unsteady / result.seconds
+    yield row(f"{label}: steps that compiled or captured", share, "of the time")
+    yield row(f"{label}: accept length", result.accept_length, "tokens")
+    by_running: dict[str, list[float]] = {}
+    for step in result.steps:
+        if step.is_warm:
+            by_running.setdefault(_running_name(step.running), []).append(step.seconds)
+    for running, seconds in by_running.items():
+        yield row(f"{label}: a step of {running}", 1e3 * statistics.median(seconds), "ms")
 
 
 def compare(label: str, plain: Replayed, result: Replayed, judged: bool) -> Iterator[Row]:
-    yield row(f"{label}: accept length", result.total.accept_length, "tokens")
-    speedup = plain.total.seconds / result.total.seconds
-    yield row(f"{label}: speedup", speedup, "x", 1.9 if judged else None)
-    pairs = zip(plain.by_wave, result.by_wave, strict=True)
-    worst = min(before.seconds / after.seconds for before, after in pairs)
-    bar = 1.0 if judged else None
-    yield row(f"{label}: worst step of the trace", worst, "x", bar)
-    by_running = sorted(result.by_running.items(), key=lambda item: int(item[0].split()[0]))
-    for running, spent in by_running:
-        before = plain.by_running.get(running)
-        if before is not None and spent.tokens and before.tokens:
-            ratio = before.seconds / before.tokens / (spent.seconds / spent.tokens)
-            yield row(f"{label}: {running}, time per token", ratio, "x", bar)
+    yield row(f"{label}: speedup", plain.seconds / result.seconds, "x", 1.9 if judged else None)
+    worst = min(
+        Replayed([before]).seconds / Replayed([after]).seconds
+        for before, after in zip(plain.waves, result.waves, strict=True)
+    )
+    yield row(f"{label}: worst step of the trace", worst, "x", 1.0 if judged else None)
 
 
 def run(
     options: argparse.Namespace, trace: Trace, shape_name: str, shape: Shape, active: int
 ) -> Iterator[Row]:
-    device = torch.device(options.device)
+    on_gpu = torch.device(options.device).type == "cuda"
     if (largest := trace.largest_token) >= shape.vocab_size:
         raise SystemExit(f"{trace.name}: token {largest} is beyond shape {shape_name}'s vocabulary")
-    ceilings = Ceilings.of(device, options.floors)
-    overrides = {"device": options.device, "dtype": "bfloat16"}
-    # Nobody else is on the GPU; on a CPU half of its memory would be touched for nothing.
-    overrides |= {"kv_bytes": 1 << 30} if device.type == "cpu" else {"kv_fraction": 0.9}
     name = f"{trace.name}, {shape_name}, {active} active"
-    judged = shape_name == "8b" and active == 64 and ceilings.judged and bool(options.trace)
+    judged = on_gpu and shape_name == "8b" and active == 64 and bool(options.trace)
     plain: Replayed | None = None
     with tempfile.TemporaryDirectory() as folder:
         model, draft = Path(folder) / "model", Path(folder) / "draft"
         write_config(model, shape)
-        if "hybrid" in options.spec:
+        if any(spec in NEURAL for spec in options.spec):
             write_draft(draft, shape)
-        for spec in dict.fromkeys(["none", *options.spec]):
+        for spec in options.spec:
+            # Nobody else is on the GPU; on a CPU half of its memory would be touched for nothing.
+            memory: dict[str, float] = {"kv_fraction": 0.9} if on_gpu else {"kv_bytes": 1 << 30}
             result = replay(
-                model,
-                shape,
-                trace,
-                spec=spec,
-                spec_options=spec_options(spec, options.nodes, draft),
-                active=active,
-                num_waves=options.steps,
-                ceilings=ceilings,
-                hit_rate=_HIT_RATE,
-                overrides=overrides,
-            )
+                model, trace, spec=spec, active=active, num_waves=options.steps,
+                hit_rate=_HIT_RATE, spec_options=spec_options(spec, options.nodes, draft),
+                device=options.device, dtype="bfloat16", **memory,
+            )  # fmt: skip
             gc.collect()
-            if device.type == "cuda":
+            if on_gpu:
                 torch.cuda.empty_cache()
             yield from times(f"{name}, {spec}", result)
-            if plain is None:
+            if spec == "none":
                 plain = result
-            else:
+            elif plain is not None:
                 yield from compare(f"{name}, {spec}", plain, result, judged)
 
 
@@ -216,14 +182,13 @@ def parts(options: argparse.Namespace) -> Parts:
 def make_command() -> Command:
     command = Command(__doc__)
     add_shape_options(command)
-    add_floors_option(command)
     add_trace_option(command)
-    num_steps = None if torch.cuda.is_available() else 2
     command.option("--active", [64], nargs="+", limits=POSITIVE, help="rollouts at once")
-    command.option("--spec", ["ngram", "hybrid"], nargs="+")
+    command.option(
+        "--spec", ["none", "ngram"], nargs="+", help="none first: the others are compared with it"
+    )
     command.option("--nodes", 8, limits=POSITIVE, help="most draft nodes per request")
-    help = "of the trace; on a GPU all"
-    command.option("--steps", num_steps, quick=1, type=int, limits=POSITIVE, help=help)
+    command.option("--steps", 2, quick=1, limits=POSITIVE, help="of the trace, from the first on")
     return command
 
 

@@ -30,12 +30,12 @@ _PROMPT = 64  # tokens
 
 def shape_rows(name: str, shape: Shape, options: argparse.Namespace) -> Iterator[Row]:
     label = f"sleep, {name}, {options.batch} requests"
-    lengths = [_PROMPT + options.tokens] * options.batch
     with config_folder(shape) as folder:
         started = time.perf_counter()
         engine = open_engine(
-            folder, [lengths], device=options.device, exact=True, nodes=options.nodes
-        )
+            folder, options.batch, _PROMPT + options.tokens, device=options.device, exact=True,
+            nodes=options.nodes,
+        )  # fmt: skip
     yield row(f"{label}: start", time.perf_counter() - started, "s")
     yield row(f"{label}: run that captures", _run(engine, options), "s")
     warm = _run(engine, options)

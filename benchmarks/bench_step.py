@@ -2,20 +2,12 @@
 do draft nodes add to it?
 
     python benchmarks/bench_step.py --shape 8b --shape demo --json step.json
-    python benchmarks/bench_step.py --shape 8b --batch 16 --lengths mixed straggler
 
-A model of random weights decodes `--batch` requests at `--context` tokens each, or of `--lengths`
-about that. A step is everything: scheduling, the forward, sampling, commit. Its floor is the least
-time in which the device can move the weights and keys, or do the arithmetic. Bars, on an H100 or
-H200 (docs/gpu.md): floor / time 0.7 up to 32 requests, 8 nodes each 1.15x and 1.5x a step
-without, exactness 1.6x, 1.2 ms for the demo model.
-
-Without a GPU the shape is `tiny` and no bar of these applies. A kind of step that fails leaves its
-rows out and costs no other.
-
-A shape that is named is measured alone. `--only families` compares a layer of other families with a
-dense one (`family_steps.py`). Bars, anywhere: 1.25x with windows and sinks, 1.5x with latent
-attention.
+A model of random weights decodes `--batch` requests at `--context` tokens each. A step is
+everything: scheduling, the forward, sampling, commit. Its floor is the least time in which the
+device can move the weights and keys, or do the arithmetic. Bars, on an H100 or H200 (docs/gpu.md):
+floor / time 0.7 up to 32 requests, 8 nodes each 1.15x and 1.5x a step without, exactness 1.6x,
+1.2 ms for the demo model. Without a GPU the shape is `tiny` and no bar applies.
 """
 
 from __future__ import annotations
@@ -24,25 +16,21 @@ import argparse
 import gc
 import statistics
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from decoding import (
-    LENGTHS,
     MIN_CONTEXT,
     TIMED,
-    context_lengths,
     open_engine,
     start,
     step_seconds,
     stop,
 )
-from family_steps import family_rows
-from harness.command import POSITIVE, Command, Parts
-from harness.roofline import Ceilings, add_floors_option
+from harness.command import POSITIVE, Command
+from harness.roofline import Ceilings
 from harness.rows import Row, not_run, row
 from harness.shapes import Shape, add_shape_options, config_folder, shape_parts
 from triton import TritonError
@@ -70,10 +58,10 @@ class Timed:
     kv_tokens: int
 
 
-def measure(engine: RolloutEngine, lengths: Sequence[int]) -> Timed:
+def measure(engine: RolloutEngine, batch: int, context: int) -> Timed:
     """The median of ``TIMED`` steps in which all decode."""
-    requests = start(engine, lengths)
-    times = [step_seconds(engine, len(requests)) for _ in range(TIMED)]
+    requests = start(engine, batch, context)
+    times = [step_seconds(engine, batch) for _ in range(TIMED)]
     last = engine.last_step
     stop(engine, requests)
     return Timed(
@@ -89,30 +77,26 @@ class Steps:
 
     def __init__(self, name: str, shape: Shape, ceilings: Ceilings, context: int) -> None:
         self._name, self._shape, self._ceilings, self._context = name, shape, ceilings, context
-        self._took: dict[tuple[str, bool, int], float] = {}  # by load, exactness, nodes
+        self._took: dict[tuple[int, bool, int], float] = {}  # by requests, exactness, nodes
 
-    def load(self, kind: str, batch: int) -> str:
-        uneven = {
-            "even": "", "mixed": ", mixed lengths", "straggler": f", one of {8 * self._context}",
-        }  # fmt: skip
-        return f"{self._name}, {self._context} keys, batch {batch}{uneven[kind]}"
+    def load(self, batch: int) -> str:
+        return f"{self._name}, {self._context} keys, batch {batch}"
 
-    def rows(self, kind: str, timed: Timed, batch: int, exact: bool, nodes: int) -> Iterator[Row]:
-        took, load = timed.step_ms, self.load(kind, batch)
-        self._took[load, exact, nodes] = took
+    def rows(self, timed: Timed, batch: int, exact: bool, nodes: int) -> Iterator[Row]:
+        took, load = timed.step_ms, self.load(batch)
+        self._took[batch, exact, nodes] = took
         label = f"{load}, {step_kind(exact, nodes)}"
-        plain, even = not nodes, kind == "even"
-        bar = STEP_BARS.get((self._name, batch)) if even and plain and exact else None
+        bar = STEP_BARS.get((self._name, batch)) if exact and not nodes else None
         yield self._row(label, took, "ms", bar, at_most=True)
         shape, ceilings = self._shape, self._ceilings
         floor = ceilings.forward_ms(shape, timed.rows, timed.sampled, timed.kv_tokens)
-        bar = FLOOR_BARS.get(self._name) if even and plain and batch <= 32 else None
+        bar = FLOOR_BARS.get(self._name) if not nodes and batch <= 32 else None
         yield self._row(f"{label}: floor / time", floor / took, "ratio", bar)
-        if nodes and (before := self._took.get((load, exact, 0))):
-            bar = NODES_BARS.get((self._name, batch)) if even and nodes == 8 else None
+        if nodes and (before := self._took.get((batch, exact, 0))):
+            bar = NODES_BARS.get((self._name, batch)) if nodes == 8 else None
             yield self._row(f"{label} / none", took / before, "ratio", bar, at_most=True)
-        if not exact and (exactly := self._took.get((load, True, nodes))):
-            bar = EXACT_BARS.get(self._name) if plain else None
+        if not exact and (exactly := self._took.get((batch, True, nodes))):
+            bar = EXACT_BARS.get(self._name) if not nodes else None
             drafts = f", {nodes} draft nodes each" if nodes else ""
             ratio = exactly / took
             yield self._row(f"{load}{drafts}: exact / fast", ratio, "ratio", bar, at_most=True)
@@ -130,63 +114,40 @@ def step_kind(exact: bool, nodes: int) -> str:
 
 
 def shape_rows(name: str, shape: Shape, options: argparse.Namespace) -> Iterator[Row]:
-    ceilings = Ceilings.of(torch.device(options.device), options.floors)
-    steps = Steps(name, shape, ceilings, options.context)
-    loads = [(kind, batch) for kind in options.lengths for batch in options.batch]
+    steps = Steps(name, shape, Ceilings.of(torch.device(options.device)), options.context)
     with config_folder(shape) as folder:
         for exact, nodes in ((True, 0), (True, options.nodes), (False, 0), (False, options.nodes)):
-            yield from _kind_rows(folder, steps, loads, exact, nodes, options)
+            yield from _kind_rows(folder, steps, exact, nodes, options)
             gc.collect()  # or its weights and keys stay beside the next one's
 
 
 def _kind_rows(
-    folder: Path,
-    steps: Steps,
-    loads: Sequence[tuple[str, int]],
-    exact: bool,
-    nodes: int,
-    options: argparse.Namespace,
+    folder: Path, steps: Steps, exact: bool, nodes: int, options: argparse.Namespace
 ) -> Iterator[Row]:
-    """One engine for all loads, and a new one behind a load that fails."""
-    engine: RolloutEngine | None = None
-    for kind, batch in loads:
-        lengths = context_lengths(kind, batch, options.context)
-        try:
-            if engine is None:
-                gc.collect()  # of one that failed
-                every = [context_lengths(*load, options.context) for load in loads]
-                engine = open_engine(folder, every, device=options.device, exact=exact, nodes=nodes)
-            timed = measure(engine, lengths)
-        except (RuntimeError, RolloutError, TritonError):  # what comes next may be measured still
-            traceback.print_exc()
-            yield not_run(f"{steps.load(kind, batch)}, {step_kind(exact, nodes)}", "ms")
-            if engine is None:  # it would fail again
-                return
-            engine.close()
-            engine = None
-        else:
-            yield from steps.rows(kind, timed, batch, exact, nodes)
-    if engine is not None:
+    """A kind of step on an engine of its own; where it fails, the next kind may be measured."""
+    context = options.context
+    try:
+        engine = open_engine(
+            folder, max(options.batch), context, device=options.device, exact=exact, nodes=nodes
+        )
+        for batch in options.batch:
+            yield from steps.rows(measure(engine, batch, context), batch, exact, nodes)
         engine.close()
-
-
-def parts(options: argparse.Namespace) -> Parts:
-    shapes = shape_parts(shape_rows, "8b", "demo")(options)
-    return shapes if options.shape else {**shapes, "families": partial(family_rows, options)}
+    except (RuntimeError, RolloutError, TritonError):
+        traceback.print_exc()
+        yield not_run(f"{steps.load(max(options.batch))}, {step_kind(exact, nodes)}", "ms")
 
 
 def make_command() -> Command:
     command = Command(__doc__)
     add_shape_options(command)
-    add_floors_option(command)
-    usual = 4096 if torch.cuda.is_available() else 256
+    usual = 2048 if torch.cuda.is_available() else 256
     limits = (MIN_CONTEXT, float("inf"))
     command.option("--batch", [1, 8, 32], quick=[2], nargs="+", limits=POSITIVE)
     command.option("--context", usual, quick=80, limits=limits, help="tokens of a request")
-    command.option("--lengths", ["even"], nargs="+", choices=LENGTHS)
     command.option("--nodes", 8, limits=(1, 63), help="draft nodes of each request")
     return command
 
 
 if __name__ == "__main__":
-    make_command().run("a step on {device}", parts)
+    make_command().run("a step on {device}", shape_parts(shape_rows, "8b"))

@@ -4,8 +4,7 @@
 
 Each turn's prompt is the last one's, the very ids that were sampled, and a tool's output. Of what
 two turns share, all but the last sampled token is in the prefix cache. The time to the first token
-is that of the last turn with the cache and without it. The accept length of the first turn stands
-beside that of the later ones, for which the corpus knows the conversation. Bar: 0.95 of what is
+is that of the last turn with the cache and without it. Bar: 0.95 of what is
 shared is cached.
 """
 
@@ -86,8 +85,6 @@ def turn_rows(options: argparse.Namespace) -> Iterator[Row]:
     yield row("time to the first token of the last turn", 1000 * with_cache, "ms")
     yield row("the same without the prefix cache", 1000 * cold, "ms")
     yield row("the latter over the former", cold / with_cache, "x")
-    yield row("accept length of turn 1", _accept_length(each.turns[0] for each in held), "")
-    yield row("accept length of turns 2 and later", _accept_length(later), "")
     engine.close()
 
 
@@ -117,15 +114,6 @@ def _first_token(rollout: Rollout) -> float:
     seconds = rollout.stats.first_token_seconds
     assert seconds is not None
     return seconds
-
-
-def _accept_length(turns: Iterator[Turn] | list[Turn]) -> float:
-    """Tokens for each forward that sampled."""
-    steps = tokens = 0
-    for turn in turns:
-        steps += turn.rollout.stats.verify_steps
-        tokens += len(turn.rollout.token_ids)
-    return tokens / steps
 
 
 def make_command() -> Command:

@@ -11,8 +11,8 @@ ratios.
 
 Accept length is tokens by forwards of a request, its first token left out and steps without drafts
 included. The second epoch of a GRPO-like job is timed four requests at a time, prompt by prompt,
-after a first one that teaches. vLLM drafts with `ngram`, `suffix` where arctic-inference is
-installed beside it, and an EAGLE-3 draft where ``--draft`` is there.
+after a first one that teaches. vLLM drafts with `ngram`, and with `suffix` where
+arctic-inference is installed beside it.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def second_epoch_rows(
     yield ratio(title, done, OURS_NGRAM, best, bar)
 
 
-VLLMS_METHODS = (VLLM_NGRAM, SUFFIX, "vLLM, EAGLE-3")
+VLLMS_METHODS = (VLLM_NGRAM, SUFFIX)
 
 
 def repeated_text_rows(options: argparse.Namespace, engines: Engines) -> Iterator[Row]:
@@ -158,7 +158,6 @@ def make_command() -> Command:
     command.option("--tokens", 96, quick=8, limits=(2, 512), help="of a sample")
     command.option("--vllm-python", Path("build/venv-vllm/bin/python"), type=Path,
                    help="of the environment that has vLLM and this package")  # fmt: skip
-    command.option("--draft", Path("drafts/eagle3"), type=Path, help="an EAGLE-3 draft's folder")
     command.option("--device", "cpu", help="of both engines")
     command.flag("--eager", "vLLM starts without compiling, and is slower")
     return command

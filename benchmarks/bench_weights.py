@@ -4,112 +4,60 @@ and how much memory does either end hold meanwhile?
     python benchmarks/bench_weights.py [--threads 1] [--rounds 7] [--json FILE]
 
 A figure is a whole update, checks and commit included, of an engine that has run before; the median
-of rounds in which all transports take turns. Senders of shared memory and gloo are processes of
-their own. Peak extra memory is sampled in first updates, before any buffer is held. Bars: 0.7 of
+of rounds in which all transports take turns. The engine is a process of its own, and this one the
+trainer. Peak extra memory is sampled in first updates, before any buffer is held. Bars: 0.7 of
 copy_'s speed in process, 0.4 through shared memory; one bucket, or the largest tensor, of memory.
 
 `--only "two ranks"` compares an engine of two ranks with one of one rank, and needs no model: give
-it three cores. Bars: a rank reads no more than its share, two take at most 1.15x the time of one.
+it three cores. Bar: two take at most 1.15x the time of one.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import socket
+import os
+import tempfile
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from functools import cache, partial
-from multiprocessing.connection import Connection
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-import torch
-from harness.command import POSITIVE, Command, Part, Parts
+from harness.command import POSITIVE, Command, parts_of
 from harness.rows import Row, row
-from harness.timing import Call, in_turns
-from weight_ranks import HeldWeights, rank_rows
+from harness.shapes import SHAPES, write_checkpoint
+from harness.timing import Call, in_turns, paired
+from weight_engine import (
+    COPY,
+    DISK,
+    FLATTENED,
+    GLOO,
+    IN_PROCESS,
+    SHARED,
+    HeldWeights,
+    WeightEngine,
+)
 
-from rollout import RolloutEngine, SamplingParams
-from rollout.weights.bucket import CACHED_BUCKET_BYTES, DEFAULT_BUCKET_BYTES, buckets
-from rollout.weights.distributed_sender import DistributedSender
-from rollout.weights.group import WeightGroup
-from rollout.weights.shared_memory import SharedMemorySender
+from rollout.weights.bucket import CACHED_BUCKET_BYTES
 
 MIB = 2**20
-BUCKET_BYTES = (CACHED_BUCKET_BYTES, 16 * MIB, DEFAULT_BUCKET_BYTES)
+BUCKET_BYTES = (CACHED_BUCKET_BYTES, 16 * MIB)
 SLACK = 8 * MIB  # what the allocator and Python do with a few hundred names
-BARS = {  # of the speed of copy_
-    "in process": 0.7,
-    f"shared memory, {CACHED_BUCKET_BYTES // MIB} MiB buckets": 0.4,
-}
-
-
-def share(asked: Connection, options: argparse.Namespace, bucket_bytes: int) -> None:
-    """The process that shares memory: an update when asked, the next handle when asked again."""
-    torch.set_num_threads(options.threads)
-    weights = HeldWeights(options.model)
-    with SharedMemorySender(bucket_bytes, num_segments=2) as sender:
-        while asked.recv():
-            for handle in sender.handles(weights):
-                asked.send(handle)
-                asked.recv()
-            asked.send(None)
-
-
-def send(asked: Connection, options: argparse.Namespace, bucket_bytes: int, port: int) -> None:
-    """The process that sends updates through a group, when asked."""
-    torch.set_num_threads(options.threads)
-    weights = HeldWeights(options.model)
-    group = WeightGroup(
-        master_address="127.0.0.1", master_port=port, rank=0, world_size=2, group_name="bench",
-    )  # fmt: skip
-    sender = DistributedSender(group, bucket_bytes)
-    asked.send(sender.arguments(weights))
-    while asked.recv():
-        sender.send(weights)
-
-
-class Sender:
-    """Another process that holds the weights and sends them."""
-
-    def __init__(self, target: Any, *arguments: Any) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self.connection, theirs = spawn.Pipe()
-        self.process = spawn.Process(target=target, args=(theirs, *arguments), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def handles(self) -> Iterator[dict[str, Any]]:
-        """Each is asked for while the one before is read: the sender has two segments."""
-        self.connection.send(True)
-        while (handle := self.connection.recv()) is not None:
-            self.connection.send(True)
-            yield handle
-
-    def __enter__(self) -> Sender:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.process.kill()
-        self.process.join()
+BARS = {(IN_PROCESS, None): 0.7, (SHARED, CACHED_BUCKET_BYTES): 0.4}  # of the speed of copy_
+RANKS_BAR = 1.15  # of an update to one rank
+SHAPE = replace(SHAPES["demo"], num_heads=8, num_kv_heads=2, vocab_size=49_151)
+"""The demo model's sizes, as far as two ranks can split it; neither half of its tables is even."""
 
 
 class HeldMemory:
-    """Anonymous and shared memory that processes hold beyond what they did, sampled meanwhile.
+    """Memory that the trainer and the engine hold beyond what they did, sampled meanwhile.
 
-    Pages the engine maps of a sender's segment are the sender's.
+    Pages the engine maps of the trainer's segments are the trainer's.
     """
 
-    def __init__(self, sender: Sender | None) -> None:
-        self._files: list[tuple[Path, tuple[str, ...]]] = [
-            (Path("/proc/self/status"), ("RssAnon",))
-        ]
-        if sender is not None:
-            of_sender = Path(f"/proc/{sender.process.pid}/status")
-            self._files.append((of_sender, ("RssAnon", "RssShmem")))
+    def __init__(self, engine_pid: int) -> None:
+        self._fields = {os.getpid(): ("RssAnon", "RssShmem"), engine_pid: ("RssAnon",)}
         self._before = self._bytes()
         self.peak = 0  # of one process: what a trainer's host or an engine's must have to spare
         self._is_done = threading.Event()
@@ -117,8 +65,8 @@ class HeldMemory:
 
     def _bytes(self) -> list[int]:
         found = []
-        for file, fields in self._files:
-            lines = (line.split() for line in file.read_text().splitlines())
+        for pid, fields in self._fields.items():
+            lines = [line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
             found.append(sum(int(line[1]) * 1024 for line in lines if line[0][:-1] in fields))
         return found
 
@@ -136,95 +84,59 @@ class HeldMemory:
         self._thread.join()
 
 
-class Updates:
-    """An engine that has run, the weights it is sent, and rows of the ways to send them."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._options = options
-        self._weights = HeldWeights(options.model)
-        self._engine = RolloutEngine.from_pretrained(options.model, spec="none", dtype="bfloat16")
-        self._engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4))
-        self._engine.update_weights_from_tensor(self._weights)
-        self._copies = {name: torch.empty_like(tensor) for name, tensor in self._weights}
-
-    def in_process(self) -> Iterator[Row]:
-        engine, pairs = self._engine, list(self._weights)
-        calls: dict[str, Call] = {
-            "in process": lambda: engine.update_weights_from_tensor(pairs),
-            "generator": lambda: engine.update_weights_from_tensor(pair for pair in pairs),
-            "disk": lambda: engine.update_weights_from_disk(self._options.model),
-        }
-        yield from self._rows(calls, {}, SLACK, "")
-
-    def in_buckets(self, bucket_bytes: int) -> Iterator[Row]:
-        """The transports that pack buckets, and the processes that send."""
-        engine, options, port = self._engine, self._options, free_port()
-        with ExitStack() as stack:
-            sharing = stack.enter_context(Sender(share, options, bucket_bytes))
-            sending = stack.enter_context(Sender(send, options, bucket_bytes, port))
-            engine.init_weights_update_group("127.0.0.1", port, 1, 2, "bench", timeout=120)
-            stack.callback(engine.destroy_weights_update_group, "bench")
-            arguments = sending.connection.recv()
-
-            def flattened() -> None:
-                stream = buckets(self._weights, bucket_bytes)
-                engine.update_weights_from_tensor(stream, load_format="flattened_bucket")
-
-            def distributed() -> None:
-                sending.connection.send(True)
-                engine.update_weights_from_distributed(**arguments)
-
-            calls: dict[str, Call] = {
-                "flattened bucket": flattened,
-                "shared memory": lambda: engine.update_weights_from_ipc(sharing.handles()),
-                "gloo": distributed,
-            }
-            largest = max(spec.num_bytes for spec in self._weights.manifest().values())
+def transport_rows(options: argparse.Namespace) -> Iterator[Row]:
+    weights = HeldWeights(options.model)
+    largest = max(spec.num_bytes for spec in weights.manifest().values())
+    with WeightEngine(1, options.threads, options.model, weights, num_segments=2) as engine:
+        pid = engine.processes[0].pid
+        assert pid is not None
+        engine.update(COPY)  # touches its buffers
+        engine.update(IN_PROCESS)
+        for size in (None, *BUCKET_BYTES):
+            ways = (IN_PROCESS, DISK) if size is None else (FLATTENED, SHARED, GLOO)
+            suffix = "" if size is None else f", {size // MIB} MiB buckets"
             # A tensor larger than one of the two segments makes that one grow.
-            allowed = max(bucket_bytes, largest + bucket_bytes // 2) + SLACK
-            senders = {"shared memory": sharing, "gloo": sending}
-            suffix = f", {bucket_bytes // MIB} MiB buckets"
-            yield from self._rows(calls, senders, allowed, suffix)
-
-    def _rows(
-        self, calls: Mapping[str, Call], senders: Mapping[str, Sender], allowed: int, suffix: str
-    ) -> Iterator[Row]:
-        for name, call in calls.items():
-            with HeldMemory(senders.get(name)) as held:
-                call()
-            label = f"{name}{suffix}, peak extra memory"
-            yield row(label, held.peak / MIB, "MiB", allowed / MIB, at_most=True)
-        every: dict[str, Call] = {"copy_": self._copy, **calls}
-        seconds = {
-            name: median(each) for name, each in in_turns(every, self._options.rounds).items()
-        }
-        for name in every:
-            yield row(f"{name}{suffix}", self._weights.num_bytes / seconds[name] / 1e9, "GB/s")
-        for name in calls:
-            ratio = seconds["copy_"] / seconds[name]
-            yield row(f"{name}{suffix} / copy_", ratio, "ratio", BARS.get(name + suffix))
-
-    def _copy(self) -> None:
-        for name, tensor in self._weights:
-            self._copies[name].copy_(tensor)
+            allowed = SLACK + (0 if size is None else max(size, largest + size // 2))
+            calls: dict[str, Call] = {
+                way: partial(engine.update, way, size or CACHED_BUCKET_BYTES) for way in ways
+            }
+            for way, call in calls.items():
+                with HeldMemory(pid) as held:
+                    call()
+                label = f"{way}{suffix}, peak extra memory"
+                yield row(label, held.peak / MIB, "MiB", allowed / MIB, at_most=True)
+            calls = {COPY: partial(engine.update, COPY), **calls}
+            seconds = {way: median(each) for way, each in in_turns(calls, options.rounds).items()}
+            for way, each in seconds.items():
+                yield row(f"{way}{suffix}", weights.num_bytes / each / 1e9, "GB/s")
+            for way in ways:
+                ratio = seconds[COPY] / seconds[way]
+                yield row(f"{way}{suffix} / copy_", ratio, "ratio", BARS.get((way, size)))
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
+def rank_rows(options: argparse.Namespace) -> Iterator[Row]:
+    shape = replace(SHAPE, num_layers=2, vocab_size=997) if options.quick else SHAPE
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_checkpoint(Path(name), shape)
+        weights = HeldWeights(folder)
+        open_engine = partial(
+            WeightEngine, threads=options.threads, folder=folder, weights=weights, num_segments=4
+        )
+        with open_engine(1) as one, open_engine(2) as two:
+            for way in (IN_PROCESS, DISK, SHARED, GLOO):
+                calls: dict[int, Call] = {
+                    1: partial(one.update, way), 2: partial(two.update, way),
+                }  # fmt: skip
+                seconds = in_turns(calls, options.rounds)
+                for size, each in seconds.items():
+                    rate = weights.num_bytes / median(each) / 1e9
+                    yield row(f"{way}, ranks {size}", rate, "GB/s")
+                ratio = paired(seconds[2], seconds[1])
+                label = f"{way}, ranks 2: time / ranks 1"
+                yield row(label, ratio, "ratio", RANKS_BAR, at_most=True)
 
 
-def parts(options: argparse.Namespace) -> Parts:
-    updates = cache(lambda: Updates(options))  # two ranks need none of it
-
-    def in_buckets(size: int) -> Iterator[Row]:
-        return updates().in_buckets(size)
-
-    of_size: dict[str, Part] = {
-        f"{size // MIB} MiB buckets": partial(in_buckets, size) for size in BUCKET_BYTES
-    }
-    ranks: Part = partial(rank_rows, options)
-    return {"in process": lambda: updates().in_process(), **of_size, "two ranks": ranks}
+PARTS = {"transports": transport_rows, "two ranks": rank_rows}
 
 
 def make_command() -> Command:
@@ -236,4 +148,4 @@ def make_command() -> Command:
 
 
 if __name__ == "__main__":
-    make_command().run("weight updates, {threads} threads per process", parts)
+    make_command().run("weight updates, {threads} threads per process", parts_of(PARTS))

@@ -32,17 +32,6 @@ MIN_CONTEXT = 2 * (SETTLING + TIMED)
 STEP_TOKENS = 2048
 """Prompt tokens of one step."""
 
-LENGTHS = ("even", "mixed", "straggler")
-
-
-def context_lengths(kind: str, batch: int, context: int) -> list[int]:
-    """``context`` tokens each; or a quarter to seven quarters of it; or one of eight times that."""
-    if kind == "mixed":
-        spread_B = np.linspace(context / 4, 7 * context / 4, batch)
-        return [max(MIN_CONTEXT, int(length)) for length in spread_B]
-    longest = [8 * context] if kind == "straggler" else [context]
-    return longest + [context] * (batch - 1)
-
 
 def draft_trees(parents_B: Sequence[Sequence[int]], tokens_N: NDArray[np.int32]) -> DraftTrees:
     """The trees with these parents, one for each entry."""
@@ -90,35 +79,29 @@ class RandomTrees(SpecWorker):
         return spread(draft_trees(parents, tokens_N), drafting, len(batch.entries))
 
 
-def longest_response(lengths: Sequence[int]) -> int:
+def longest_response(batch: int, context: int) -> int:
     """A number of tokens at which no request ends while the prompts of others are prefilled."""
-    return 4 * (SETTLING + TIMED) + 2 * sum(lengths) // STEP_TOKENS
+    return 4 * (SETTLING + TIMED) + 2 * batch * context // STEP_TOKENS
 
 
-def slots_wanted(lengths: Sequence[int], nodes: int) -> int:
-    """KV slots that requests of these lengths may come to hold while they are timed."""
-    return sum(lengths) + len(lengths) * (longest_response(lengths) + nodes)
+def slots_wanted(batch: int, context: int, nodes: int) -> int:
+    """KV slots that these requests may come to hold while they are timed."""
+    return batch * (context + longest_response(batch, context) + nodes)
 
 
 def open_engine(
-    folder: Path,
-    loads: Sequence[Sequence[int]],
-    *,
-    device: str,
-    exact: bool,
-    nodes: int,
+    folder: Path, batch: int, context: int, *, device: str, exact: bool, nodes: int
 ) -> RolloutEngine:
-    """An engine for any one of ``loads``, the context lengths of requests that decode together."""
-    most = max(map(len, loads))
+    """An engine for up to ``batch`` requests of ``context`` tokens that decode together."""
     config = EngineConfig(
         model=ModelConfig(path=str(folder), device=device, load_format=LoadFormat.dummy),
         memory=MemoryConfig(
-            max_kv_tokens=2 * max(slots_wanted(lengths, nodes) for lengths in loads),
+            max_kv_tokens=2 * slots_wanted(batch, context, nodes),
             prefix_cache=False,
             kv_fraction=0.9,  # nobody else is on the device
         ),
         scheduler=SchedulerConfig(
-            max_running=most, max_step_tokens=STEP_TOKENS, chunk_len=STEP_TOKENS
+            max_running=batch, max_step_tokens=STEP_TOKENS, chunk_len=STEP_TOKENS
         ),
         exact=exact,
     )
@@ -127,29 +110,28 @@ def open_engine(
     return engine
 
 
-def start(engine: RolloutEngine, lengths: Sequence[int]) -> list[Request]:
-    """Requests that decode from about these lengths on, their steps warm.
+def start(engine: RolloutEngine, batch: int, context: int) -> list[Request]:
+    """Requests that decode from about ``context`` tokens on, their steps warm.
 
     Raises RuntimeError where there is no room for all of them at once.
     """
     slots = engine.status().kv_slots
-    if (wanted := slots_wanted(lengths, engine.worker.max_draft_tokens)) > slots:
-        raise RuntimeError(f"no room: {len(lengths)} requests want {wanted} of {slots} KV slots")
+    if (wanted := slots_wanted(batch, context, engine.worker.max_draft_tokens)) > slots:
+        raise RuntimeError(f"no room: {batch} requests want {wanted} of {slots} KV slots")
     rng = np.random.default_rng(1)
-    params = SamplingParams(max_new_tokens=longest_response(lengths), ignore_eos=True)
+    params = SamplingParams(max_new_tokens=longest_response(batch, context), ignore_eos=True)
+    prompt_len = context - SETTLING - TIMED
     requests = [
         engine.submit(
-            rng.integers(0, engine.vocab_size, length - SETTLING - TIMED).tolist(),
-            params,
-            prompt_index=index,
+            rng.integers(0, engine.vocab_size, prompt_len).tolist(), params, prompt_index=index
         )
-        for index, length in enumerate(lengths)
+        for index in range(batch)
     ]
-    step_seconds(engine, len(requests))
-    while engine.last_step.sampling < len(requests):
-        step_seconds(engine, len(requests))
+    step_seconds(engine, batch)
+    while engine.last_step.sampling < batch:
+        step_seconds(engine, batch)
     for _ in range(SETTLING):
-        step_seconds(engine, len(requests))
+        step_seconds(engine, batch)
     return requests
 
 

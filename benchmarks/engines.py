@@ -156,13 +156,6 @@ def engine_options(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         VLLM_NGRAM: {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5},
         SUFFIX: {"method": "suffix"},
     }
-    if options.draft.is_dir():
-        path = str(options.draft)
-        for spec in ("eagle", "hybrid"):
-            own_drafts[f"{OURS_PLAIN}, {spec}"] = (spec, {"draft_path": path})
-        vllm_drafts["vLLM, EAGLE-3"] = {
-            "method": "eagle3", "model": path, "num_speculative_tokens": 3
-        }  # fmt: skip
     found = {name: own_options(options, *each) for name, each in own_drafts.items()}
     return found | {name: vllm_options(options, each) for name, each in vllm_drafts.items()}
 

@@ -138,9 +138,6 @@ def waves(trace: Trace, active: int, limit: int | None) -> list[list[int]]:
 class Step:
     seconds: float
     running: int
-    rows: int
-    sampled: int  # rows of logits
-    kv_tokens: int
     tokens: int
     forwards: int  # requests sampled from
     is_warm: bool
@@ -171,9 +168,6 @@ def steps(engine: RolloutEngine, trace: Trace, wave: list[int]) -> Iterator[Step
         yield Step(
             seconds=seconds,
             running=last.running,
-            rows=last.query_tokens,
-            sampled=last.sampling + last.drafted,
-            kv_tokens=last.kv_used,
             tokens=last.generated_tokens,
             forwards=last.sampling,
             is_warm=_is_warm(engine),

@@ -1,11 +1,10 @@
 """Compile the kernels of a session on a GPU before it, without a GPU.
 
-    PYTHONPATH=. python benchmarks/gpu_kernels.py --output kernels.tar.gz
-    python3 benchmarks/gpu_session.py --triton-cache kernels.tar.gz ...       # on the GPU machine
+    PYTHONPATH=. python benchmarks/gpu_kernels.py --output build/gpu-bundle/kernels.tar.gz
 
 An H100 spends a minute of a session on compiling. Here the checks and steps run on a pretended GPU,
 which notes what they launch; each variant is compiled for Hopper. Triton looks it up by its own
-version and Python's, so this needs those of the GPU machine (`make gpu-kernels`). What is missing
+version and Python's, so this needs those of the GPU machine (`make gpu-bundle`). What is missing
 in the archive is compiled there as ever.
 """
 
@@ -23,12 +22,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import bench_gpu_ops
 import bench_step
 import decoding
 import gpu_smoke
 import torch
 import triton_cache
-from bench_gpu_ops import HEAD, LINEARS
 from harness.roofline import Ceilings
 from harness.shapes import SHAPES
 from triton.compiler import ASTSource, compile
@@ -39,9 +38,6 @@ from tests.helpers.fake_cuda import FakeGpu, pretended_gpu
 from tests.helpers.fake_cuda.launches import Launch
 from tests.helpers.fake_cuda.models import send_weights
 from tests.helpers.triton_compile import HOPPER
-
-_MAX_BYTES = 32 << 20
-"""Size of the archive at most."""
 
 _CEILINGS = Ceilings(name="a pretended H100", bytes_per_second=3e12, flop_per_second=7e14)
 
@@ -59,20 +55,17 @@ def checks() -> None:
 
 def products() -> None:
     """Every tile, for the 8B shape."""
-    for outputs, inputs in (LINEARS | HEAD).values():
+    for outputs, inputs in bench_gpu_ops.products().values():
         weight_OI = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="cuda")
         for tile in tiles(torch.bfloat16):
             tiled_matmul(weight_OI.new_empty(72, inputs), weight_OI, None, tile)
 
 
 def steps() -> None:
-    """Steps of the 8B shape and of the demo model, two layers of them."""
-    options = argparse.Namespace(
-        batch=[1, 8, 32], context=2048, device="cuda", nodes=8, lengths=["even"], floors=None
-    )
-    for name in ("8b", "demo"):
-        shape = dataclasses.replace(SHAPES[name], num_layers=2)
-        list(bench_step.shape_rows(name, shape, options))
+    """Steps of the 8B shape, two layers of it."""
+    options = argparse.Namespace(batch=[1, 8, 32], context=2048, device="cuda", nodes=8)
+    shape = dataclasses.replace(SHAPES["8b"], num_layers=2)
+    list(bench_step.shape_rows("8b", shape, options))
 
 
 PARTS: tuple[Callable[[], None], ...] = (checks, products, steps)
@@ -84,7 +77,7 @@ def recorded(parts: Sequence[Callable[[], None]]) -> list[Variant]:
     with (
         patch.object(decoding, "send_random_weights", send_weights),
         patch.object(gpu_smoke, "_rows_that_differ", lambda one, other: one.shape != other.shape),
-        patch.object(Ceilings, "of", lambda device, floors=None: _CEILINGS),
+        patch.object(Ceilings, "of", lambda device: _CEILINGS),
     ):
         for part in parts:
             gpu: FakeGpu
@@ -115,7 +108,7 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
         environment = {"TRITON_CACHE_DIR": cache, "TRITON_STORE_BINARY_ONLY": "1"}
         with patch.dict(os.environ, environment), ProcessPoolExecutor() as pool:
             list(pool.map(build, variants))
-        print(triton_cache.pack(Path(cache), options.output, _MAX_BYTES))
+        print(triton_cache.pack(Path(cache), options.output))
     print(
         f"{len(variants)} variants for {triton_cache.made_by()}: {time.monotonic() - began:.0f} s"
     )

@@ -1,26 +1,26 @@
-"""Question: is all of this right on a GPU, and how fast? One lent for half an hour answers here.
+"""Question: is all of this right on a GPU, and how fast? Two calls of a machine lent for a quarter
+of an hour answer.
 
-    python3 benchmarks/gpu_session.py --output FOLDER --seconds 540 --stage smoke step profile
-    python3 benchmarks/gpu_merge.py FOLDER... --json session.json
+    make gpu-bundle
+    python3 benchmarks/gpu_session.py first --output FOLDER
+    python3 benchmarks/gpu_session.py second --output FOLDER --trace rollouts.npz
 
-Each stage is a process of its own with a limit; one that fails or hangs costs no other. A stage for
-which too little is left of --seconds is not begun, and one may be cut short by it; their names are
-printed, for the next call. `setup` comes first in each call, and costs nothing where nothing is
-missing. Nothing is written but the folder, `build/` and the extensions beside their packages.
+Each stage (`gpu_stages.py`) is a process of its own; one that runs over its limit is killed and the
+next begins. Where the bits of `smoke` differ nothing else is worth its time, and the call ends.
+`--stage` runs some of the call's stages, after `setup`. Without a GPU benchmarks run at their
+smallest size and tests are skipped: a rehearsal.
 
-The folder has at most 8 files of at most 16 MiB: rows.jsonl, each row as it comes, between marks of
-the stages; session.log, all that was printed; traces of a few steps; triton-cache.tar.gz, what was
-compiled, for the next call's --triton-cache. A call into the same folder adds to it.
-
-The exit status is 0 where every stage that was asked for went well, and 1 where not. Bars that were
-missed do not count.
+The folder has rows.jsonl, each row as it comes, between marks of the stages; session.log, all that
+was printed; and traces of a few steps: at most 8 files of at most 16 MiB. A call into the same
+folder adds to it. The exit status is 0 where every stage went well; bars that were missed do not
+count.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -28,151 +28,111 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import triton_cache
-from gpu_stages import SETUP, Stage, stages
+from gpu_stages import CALLS, Stage
 from harness.rows import append_record, read_records
 
 ROOT = Path(__file__).resolve().parents[1]
-BUILD = ROOT / "build" / "gpu-session"
-SITE = ROOT / "build" / "gpu-site"
-TRITON_CACHE = ROOT / "build" / "triton-cache"
+BUILD = ROOT / "build"
+OK, NOT_BEGUN = "ok", "not begun"
 
-ROWS, LOG, CACHE = "rows.jsonl", "session.log", "triton-cache.tar.gz"
-MAX_FILES, MAX_BYTES = 8, 16 << 20
+_MAX_LOG_BYTES = 16 << 20
+_MIN_SECONDS = 15.0
+"""A stage for which less is left is not begun."""
 
-_MIN_SHARE = 0.5
-"""Share of a stage's limit that has to be left to begin it: most end well before theirs."""
-
-_LAST_WORDS_SECONDS = 10.0
+_LAST_WORDS_SECONDS = 5.0
 _LAST_WORDS = 1500
 """Characters of a failed stage's output that are printed too."""
-
-_PRCTL = ctypes.CDLL(None).prctl
-_PARENT_DEATH_SIGNAL = 1
-_CLOSING_SECONDS = 15.0
-"""To pack what was compiled."""
-
-OK, NOT_BEGUN, CUT_SHORT, SKIPPED = "ok", "not begun", "cut short", "skipped"
 
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
     name: str
-    status: str  # "ok", "failed: ...", "over its limit", "cut short", "not begun", "skipped: ..."
+    status: str  # "ok", "failed: ...", "over its limit", "not begun"
     seconds: float = 0.0
     rows: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def missed(self) -> list[dict[str, Any]]:
+        return [row for row in self.rows if row.get("ok") is False]
 
-def run(
-    chosen: Sequence[Stage],
-    output: Path,
-    seconds: float,
-    *,
-    floors: Path | None = None,
-    on_gpu: bool = True,
-) -> list[Outcome]:
-    """Run what fits, in order. ``floors``: rows with the device's rates, besides those found."""
+
+def run(stages: Sequence[Stage], output: Path, seconds: float, more: str = "") -> list[Outcome]:
+    """Run the stages in order, for so many seconds in all. ``more``: options of benchmarks."""
     output.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + seconds
     outcomes: list[Outcome] = []
-    with (output / LOG).open("ab", buffering=0) as log:
-        for stage in chosen:
-            left = deadline - time.monotonic()
-            if stage.needs_gpu and not on_gpu:
-                outcome = Outcome(name=stage.name, status=f"{SKIPPED}: it needs a GPU")
-            elif left < _MIN_SHARE * stage.seconds:
-                outcome = Outcome(name=stage.name, status=NOT_BEGUN)
-            else:
-                print(f"{stage.name} ...", flush=True)
-                outcome = _run(stage, left - _LAST_WORDS_SECONDS, output, log, floors)
-            _mark(output, stage.name, outcome.status, outcome.seconds)
-            tell(outcome)
-            outcomes.append(outcome)
+    ended = False
+    for stage in stages:
+        left = deadline - time.monotonic()
+        if ended or left < min(_MIN_SECONDS, stage.seconds):
+            outcomes.append(Outcome(name=stage.name, status=NOT_BEGUN))
+            continue
+        print(f"{stage.name} ...", flush=True)
+        outcome = _run(stage, min(left, stage.seconds), output, more)
+        outcomes.append(outcome)
+        for row in outcome.missed:
+            print(f"  missed: {row['name']}: {row['value']} {row['unit']}, bar {row['bar']}")
+        print(f"{stage.name}: {outcome.status}, {outcome.seconds:.0f} s", flush=True)
+        ended = stage.decides and bool(outcome.missed)
     return outcomes
 
 
-def _mark(output: Path, name: str, status: str, seconds: float = 0.0) -> None:
-    mark = {"stage": name, "status": status, "seconds": seconds, "time": round(time.time(), 1)}
-    append_record(output / ROWS, mark)
-
-
-def _run(stage: Stage, left: float, output: Path, log: BinaryIO, floors: Path | None) -> Outcome:
-    log.write(f"\n=== {stage.name}\n".encode())
-    said = log.tell()
-    rows = output / ROWS
-    _mark(output, stage.name, "begun")
-    known = len(read_records(rows))
-    started = time.monotonic()
-    report = BUILD / f"{stage.name}.xml"
+def _run(stage: Stage, limit: float, output: Path, more: str) -> Outcome:
+    rows, report = output / "rows.jsonl", BUILD / f"{stage.name}.xml"
+    report.parent.mkdir(parents=True, exist_ok=True)
     report.unlink(missing_ok=True)
-    process = subprocess.Popen(
-        [sys.executable, *_command(stage, output, report, floors)],
-        cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
-        process_group=0, preexec_fn=_follow_parent, env=_environment(),
-    )  # fmt: skip
-    status = 0
-    try:
-        status = process.wait(min(left, stage.seconds))
-        result = OK if status == 0 else f"failed: exit status {status}"
-    except subprocess.TimeoutExpired:
-        result = "over its limit" if stage.seconds <= left else CUT_SHORT
-        _interrupt(process)
-    finally:
-        with suppress(ProcessLookupError):  # all it started too: its group is its own
-            os.killpg(process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # a driver may hold on to it
-            process.wait(_LAST_WORDS_SECONDS)
-    if stage.tests:
+    append_record(rows, {"stage": stage.name, "time": round(time.time(), 1)})
+    known = len(read_records(rows))
+    command = stage.command.format(output=output, rows=rows, report=report)
+    if "--json" in command:
+        command = f"{command} {more}"
+    started = time.monotonic()
+    with (output / "session.log").open("ab+", buffering=0) as log:
+        log.write(f"\n=== {stage.name}: {command}\n".encode())
+        said = log.tell()
+        process = subprocess.Popen(
+            [sys.executable, *shlex.split(command)], cwd=ROOT, stdout=log, stderr=log,
+            process_group=0, env=_environment(),
+        )  # fmt: skip
+        try:
+            code = process.wait(limit)
+            status = OK if code == 0 else f"failed: exit status {code}"
+        except subprocess.TimeoutExpired:
+            status = "over its limit"
+            process.send_signal(signal.SIGINT)  # it tells what it has found so far
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_LAST_WORDS_SECONDS)
+        finally:
+            with suppress(ProcessLookupError):  # all it started too: its group is its own
+                os.killpg(process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):  # a driver may hold on to it
+                process.wait(_LAST_WORDS_SECONDS)
+        if status != OK:
+            log.seek(max(said, log.seek(0, os.SEEK_END) - _LAST_WORDS))
+            print(log.read().decode(errors="replace"), flush=True)
+    if "{report}" in stage.command:
         append_record(rows, failures_row(stage.name, report))
-    if status != 0:  # where one was cut short is no news
-        with (output / LOG).open("rb") as written:
-            written.seek(max(said, written.seek(0, os.SEEK_END) - _LAST_WORDS))
-            print(written.read().decode(errors="replace"), flush=True)
-    return Outcome(
-        name=stage.name,
-        status=result,
-        seconds=round(time.monotonic() - started, 1),
-        rows=read_records(rows)[known:],
-    )
-
-
-def _command(stage: Stage, output: Path, report: Path, floors: Path | None) -> list[str]:
-    command = list(stage.command)
-    if stage.rows:
-        command += ["--json", str(output / ROWS)]
-    if stage.floors:
-        command += ["--floors", str(output / ROWS if floors is None else floors)]
-    if stage.traces:
-        command += ["--traces", str(output)]
-    if stage.tests:
-        command += [f"--junitxml={report}"]
-    return command
+    seconds = round(time.monotonic() - started, 1)
+    return Outcome(name=stage.name, status=status, seconds=seconds, rows=read_records(rows)[known:])
 
 
 def _environment() -> dict[str, str]:
     """The environment of a stage. Files that libraries leave behind go to ``build/``."""
     temporary = BUILD / "tmp"
     temporary.mkdir(parents=True, exist_ok=True)
-    modules = [str(SITE), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    # An environment's own tools, also where it was not activated: the system's CMake may be old.
-    programs = [str(SITE / "bin"), str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    modules = [str(BUILD / "gpu-site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, modules)),
-        "PATH": os.pathsep.join(filter(None, programs)),
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
         "TMPDIR": str(temporary),
-        "TRITON_CACHE_DIR": str(TRITON_CACHE),
+        "TRITON_CACHE_DIR": str(BUILD / "triton-cache"),
         "TRITON_STORE_BINARY_ONLY": "1",
-        "TORCH_EXTENSIONS_DIR": str(ROOT / "build" / "torch_extensions"),
-        "TORCHINDUCTOR_CACHE_DIR": str(BUILD / "inductor"),
-        "CUDA_CACHE_PATH": str(BUILD / "cuda"),
         "HYPOTHESIS_STORAGE_DIRECTORY": str(BUILD / "hypothesis"),
-        "HF_HOME": str(BUILD / "huggingface"),
         "HF_HUB_OFFLINE": "1",
     }
 
@@ -196,33 +156,16 @@ def failures_row(name: str, report: Path) -> dict[str, Any]:
     return row | {"value": failed, "ok": not failed}
 
 
-def _follow_parent() -> None:
-    """Have this process killed with its parent, and let it heed interrupts, which a shell ignores
-    for background jobs. A terminal session of its own might outlive whoever ends the parent's.
-    """
-    _PRCTL(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def _interrupt(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt the process, which then tells the rows or failures it has found so far."""
-    process.send_signal(signal.SIGINT)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(_LAST_WORDS_SECONDS)
-
-
 def has_gpu() -> bool:
     """Raises SystemExit where torch cannot be imported: nothing can be run then."""
     asked = "import torch; raise SystemExit(0 if torch.cuda.is_available() else 3)"
-    asking = subprocess.run(
-        [sys.executable, "-c", asked], cwd=ROOT, env=_environment(), check=False
-    )
-    if asking.returncode not in (0, 3):
+    code = subprocess.run([sys.executable, "-c", asked], check=False).returncode
+    if code not in (0, 3):
         raise SystemExit(f"{sys.executable} has no torch that can be imported")
-    return asking.returncode == 0
+    return code == 0
 
 
-def trim(log: Path, max_bytes: int = MAX_BYTES) -> None:
+def trim(log: Path, max_bytes: int = _MAX_LOG_BYTES) -> None:
     """Cut the middle out of a log that is too long."""
     if log.stat().st_size > max_bytes:
         text, part = log.read_bytes(), max_bytes // 2 - 100
@@ -230,67 +173,40 @@ def trim(log: Path, max_bytes: int = MAX_BYTES) -> None:
         log.write_bytes(text[:part] + left_out + text[-part:])
 
 
-def tell(outcome: Outcome) -> None:
-    """Print the bars of a stage and whether they were met."""
-    for row in outcome.rows:
-        if row.get("bar") is not None:
-            met = {True: "ok", False: "MISSED", None: "not run"}[row["ok"]]
-            print(f"  {met:8}{row['name']}: {row['value']} {row['unit']}, bar {row['bar']}")
-    print(f"{outcome.name}: {outcome.status}, {outcome.seconds:.0f} s", flush=True)
-
-
-def summarize(outcomes: Sequence[Outcome]) -> None:
-    for outcome in outcomes:
-        rows = sum("name" in row for row in outcome.rows)
-        missed = sum(row.get("ok") is False for row in outcome.rows)
-        counted = f"{rows} rows, {missed} missed" if rows else ""
-        print(f"{outcome.name:18} {outcome.seconds:6.0f} s  {outcome.status:24} {counted}")
-    if left := [each.name for each in outcomes if each.status in (NOT_BEGUN, CUT_SHORT)]:
-        print("not begun or cut short: --stage", *left)
-
-
-def _there(path: Path | None, otherwise: str) -> Path | None:
-    """A file that was forgotten costs no session."""
-    if path is None or path.is_file():
-        return path and path.resolve()
-    print(f"{path} is not there: {otherwise}", flush=True)
-    return None
-
-
-def main(arguments_given: Sequence[str] | None = None) -> None:
-    started = time.monotonic()
+def main() -> None:
     arguments = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    arguments.add_argument("call", choices=CALLS)
     arguments.add_argument("--output", type=Path, default=Path("runs/gpu"), metavar="FOLDER")
-    arguments.add_argument("--seconds", type=float, default=1700.0, help="for all of it")
-    arguments.add_argument(
-        "--trace", type=Path, action="append", default=[], metavar="FILE",
-        help="recorded rollouts, for the replays",
-    )  # fmt: skip
-    arguments.add_argument("--floors", type=Path, metavar="FILE", help="another call's rows.jsonl")
-    arguments.add_argument("--triton-cache", type=Path, metavar="ARCHIVE", help="another call's")
-    arguments.add_argument("--wheels", type=Path, default=Path("build/gpu-wheels"))
-    names = [stage.name for stage in stages()]
-    arguments.add_argument("--stage", nargs="+", choices=names, help="default: all")
-    options = arguments.parse_args(arguments_given)
-    floors = _there(options.floors, "floors are measured anew")
-    recorded = [_there(path, "a made-up trace may be replayed") for path in options.trace]
-    output, wheels = options.output.resolve(), options.wheels.resolve()
-    if options.triton_cache is not None:
-        print(triton_cache.unpack(options.triton_cache, TRITON_CACHE), flush=True)
+    arguments.add_argument("--stage", nargs="+", help="some of the call's; default: all")
+    arguments.add_argument("--seconds", type=float, help="for all of it; default: all limits")
+    arguments.add_argument("--trace", type=Path, metavar="FILE", help="recorded rollouts to replay")
+    options = arguments.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what runs is ended first
+    stages = CALLS[options.call]
+    if options.stage:
+        wanted = {"setup", *options.stage}
+        if unknown := wanted - {stage.name for stage in stages}:
+            arguments.error(f"--stage {' '.join(sorted(unknown))}: not of the {options.call} call")
+        stages = tuple(stage for stage in stages if stage.name in wanted)
+    if options.trace is not None:
+        trace = f" --trace {shlex.quote(str(options.trace.resolve()))}"
+        stages = tuple(
+            replace(stage, command=stage.command + trace)
+            if "bench_replay" in stage.command
+            else stage
+            for stage in stages
+        )
     if not (on_gpu := has_gpu()):
-        print("no GPU here: what needs none runs at a small size", flush=True)
-    listed = stages([path for path in recorded if path], wheels, on_gpu=on_gpu)
-    wanted = set(options.stage or names) | {SETUP}
-    chosen = [stage for stage in listed if stage.name in wanted]
-    left = options.seconds - _CLOSING_SECONDS - (time.monotonic() - started)
-    outcomes = run(chosen, output, left, floors=floors, on_gpu=on_gpu)
-    trim(output / LOG)
-    print(triton_cache.pack(TRITON_CACHE, output / CACHE, MAX_BYTES), flush=True)
-    summarize(outcomes)
-    if any(outcome.status != OK for outcome in outcomes):
+        print("no GPU here: a rehearsal at the smallest size", flush=True)
+    seconds = options.seconds or sum(stage.seconds for stage in stages)
+    output = options.output.resolve()
+    outcomes = run(stages, output, seconds, "" if on_gpu else "--quick")
+    trim(output / "session.log")
+    for each in outcomes:
+        print(f"{each.name:14}{each.seconds:6.0f} s  {each.status:16}{len(each.missed)} missed")
+    if any(each.status != OK for each in outcomes):
         raise SystemExit(1)
 
 

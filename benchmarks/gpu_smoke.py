@@ -1,9 +1,9 @@
 """Question: what can this device do, and is the engine bitwise exact on it? Bars: nothing differs.
 
-    python benchmarks/gpu_smoke.py [--floors-only] --json rows.jsonl
+    python benchmarks/gpu_smoke.py --json rows.jsonl
 
-A session on a GPU begins with it. The copy bandwidth and the rate of products in bfloat16 are what
-other benchmarks' floors rest on (`--floors`). Then, in bfloat16: do rows of a product depend on how
+A session on a GPU begins with it. First the copy bandwidth and the rate of products in bfloat16,
+which floors rest on. Then, in bfloat16: do rows of a product depend on how
 many there are, and so on the tile; does attention depend on its company, and so on splits; does a
 path of draft nodes read what plain decoding reads; does the sampler depend on the dtype of logits
 or on other rows; do drafts, company or penalties of others change what an engine says.
@@ -19,24 +19,23 @@ import subprocess
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib import metadata
 
+import bench_gpu_ops
 import torch
-from bench_gpu_ops import HEAD, LINEARS, D, H, K, V
+from bench_gpu_ops import HEAD, D, H, K, V
 from decoding import open_engine
 from harness.command import Command, Part, Parts
-from harness.roofline import Ceilings, bandwidth_name, rate_name
+from harness.roofline import Ceilings
 from harness.rows import Row, not_run, row
 from harness.shapes import Shape, config_folder
 from op_case import Workload, make_plan, normal
 from triton import TritonError
+from triton import __version__ as triton_version
 
 from rollout import RolloutEngine, RolloutError, SamplingParams
 from rollout.ops.categorical import categorical
 from rollout.ops.matmul import matmul
 from rollout.ops.paged_attention import paged_attention
-
-VERSIONS = ("torch", "triton", "numpy", "transformers", "safetensors", "nanobind")
 
 ROW_COUNTS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 72, 128, 129, 144, 256, 257, 288, 512, 1024, 2048)
 MAX_ROWS = 2304
@@ -63,8 +62,8 @@ Check = Callable[[str], Iterator[Row]]  # of a device
 
 def floors(device: str) -> Iterator[Row]:
     found = Ceilings.of(torch.device(device))
-    yield row(bandwidth_name(found.name), found.bytes_per_second / 1e12, "TB/s")
-    yield row(rate_name(found.name), found.flop_per_second / 1e12, "TFLOP/s")
+    yield row(f"copy bandwidth, {found.name}", found.bytes_per_second / 1e12, "TB/s")
+    yield row(f"matrix products in bfloat16, {found.name}", found.flop_per_second / 1e12, "TFLOP/s")
 
 
 def differing(name: str, count: int) -> Row:
@@ -74,8 +73,10 @@ def differing(name: str, count: int) -> Row:
 def products(device: str) -> Iterator[Row]:
     """Sums that cancel, so that what is left is rounding and a changed order shows."""
     small = {"small": (96, 64)}  # plain products of the CPU: their rows may differ
-    for name, (outputs, inputs) in (LINEARS | HEAD if device == "cuda" else small).items():
-        most = 288 if name in HEAD else MAX_ROWS
+    for name, (outputs, inputs) in (
+        bench_gpu_ops.products() if device == "cuda" else small
+    ).items():
+        most = 288 if name == HEAD else MAX_ROWS
         half_x, half_w = (normal(count, inputs // 2, device=device) for count in (most, outputs))
         x, w = torch.cat((half_x, half_x.flip(1)), 1), torch.cat((half_w, -half_w.flip(1)), 1)
         whole = matmul(x, w)
@@ -151,9 +152,7 @@ def engine(device: str) -> Iterator[Row]:
     said: dict[int, list[list[object]]] = {}  # by draft nodes: together, one by one
     with config_folder(SMALL) as folder:
         for nodes in (0, CHAIN):
-            opened = open_engine(
-                folder, [[200] * len(PARAMS)], device=device, exact=True, nodes=nodes
-            )
+            opened = open_engine(folder, len(PARAMS), 200, device=device, exact=True, nodes=nodes)
             every = range(len(PARAMS))
             _rollouts(opened, every)  # what comes again is captured
             alone = [rollout for index in every for rollout in _rollouts(opened, [index])]
@@ -206,12 +205,7 @@ def checked(name: str, check: Check, device: str) -> Iterator[Row]:
 
 
 def print_versions() -> None:
-    print("python", platform.python_version(), "on", platform.platform(), flush=True)
-    for distribution in VERSIONS:
-        try:
-            print(distribution, metadata.version(distribution), flush=True)
-        except metadata.PackageNotFoundError:
-            print(distribution, "is not there", flush=True)
+    print("python", platform.python_version(), "torch", torch.__version__, "triton", triton_version)
     if torch.cuda.is_available():
         print(torch.cuda.get_device_properties(0), "CUDA", torch.version.cuda, flush=True)
         if shutil.which("nvidia-smi"):  # its clocks, power and whoever else is on it
@@ -224,15 +218,13 @@ def parts(options: argparse.Namespace) -> Parts:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found: dict[str, Part] = {"floors": partial(floors, device)}
     for name, check in CHECKS.items():
-        if not options.floors_only and (device == "cuda" or check is not products):
+        if device == "cuda" or check is not products:
             found[name] = partial(checked, name, check, device)
     return found
 
 
 def make_command() -> Command:
-    command = Command(__doc__)
-    command.flag("--floors-only", "no checks")
-    return command
+    return Command(__doc__)
 
 
 if __name__ == "__main__":

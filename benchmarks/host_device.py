@@ -10,8 +10,8 @@ Legend: T query rows, E hidden, R sampled rows, B entries.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,74 +27,79 @@ from rollout.sampling.sampler import SampleOutputs
 from rollout.types import Batch, DraftTrees
 from spec_workers.target import TargetWorker
 
-DEVICE = "device"
-"""The phase that is no host's: what stands in for the device takes here."""
 
-COVERED = ", while the device computes"
-"""Ends the name of a phase's other share."""
+class HostClock:
+    """Adds up the host's seconds while the device idles, and while it computes. What stands in for
+    the device does not count.
 
-
-class Phases:
-    """``seconds`` by phase: each moment counts for the innermost phase under way, and what the
-    device covers counts by itself.
-
-    Two counters of Python's clock and a dozen lines per call: about half a microsecond, which the
-    phase around it pays.
+    Takes about half a microsecond per timed call.
     """
 
-    def __init__(self, outermost: str) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._open = [outermost]
+    def __init__(self) -> None:
+        self.idle_seconds = self.covered_seconds = 0.0
+        self._stand_ins = 0  # calls under way
         self._is_covered = False  # the device computes
         self._since = time.perf_counter()
         self._originals: list[tuple[Any, str, Any]] = []
 
-    def time_calls(
-        self, owner: Any, name: str, phase: str, *, waits: bool = False, launches: bool = False
-    ) -> None:
-        """Count calls of ``owner.name`` for ``phase`` from now on.
+    @contextmanager
+    def device(self, *, waits: bool = False, launches: bool = False) -> Iterator[None]:
+        """A block that stands in for the device, which ``waits`` for it, or ``launches`` what it
+        computes from the end on."""
+        self._turn()
+        self._stand_ins += 1
+        self._is_covered = self._is_covered and not waits
+        try:
+            yield
+        finally:
+            self._turn()
+            self._stand_ins -= 1
+            self._is_covered = self._is_covered or launches
 
-        Args:
-            waits: for the device, which is done when a call begins.
-            launches: what the device computes from the end of a call on.
-        """
+    def wait_at(self, owner: Any, name: str) -> None:
+        """When a call of ``owner.name`` begins, the device is done."""
         function = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            self.enter(phase)
-            self._is_covered = self._is_covered and not waits
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.leave()
-                self._is_covered = self._is_covered or launches
+            with self.device(waits=True):
+                pass
+            return function(*args, **kwargs)
 
-        self._originals.append((owner, name, function))
-        setattr(owner, name, timed)
+        self._replace(owner, name, timed)
+
+    def launch_at(self, owner: Any, name: str) -> None:
+        """A call of ``owner.name`` launches."""
+        function = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self.device(launches=True):
+                return function(*args, **kwargs)
+
+        self._replace(owner, name, timed)
 
     def stop(self) -> None:
         """Call everything as before."""
         for owner, name, function in reversed(self._originals):
             setattr(owner, name, function)
 
-    def enter(self, phase: str) -> None:
+    def take(self) -> tuple[float, float]:
+        """Seconds since the last call: while the device idled, and while it computed."""
         self._turn()
-        self._open.append(phase)
-
-    def leave(self) -> None:
-        self._turn()
-        self._open.pop()
-
-    def take(self) -> dict[str, float]:
-        """Seconds by phase since the last call."""
-        self._turn()
-        taken, self.seconds = dict(self.seconds), defaultdict(float)
+        taken = self.idle_seconds, self.covered_seconds
+        self.idle_seconds = self.covered_seconds = 0.0
         return taken
+
+    def _replace(self, owner: Any, name: str, function: Any) -> None:
+        self._originals.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, function)
 
     def _turn(self) -> None:
         now = time.perf_counter()
-        name = self._open[-1]
-        self.seconds[name + COVERED if self._is_covered else name] += now - self._since
+        if not self._stand_ins:
+            if self._is_covered:
+                self.covered_seconds += now - self._since
+            else:
+                self.idle_seconds += now - self._since
         self._since = now
 
 
@@ -129,8 +134,8 @@ class NoCapture:
 class StandIn:
     """Takes the place of the target's network and of what samples from it."""
 
-    def __init__(self, target: TargetWorker, recording: Recording, phases: Phases) -> None:
-        self._phases = phases
+    def __init__(self, target: TargetWorker, recording: Recording, clock: HostClock) -> None:
+        self._clock = clock
         self._recording = recording
         self._tokens: list[int] = []  # of the rows to be sampled from
         self._logits = torch.zeros(1, 1)
@@ -138,7 +143,7 @@ class StandIn:
         self._hidden_size = target.model.spec.hidden_size
         model: Any = target.model
         model.forward, model.logits = self._compute, self._head
-        phases.time_calls(model, "forward", DEVICE, launches=True)
+        clock.launch_at(model, "forward")
         target.runner.forward = self._noted  # type: ignore[method-assign]
         drawing: Any = sampler
         drawing._computed = self._draw
@@ -152,9 +157,8 @@ class StandIn:
         take_logits: Callable[[torch.Tensor], object],
         **options: Any,
     ) -> Forwarded:
-        self._phases.enter(DEVICE)
-        self._tokens = self._recording.sampled(batch, trees)
-        self._phases.leave()
+        with self._clock.device():
+            self._tokens = self._recording.sampled(batch, trees)
         return self._forward(batch, trees, take_logits, **options)
 
     def _compute(self, input_ids_T: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -164,15 +168,12 @@ class StandIn:
         return self._logits.expand(len(hidden_RE), 1)
 
     def _draw(self, logits_RV: torch.Tensor, *args: Any) -> SampleOutputs[torch.Tensor]:
-        self._phases.enter(DEVICE)
-        tokens = torch.tensor(self._tokens[: len(logits_RV)], dtype=torch.int64)
-        del self._tokens[: len(logits_RV)]
-        logprobs = torch.zeros(len(tokens), dtype=torch.float32)
-        self._phases.leave()
+        with self._clock.device():
+            tokens = torch.tensor(self._tokens[: len(logits_RV)], dtype=torch.int64)
+            del self._tokens[: len(logits_RV)]
+            logprobs = torch.zeros(len(tokens), dtype=torch.float32)
         return SampleOutputs(tokens_R=tokens, logprobs_R=logprobs)
 
     def _accept(self, *args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self._phases.enter(DEVICE)
-        found = reference.accept(*args)
-        self._phases.leave()
-        return found
+        with self._clock.device():
+            return reference.accept(*args)

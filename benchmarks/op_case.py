@@ -1,27 +1,22 @@
 """One op on one shape: what it needs at least, how long it takes, and steps as attention sees them.
 
-Legend: T query rows, H heads, K kv heads, D head_dim, E hidden, F ffn, V vocabulary.
+Legend: T query rows, H heads, K kv heads, D head_dim, E hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
 from harness.roofline import Ceilings
-from harness.shapes import Shape
 from harness.timing import Call
 
 from rollout.config import MemoryConfig
-from rollout.ops.glu import silu_mul
 from rollout.ops.paged_attention import AttentionPlan
-from rollout.ops.rms_norm import add_rms_norm
-from rollout.ops.rotary_store_kv import rotary_store_kv_
 from rollout.ops.transfers import upload
 from rollout.runner.batch_layout import StepArrays, attention_plan
 from rollout.runner.graphs import Buckets
@@ -79,51 +74,6 @@ def copies(num_bytes: float) -> int:
 
 def each(function: Callable[..., object], *columns: Sequence[object]) -> list[Call]:
     return [partial(function, *args) for args in zip(*columns, strict=True)]
-
-
-def row_cases(shape: Shape, rows: int, device: str, buffers: int) -> Iterator[Case]:
-    """Ops that treat each row by itself, at ``rows`` rows, each on so many buffers in turn."""
-    new = partial(normal, device=device)
-    size, heads, kv = shape.hidden_size, shape.num_heads, shape.num_kv_heads
-    dim, ffn, weight = shape.head_dim, shape.ffn_size, new(shape.hidden_size)
-    hidden, residuals = ([new(rows, size) for _ in range(buffers)] for _ in range(2))
-    yield Case(
-        name=f"add_rms_norm {rows} rows",
-        ours=each(lambda x, r: add_rms_norm(x, r, weight, 1e-5), hidden, residuals),
-        theirs=each(lambda x, r: F.rms_norm(r.add_(x), (size,), weight, 1e-5), hidden, residuals),
-        num_bytes=8 * rows * size,
-    )
-    gates = [new(rows, 2 * ffn) for _ in range(buffers)]
-    yield Case(
-        name=f"silu_mul {rows} rows",
-        ours=each(silu_mul, gates),
-        theirs=each(lambda x: F.silu(x[:, :ffn]) * x[:, ffn:], gates),
-        num_bytes=6 * rows * ffn,
-    )
-    angles = torch.rand(8192, dim // 2, device=device)
-    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
-    fused = [new(rows, heads + 2 * kv, dim).split([heads, kv, kv], dim=1) for _ in range(buffers)]
-    positions = torch.randint(8192, (rows,), device=device)
-    keys, values = new(2, 65536, kv, dim)
-    slots = torch.randperm(65536, device=device)[:rows]
-    cos, sin = (table.repeat(1, 2).to(weight) for table in (angles.cos(), angles.sin()))
-
-    def in_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        c, s = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
-        for x in (q, k):
-            first, second = x.chunk(2, dim=-1)
-            x.copy_(x * c + torch.cat((-second, first), dim=-1) * s)
-        keys[slots], values[slots] = k, v
-
-    yield Case(
-        name=f"rotary_store_kv {rows} rows",
-        ours=each(
-            lambda q, k, v: rotary_store_kv_(q, k, v, positions, cos_sin, keys, values, slots),
-            *zip(*fused, strict=True),
-        ),
-        theirs=each(in_torch, *zip(*fused, strict=True)) if device == "cpu" else (),
-        num_bytes=4 * rows * (heads + 2 * kv) * dim,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,16 +7,13 @@ distribution builds alone, with cmake and nanobind; it belongs into
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
-from corpus_calls import ACTIVE, BUDGET, Settings
-from harness.rows import Row, row
 from numpy.typing import NDArray
-from replaying import CorpusDrafter, Drafter, Drafts, replay
+from replaying import Drafter, Drafts
 
 
 class SuffixDecodingDrafter:
@@ -51,20 +48,18 @@ class SuffixDecodingDrafter:
         self._contexts[sequence_id] = prompt[-self._cache.max_tree_depth :]
 
     def propose(self, ids_B: NDArray[np.int64], budget: int) -> Drafts:
-        offsets, tokens, parents, probabilities = [0], [], [], []
+        offsets, tokens, parents = [0], list[int](), list[int]()
         for sequence_id in ids_B.tolist():
             draft = self._cache.speculate(
                 sequence_id, self._contexts[sequence_id], max_spec_tokens=budget, **self._settings
             )
             tokens += draft.token_ids
             parents += [parent + 1 for parent in draft.parents]
-            probabilities += draft.probs
             offsets.append(len(tokens))
         return Drafts(
             offsets_B1=np.array(offsets, np.int64),
             tokens_N=np.array(tokens, np.int32),
             parents_N=np.array(parents, np.int32),
-            probabilities_N=np.array(probabilities, np.float32),
         )
 
     def insert(
@@ -136,21 +131,3 @@ PEERS: dict[str, Callable[[], Drafter]] = {
     "transformers": PromptLookupDrafter,
 }
 """By the package that each needs."""
-
-
-def peer_rows(settings: Settings) -> Iterator[Row]:
-    """The corpus beside other drafters on the same recorded rollouts."""
-    makers: list[Callable[[], Drafter]] = [CorpusDrafter]
-    for package, make in PEERS.items():
-        if importlib.util.find_spec(package) is None:
-            print(f"peers: skipped, no package {package}", flush=True)
-        else:
-            makers.append(make)
-    for trace in settings.traces:
-        for make in makers:
-            result = replay(trace, make(), budget=BUDGET, active=ACTIVE)
-            name = f"{trace.name}, {result.drafter}"
-            yield row(f"{name}: accept length", result.accept_length, "tokens")
-            yield row(f"{name}: drafted", result.drafted, "nodes/request")
-            yield row(f"{name}: propose", result.propose_cost, "us/request")
-            yield row(f"{name}: insert", result.insert_cost, "us/token")

@@ -1,6 +1,6 @@
 """Question: where does the time of a decode step go, kernel by kernel? There are no bars.
 
-    python benchmarks/profile_step.py --shape 8b --case 8 --case 8+8 --traces FOLDER
+    python benchmarks/profile_step.py --case 32 --case 32+8 --mode exact --traces FOLDER
 
 The engine is that of `bench_step.py`. Kernels are told by torch's profiler, those of CUDA graphs
 too; how long a step takes is measured without it. Without a GPU the shape is `tiny` and what is
@@ -13,13 +13,13 @@ import argparse
 import gc
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
 from bench_step import step_kind
-from decoding import MIN_CONTEXT, TIMED, context_lengths, open_engine, start, step_seconds, stop
+from decoding import MIN_CONTEXT, TIMED, open_engine, start, step_seconds, stop
 from harness.command import Command, Parts
 from harness.rows import Row, row
 from harness.shapes import Shape, add_shape_options, chosen_shapes, config_folder
@@ -42,34 +42,32 @@ def case(text: str) -> tuple[int, int]:
 
 
 def shape_rows(name: str, shape: Shape, options: argparse.Namespace) -> Iterator[Row]:
-    """One engine for each number of draft nodes."""
+    """One engine for each mode and number of draft nodes."""
     with config_folder(shape) as folder:
-        for nodes in dict.fromkeys(nodes for _, nodes in options.case):
-            loads = {
-                batch: context_lengths("even", batch, options.context)
-                for batch, of in options.case
-                if of == nodes
-            }
-            engine = open_engine(
-                folder, [*loads.values()], device=options.device, exact=True, nodes=nodes
-            )
-            for batch, lengths in loads.items():
-                load = f"{name}, {options.context} keys, batch {batch}"
-                label = f"profile, {load}, {step_kind(True, nodes)}"
-                trace = None
-                if options.traces is not None:
-                    trace = options.traces / f"trace-{name}-{batch}-{nodes}.json.gz"
-                yield from _case_rows(label, engine, lengths, trace)
-            engine.close()
-            del engine
-            gc.collect()  # or its weights and keys stay beside the next one's
+        for mode in options.mode:
+            for nodes in dict.fromkeys(nodes for _, nodes in options.case):
+                batches = [batch for batch, of in options.case if of == nodes]
+                exact = mode == "exact"
+                engine = open_engine(
+                    folder, max(batches), options.context, device=options.device, exact=exact,
+                    nodes=nodes,
+                )  # fmt: skip
+                for batch in batches:
+                    load = f"{name}, {options.context} keys, batch {batch}"
+                    label = f"profile, {load}, {step_kind(exact, nodes)}"
+                    trace = None
+                    if options.traces is not None:
+                        trace = options.traces / f"trace-{mode}-{batch}-{nodes}.json.gz"
+                    yield from _case_rows(label, engine, batch, options.context, trace)
+                engine.close()
+                del engine
+                gc.collect()  # or its weights and keys stay beside the next one's
 
 
 def _case_rows(
-    label: str, engine: RolloutEngine, lengths: Sequence[int], trace: Path | None
+    label: str, engine: RolloutEngine, batch: int, context: int, trace: Path | None
 ) -> Iterator[Row]:
-    batch = len(lengths)
-    requests = start(engine, lengths)
+    requests = start(engine, batch, context)
     plain_steps = TIMED - _PROFILED - _TRACED
     step_us = 1e6 * statistics.median(step_seconds(engine, batch) for _ in range(plain_steps))
     yield row(f"{label}: step", step_us, "us")
@@ -114,7 +112,7 @@ def write_trace(profiled: profile, path: Path) -> None:
 
 
 def parts(options: argparse.Namespace) -> Parts:
-    usual = [(1, 0), (2, 3)] if options.quick else [(1, 0), (8, 0), (32, 0), (8, 8)]
+    usual = [(1, 0), (2, 3)] if options.quick else [(32, 0), (32, 8)]
     options.case = options.case or usual
     shapes = chosen_shapes(options, "8b")
     return {name: partial(shape_rows, name, shape, options) for name, shape in shapes.items()}
@@ -124,6 +122,7 @@ def make_command() -> Command:
     command = Command(__doc__)
     add_shape_options(command)
     command.option("--case", [], type=case, action="append", metavar="BATCH[+NODES]")
+    command.option("--mode", ["exact", "fast"], nargs="+", choices=["exact", "fast"])
     usual = 2048 if torch.cuda.is_available() else 256
     limits = (MIN_CONTEXT, float("inf"))
     command.option("--context", usual, quick=80, limits=limits, help="tokens of a request")

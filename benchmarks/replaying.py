@@ -4,8 +4,7 @@ The recorded response is what the target sampled: the longest path of the draft 
 is accepted, then one token more. With sample-and-match verification that is the true accept length
 at any temperature.
 
-Shape legend: B open sequences, N tokens or draft nodes of a call, flat, R responses of the trace,
-J nodes judged in the whole replay.
+Shape legend: B open sequences, N tokens or draft nodes of a call, flat, R responses of the trace.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ import numpy as np
 from harness.traces import Trace
 from numpy.typing import NDArray
 
-from ngram_native import Corpus, Proposal
+from ngram_native import Corpus
 
 _WRONG = -1
-_UNDECIDED = -2
 
 
 @dataclass(kw_only=True, slots=True)
@@ -36,7 +34,6 @@ class Drafts:
     offsets_B1: NDArray[np.int64]
     tokens_N: NDArray[np.int32]
     parents_N: NDArray[np.int32]
-    probabilities_N: NDArray[np.float32] | None = None  # of acceptance; if estimated
 
 
 class Drafter(Protocol):
@@ -70,9 +67,9 @@ class Drafter(Protocol):
 class CorpusDrafter:
     """The n-gram corpus; nodes less likely than ``floor`` to be accepted are not drafted."""
 
-    def __init__(self, floor: float = 0.0, corpus: Corpus | None = None) -> None:
+    def __init__(self, floor: float = 0.0) -> None:
         self.name = f"corpus, floor {floor:g}" if floor > 0 else "corpus"
-        self.corpus = Corpus(max_bytes=256 << 20) if corpus is None else corpus
+        self.corpus = Corpus(max_bytes=256 << 20)
         self._floor = floor
 
     def set_weight_version(self, version: int) -> None:
@@ -82,16 +79,13 @@ class CorpusDrafter:
         self.corpus.open(sequence_id, group, prompt)
 
     def propose(self, ids_B: NDArray[np.int64], budget: int) -> Drafts:
-        proposal = self.ask(ids_B, budget)
+        budgets_B = np.full(len(ids_B), budget, np.int32)
+        proposal = self.corpus.propose(ids_B, budgets_B, self._floor)
         return Drafts(
             offsets_B1=proposal.offsets_B1,
             tokens_N=proposal.tokens_N,
             parents_N=proposal.parents_N,
-            probabilities_N=proposal.probabilities_N,
         )
-
-    def ask(self, ids_B: NDArray[np.int64], budget: int) -> Proposal:
-        return self.corpus.propose(ids_B, np.full(len(ids_B), budget, np.int32), self._floor)
 
     def insert(
         self, ids_B: NDArray[np.int64], tokens_N: NDArray[np.int32], offsets_B1: NDArray[np.int64]
@@ -106,13 +100,10 @@ class CorpusDrafter:
 class Replay:
     """The outcome of a replay, by response."""
 
-    trace: Trace
     drafter: str
     forwards_R: NDArray[np.int64]
     drafted_R: NDArray[np.int64]
     emitted_R: NDArray[np.int64]
-    estimates_J: NDArray[np.float32]  # empty when the drafter estimates nothing
-    accepted_J: NDArray[np.bool_]
     propose_seconds: float  # CPU time of the calls
     insert_seconds: float
 
@@ -136,48 +127,19 @@ class Replay:
         """Microseconds per token."""
         return float(self.insert_seconds / self.emitted_R.sum() * 1e6)
 
-    def accept_length_by(self, key_R: NDArray) -> dict[float, float]:
-        """Accept length of the responses that share a key, for each key in order."""
-        keys, of_R = np.unique(key_R, return_inverse=True)
-        lengths = np.bincount(of_R, self.emitted_R) / np.bincount(of_R, self.forwards_R)
-        return dict(zip(keys.tolist(), lengths.tolist(), strict=True))
-
-
-def equal_counts(estimates_J: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Ten bins of equal counts; equal estimates may fall into two of them."""
-    rank_J = np.argsort(np.argsort(estimates_J, kind="stable"), kind="stable")
-    return rank_J * 10 // max(len(rank_J), 1)
-
-
-def largest_gap(
-    bin_J: NDArray[np.int64], estimates_J: NDArray[np.float32], accepted_J: NDArray[np.bool_]
-) -> float:
-    """The largest gap of mean estimate and acceptance rate over the bins that hold nodes."""
-    count_K = np.bincount(bin_J, minlength=10)
-    kept_K = count_K > 0
-    gap_K = np.bincount(bin_J, estimates_J, 10) - np.bincount(bin_J, accepted_J, 10)
-    return float(np.abs(gap_K[kept_K] / count_K[kept_K]).max(initial=0.0))
-
 
 def match_tree(
     tokens: list[int], parents: list[int], begin: int, end: int, to_come: list[int], at: int
 ) -> list[int]:
     """The agreement of the path to each of the nodes [begin, end) with ``to_come[at:]``.
 
-    The node's depth when all of it agrees, else ``_WRONG``; ``_UNDECIDED`` when the path agrees up
-    to the end of the recording, which does not tell what would have come next. The root is first.
+    The node's depth when all of it agrees, else ``_WRONG``. The root is first.
     """
     matched = [0]
     for n in range(begin, end):
         depth = matched[parents[n]]
-        if depth >= 0:
-            if at + depth == len(to_come):
-                depth = _UNDECIDED
-            elif tokens[n] == to_come[at + depth]:
-                depth += 1
-            else:
-                depth = _WRONG
-        matched.append(depth)
+        agrees = depth >= 0 and tokens[n : n + 1] == to_come[at + depth : at + depth + 1]
+        matched.append(depth + 1 if agrees else _WRONG)
     return matched
 
 
@@ -192,8 +154,6 @@ def replay(trace: Trace, drafter: Drafter, *, budget: int, active: int) -> Repla
     count = len(trace.responses)
     to_come = [response.tolist() for response in trace.responses]
     emitted, forwards, drafted = [0] * count, [0] * count, [0] * count
-    estimates: list[NDArray[np.float32]] = []
-    matches: list[int] = []  # parallel to the estimates, once joined
     propose_seconds = insert_seconds = 0.0
     clock = time.process_time
 
@@ -226,10 +186,6 @@ def replay(trace: Trace, drafter: Drafter, *, budget: int, active: int) -> Repla
                 drafted[response] += end - begin
                 fresh += to_come[response][at : emitted[response]]
                 fresh_ends.append(len(fresh))
-                if drafts.probabilities_N is not None:
-                    matches += matched[1:]
-            if drafts.probabilities_N is not None:
-                estimates.append(drafts.probabilities_N)
 
             tokens_N, offsets_B1 = np.array(fresh, np.int32), np.array(fresh_ends, np.int64)
             start = clock()
@@ -243,17 +199,11 @@ def replay(trace: Trace, drafter: Drafter, *, budget: int, active: int) -> Repla
                     drafter.close(response)
             running = still
 
-    matches_J = np.array(matches, np.int64)
-    decided = matches_J != _UNDECIDED
-    estimates_J = np.concatenate([np.empty(0, np.float32), *estimates])
     return Replay(
-        trace=trace,
         drafter=drafter.name,
         forwards_R=np.array(forwards),
         drafted_R=np.array(drafted),
         emitted_R=np.array(emitted),
-        estimates_J=estimates_J[decided],
-        accepted_J=matches_J[decided] > 0,
         propose_seconds=propose_seconds,
         insert_seconds=insert_seconds,
     )

@@ -2,29 +2,23 @@
 
 Every shape is timed at the row counts of decoding, of verification and of prefills, with each tile
 that fits a multiprocessor. What is printed of a shape is the best, and the time of the one that
-`ops.matmul` takes beside it. `padding` needs no GPU: how much more the tiles in use multiply than
-there is.
+`ops.matmul` takes beside it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-import torch
 from harness.rows import Row, row
 from op_case import copies, each, microseconds, normal
 from triton import TritonError
 
-from rollout.config import MemoryConfig
 from rollout.ops.gpu import multiprocessors
 from rollout.ops.matmul.tiles import Tile, make_tile, tile_for, tiles
 from rollout.ops.matmul.triton import tiled_matmul
-from rollout.runner.graphs import Buckets
 
 ROWS = (1, 8, 16, 32, 72, 144, 288, 512, 1024, 2304)
-FEW_ROWS = 64  # up to which padding costs little
 HEIGHTS = (16, 32, 48, 64, 80, 96, 128, 144, 160, 192, 256, 288)
-PROCESSORS = 132  # of a Hopper GPU
 MAX_PADDING = 1.5
 MAX_SUMS = 288 * 128  # of a tile, in the registers of eight warps
 
@@ -39,20 +33,6 @@ def neighbours(rows: int) -> Iterator[Tile]:
                     tile = make_tile(height, outputs, programs, even=even)
                     if tile.stages >= 3 and height * outputs <= MAX_SUMS:
                         yield tile
-
-
-def padding(linears: Mapping[str, tuple[int, int]]) -> Iterator[Row]:
-    """Sums that are computed for each that is wanted, of {name: (outputs, inputs)}: in steps padded
-    to their graph's rows."""
-    buckets = Buckets(max_rows=MemoryConfig().graph_rows, max_context_len=1).rows
-    for name, (outputs, _) in linears.items():
-        for rows in ROWS:
-            padded = next((bucket for bucket in buckets if bucket >= rows), rows)
-            tile = tile_for(torch.bfloat16, padded, outputs, PROCESSORS)
-            computed = tile.padding(padded) * padded / rows
-            bar = MAX_PADDING if rows > FEW_ROWS else None
-            label = f"{name} {rows} rows: padded, {tile.height} x {tile.outputs}"
-            yield row(label, computed, "ratio", bar, at_most=True)
 
 
 def sweep(linears: Mapping[str, tuple[int, int]]) -> Iterator[Row]:

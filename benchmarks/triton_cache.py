@@ -17,7 +17,6 @@ from pathlib import Path
 
 _ABOUT = "about.json"
 _LIST = "__grp__"  # files that name the others of a kernel
-_SPARE_BYTES = 1 << 20  # the archive's own end, and what the compressor holds back
 
 
 def made_by() -> dict[str, str]:
@@ -30,32 +29,17 @@ def made_by() -> dict[str, str]:
     return {"triton": version, "python": python, "machine": platform.machine()}
 
 
-def pack(cache: Path, archive: Path, max_bytes: int) -> str:
-    """Pack the kernels that fit, those compiled first foremost. Returns a sentence about it."""
-    kernels = [folder for folder in cache.iterdir() if folder.is_dir()] if cache.is_dir() else []
-    if not kernels:
-        return "no kernel was compiled"
-    kernels.sort(key=lambda folder: (folder.stat().st_mtime, folder.name))
-    packed = 0
-    with (
-        archive.open("wb") as file,
-        tarfile.open(fileobj=file, mode="w:gz", compresslevel=6) as tar,
-    ):
+def pack(cache: Path, archive: Path) -> str:
+    """Pack all kernels. Returns a sentence about it."""
+    kernels = sorted(folder for folder in cache.iterdir() if folder.is_dir())
+    with tarfile.open(archive, "w:gz", compresslevel=6) as tar:
         about = json.dumps(made_by()).encode()
         header = tarfile.TarInfo(_ABOUT)
         header.size = len(about)
         tar.addfile(header, io.BytesIO(about))
         for folder in kernels:
-            size = sum(each.stat().st_size for each in folder.iterdir() if each.is_file())
-            # Were it not compressed at all, it would fit.
-            if file.tell() + size > max_bytes - _SPARE_BYTES:
-                continue
-            for each in sorted(folder.iterdir()):
-                if each.is_file():
-                    tar.add(each, f"{folder.name}/{each.name}")
-            packed += 1
-    left_out = f"; {len(kernels) - packed} do not fit" if packed < len(kernels) else ""
-    return f"{packed} compiled kernels in {archive}, {archive.stat().st_size >> 20} MiB{left_out}"
+            tar.add(folder, folder.name)
+    return f"{len(kernels)} compiled kernels in {archive}, {archive.stat().st_size >> 20} MiB"
 
 
 def unpack(archive: Path, cache: Path) -> str:

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from harness.command import Command
-from harness.rows import read_records
 from harness.shapes import Shape
 from harness.timing import Call, wall_seconds
 
@@ -26,11 +23,6 @@ _LONG_SECONDS = 0.005
 """A product of this length is measured well; larger ones would only take longer."""
 
 
-def add_floors_option(command: Command) -> None:
-    help = "rows (.jsonl) with this device's measured bandwidth and rate"
-    command.option("--floors", type=Path, help=help)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
     """Rates of a device, in units per second."""
@@ -40,18 +32,12 @@ class Ceilings:
     flop_per_second: float
 
     @staticmethod
-    def of(device: torch.device, floors: Path | None = None) -> Ceilings:
-        """The rates that ``floors`` has of this device; measured now where it has none."""
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        known = {
-            str(record.get("name")): record.get("value")
-            for record in (read_records(floors) if floors is not None else [])
-        }
-        bandwidth, rate = known.get(bandwidth_name(name)), known.get(rate_name(name))
+    def of(device: torch.device) -> Ceilings:
+        """The rates of this device, measured now."""
         return Ceilings(
-            name=name,
-            bytes_per_second=1e12 * bandwidth if bandwidth else _measure_copy(device),
-            flop_per_second=1e12 * rate if rate else _measure(device),
+            name=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+            bytes_per_second=_measure_copy(device),
+            flop_per_second=_measure(device),
         )
 
     @property
@@ -70,16 +56,6 @@ class Ceilings:
         kv = shape.num_layers * shape.kv_numbers * kv_tokens
         flop = 2 * (rows * body + sampled * head)
         return 1e3 * self.floor_seconds(_BFLOAT16 * (weights + kv), flop)
-
-
-def bandwidth_name(device_name: str) -> str:
-    """The row of the copy's bandwidth, in TB/s."""
-    return f"copy bandwidth, {device_name}"
-
-
-def rate_name(device_name: str) -> str:
-    """The row of the products' rate, in TFLOP/s."""
-    return f"matrix products in bfloat16, {device_name}"
 
 
 def _measure_copy(device: torch.device) -> float:

@@ -54,11 +54,6 @@ def finishing(title: str, path: Path | None) -> Iterator[list[Row]]:
         show(title, rows)
 
 
-def finish(title: str, rows: Iterable[Row], path: Path | None) -> None:
-    with finishing(title, path) as shown:
-        shown.extend(rows)
-
-
 def show(title: str, rows: Iterable[Row]) -> None:
     # A session imports this module on a bare machine, before rich is installed.
     from rich.console import Console

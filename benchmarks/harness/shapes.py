@@ -18,6 +18,8 @@ from safetensors.torch import save_file
 from harness.command import Command, Parts
 from harness.rows import Row
 from rollout import RolloutEngine
+from rollout.config import DType, LoadFormat
+from rollout.models.loader import load_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +88,6 @@ SHAPES = {
         hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
         ffn_size=14_336, vocab_size=128_256,
     ),
-    "32b": Shape(
-        hidden_size=5120, num_layers=64, num_heads=64, num_kv_heads=8, head_dim=128,
-        ffn_size=25_600, vocab_size=151_936,
-    ),
 }  # fmt: skip
 
 
@@ -119,6 +117,22 @@ def write_config(folder: Path, shape: Shape) -> Path:
     """Write a config.json and nothing else: for ``load_format="dummy"``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape.config()))
+    return folder
+
+
+def write_checkpoint(folder: Path, shape: Shape) -> Path:
+    """Write a config.json and random weights."""
+    write_config(folder, shape)
+    model = load_model(
+        folder, DType.bfloat16, torch.device("cpu"), load_format=LoadFormat.dummy, packing=False
+    )
+    loaders = model.weight_loaders().items()
+    tensors = {
+        name: torch.randn(loader.shape, dtype=torch.bfloat16) / loader.shape[-1] ** 0.5
+        for name, loader in loaders
+        if loader.required
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

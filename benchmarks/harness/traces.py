@@ -15,9 +15,6 @@ from numpy.typing import NDArray
 
 from harness.command import Command
 
-SYNTHETIC = "synthetic"
-"""The name of a trace that was made up."""
-
 SYNTHETIC_VOCABULARY = 30_000
 
 
@@ -27,7 +24,6 @@ class Trace:
     prompts: list[NDArray[np.int32]]
     responses: list[NDArray[np.int32]]
     prompt_of_R: NDArray[np.int64]
-    epoch_of_R: NDArray[np.int64]
     steps: list[list[int]]  # responses of one RL step, in the order they were started
 
     @property
@@ -47,13 +43,11 @@ def trace_of(
     prompt_of_R: Sequence[int] | NDArray,
     steps: list[list[int]],
 ) -> Trace:
-    """A trace of one epoch."""
     return Trace(
         name=name,
         prompts=[tokens.astype(np.int32) for tokens in prompts],
         responses=[tokens.astype(np.int32) for tokens in responses],
         prompt_of_R=np.asarray(prompt_of_R, np.int64),
-        epoch_of_R=np.zeros(len(responses), np.int64),
         steps=steps,
     )
 
@@ -63,7 +57,7 @@ def load_trace(path: Path) -> Trace:
 
     Its arrays: `prompt_tokens` and `resp_tokens`, flat, cut by the offsets `prompt_off` (P + 1,)
     and `resp_off` (R + 1,); `resp_prompt` (R,), an index into the prompts; `resp_step` (R,), the
-    rollouts of one step having run together. Optional: `resp_epoch` (R,), one epoch without it.
+    rollouts of one step having run together.
 
     Raises FileNotFoundError where there is no such file, and where there is another.
     """
@@ -78,15 +72,13 @@ def load_trace(path: Path) -> Trace:
 
 def _from_arrays(name: str, arrays: dict[str, NDArray]) -> Trace:
     step_of_R = arrays["resp_step"]
-    trace = trace_of(
+    return trace_of(
         name,
         np.split(arrays["prompt_tokens"], arrays["prompt_off"][1:-1]),
         np.split(arrays["resp_tokens"], arrays["resp_off"][1:-1]),
         arrays["resp_prompt"],
         [np.flatnonzero(step_of_R == step).tolist() for step in np.unique(step_of_R)],
     )
-    trace.epoch_of_R = arrays.get("resp_epoch", trace.epoch_of_R).astype(np.int64)
-    return trace
 
 
 def synthetic_trace() -> Trace:
@@ -105,15 +97,13 @@ def synthetic_trace() -> Trace:
                     parts.append(rng.integers(0, end, 6) if novel else own[at])
                     at = (at + 1 if rng.random() < 0.8 else int(rng.integers(24))) % 24
                 responses.append(np.concatenate(parts))
-    trace = trace_of(
-        SYNTHETIC,
+    return trace_of(
+        "synthetic",
         [np.concatenate(own[:4]) for own in phrases],
         responses,
         np.tile(np.repeat(np.arange(8), 8), 4),
         [list(range(64 * epoch, 64 * epoch + 64)) for epoch in range(4)],
     )
-    trace.epoch_of_R = np.repeat(np.arange(4), 64)
-    return trace
 
 
 def add_trace_option(command: Command) -> None:

@@ -3,79 +3,98 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
 from pathlib import Path
 
-import gpu_merge
 import gpu_smoke
 import pytest
 import torch
-from gpu_session import ROOT, _command, run
-from gpu_stages import Stage, stages
-from harness.rows import append_record, finish, row
+from gpu_session import ROOT, run
+from gpu_stages import CALLS, Stage
+from harness.rows import read_records
 from triton_cache import pack, unpack
 
-ROWS = (
-    "import sys; from pathlib import Path; sys.path.insert(0, 'benchmarks'); "
-    "from harness.rows import append_record; append_record(Path(sys.argv[-1]), "
-    "{'name': 'a', 'value': 1, 'unit': '', 'bar': 2, 'ok': False})"
-)
+WRITES_A_ROW = """
+import sys; from pathlib import Path; sys.path.insert(0, "benchmarks")
+from harness.rows import append_record
+row = {"name": "a", "value": 1, "unit": "", "bar": 2, "ok": False}
+append_record(Path(sys.argv[1]), row)
+"""
 
 
-def script(name: str, code: str, seconds: float = 20, **options) -> Stage:
-    return Stage(name=name, command=("-c", code), seconds=seconds, **options)
+def script(tmp_path: Path, name: str, code: str, seconds: float = 20, **options) -> Stage:
+    path = tmp_path / f"{name}.py"
+    path.write_text(code)
+    return Stage(name, f"{path} {{rows}}", seconds, **options)
 
 
 def test_a_stage_that_fails_or_hangs_costs_no_other(tmp_path: Path, capsys) -> None:
-    outcomes = run(
-        [
-            script("fails", "print('why'); raise SystemExit(3)", rows=False),
-            script("hangs", f"import time\n{ROWS}\ntime.sleep(60)", seconds=4),
-            script("long", "", seconds=1000, rows=False),
-            script("gpu", "", needs_gpu=True),
-            script("rows", ROWS),
-        ],
-        tmp_path,
-        seconds=60,
-        on_gpu=False,
-    )
+    stages = [
+        script(tmp_path, "fails", "print('why'); raise SystemExit(3)"),
+        script(tmp_path, "hangs", f"{WRITES_A_ROW}\nimport time; time.sleep(60)", seconds=4),
+        script(tmp_path, "rows", WRITES_A_ROW, decides=True),
+        script(tmp_path, "last", ""),
+    ]
+    outcomes = run(stages, tmp_path / "output", seconds=60)
     assert [outcome.status for outcome in outcomes] == [
-        "failed: exit status 3", "over its limit", "not begun", "skipped: it needs a GPU", "ok",
+        "failed: exit status 3", "over its limit", "ok", "not begun",
     ]  # fmt: skip
-    for outcome in (outcomes[1], outcomes[4]):  # what was written before the limit counts
+    for outcome in outcomes[1:3]:  # what was written before the limit counts
         assert [each["name"] for each in outcome.rows] == ["a"]
     printed = capsys.readouterr().out
     assert "why" in printed
-    assert "MISSED  a: 1 , bar 2" in printed
+    assert "missed: a: 1 , bar 2" in printed
+    (late,) = run(stages[2:3], tmp_path / "output", seconds=1)
+    assert late.status == "not begun"
 
 
-def test_calls_are_merged_the_newest_row_first(tmp_path: Path, capsys) -> None:
-    for folder, began, values in (("1", 100, {"a": 1, "b": 1}), ("2", 200, {"b": 2})):
-        path = tmp_path / folder / "rows.jsonl"
-        append_record(path, {"stage": "smoke", "status": "begun", "seconds": 0, "time": began})
-        finish("", [row(name, value, "ms", 2) for name, value in values.items()], path)
-        append_record(path, {"stage": "smoke", "status": "ok", "seconds": 1, "time": began + 1})
-    merged = tmp_path / "all.json"
-    gpu_merge.main([str(tmp_path / "2"), str(tmp_path / "1"), "--json", str(merged)])
-    found = {each["name"]: each["value"] for each in json.loads(merged.read_text())}
-    assert found == {"a": 1, "b": 2}
-    assert "missing: sweep (never asked for)" in capsys.readouterr().out
+def test_the_calls_fit_into_a_quarter_of_an_hour() -> None:
+    first, second = (sum(stage.seconds for stage in CALLS[call]) for call in ("first", "second"))
+    assert first <= 540
+    assert second <= 240
 
 
-@pytest.mark.parametrize("on_gpu", [True, False])
-def test_stages_name_files_and_options_that_exist(on_gpu: bool) -> None:
-    listed = stages([Path("trace.npz")], on_gpu=on_gpu)
-    assert len({stage.name for stage in listed}) == len(listed)
-    for stage in listed:
-        for part in stage.command:
-            if part.startswith(("tests/", "benchmarks/")):
-                assert (ROOT / part).exists(), stage.name
-        if stage.command[0].endswith("gpu_setup.py") or stage.tests:
-            continue
-        benchmark = importlib.import_module(Path(stage.command[0]).stem)
-        given = _command(stage, Path("out"), Path("report"), None)[1:]
-        assert benchmark.make_command().parse(given).json == Path("out/rows.jsonl")
+@pytest.mark.parametrize("call", sorted(CALLS))
+def test_a_call_is_rehearsed_on_a_bare_copy(tmp_path: Path, call: str) -> None:
+    """The files that travel, and a bundle with nothing but this clone's extensions."""
+    copy = tmp_path / "copy"
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copy / name)
+    wheels = copy / "build" / "gpu-bundle" / "wheels"
+    wheels.mkdir(parents=True)
+    with zipfile.ZipFile(wheels / "specrollout-0-cp310-abi3-linux_x86_64.whl", "w") as wheel:
+        for name in ("rollout.ops._cpu", "ngram_native._ext"):
+            built = Path(importlib.import_module(name).__file__)
+            wheel.write(built, f"{name.rpartition('.')[0].replace('.', '/')}/{built.name}")
+    # This environment's packages, without the editable install that its `.pth` files make.
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1", "PYTHONPATH": sysconfig.get_path("platlib"),
+    }  # fmt: skip
+    output = tmp_path / "output"
+    rehearsed = [stage.name for stage in CALLS[call] if stage.name != "op-tests"]
+    python = str(tmp_path / "venv" / "bin" / "python")
+    command = [python, "benchmarks/gpu_session.py", call, "--output", str(output)]
+    done = subprocess.run(
+        [*command, "--seconds", "1000", "--stage", *rehearsed],
+        cwd=copy, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    rows = [record for record in read_records(output / "rows.jsonl") if "name" in record]
+    assert len(rows) >= 10
+    assert len(list(output.iterdir())) <= 8
+    assert list(copy.glob("rollout/ops/*.so"))
 
 
 def test_bitwise_checks_pass_where_rows_are_invariant_and_see_where_not(monkeypatch) -> None:
@@ -118,7 +137,7 @@ def test_triton_finds_a_kernel_that_was_compiled_elsewhere(tmp_path: Path, monke
 
     archive, there, here = tmp_path / "cache.tar.gz", tmp_path / "there", tmp_path / "here"
     assert not is_found(there)
-    pack(there, archive, 16 << 20)
+    pack(there, archive)
     there.rename(tmp_path / "gone")
     unpack(archive, here)
     assert is_found(here)
