@@ -214,6 +214,10 @@ test-frameworks: test-verl test-openrlhf  ## both of them: environments of 3 GB 
 package: $(STAMP)  ## sdist and abi3 wheel in dist/, checked, and the wheel used where no clone can be seen
 	.ci/package $(VENV)
 
+.PHONY: docs
+docs: $(STAMP)  ## the pages and the reference as a site in build/site; a warning is an error
+	DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --quiet --strict
+
 .PHONY: lint
 lint: $(STAMP)  ## formatting, static checks, import rules
 	$(BIN)/ruff format --check .

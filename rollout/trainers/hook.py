@@ -54,7 +54,8 @@ class RolloutHook:
             (DeepSpeed, FSDP, DDP) every rank makes a hook and calls it at the same points.
         model: the trainer's: see `weight_source` for what it may be.
         every: `step` syncs each ``every``-th optimizer step.
-        bucket_bytes, dtype: of `weight_source`. A sync takes one bucket of extra memory.
+        bucket_bytes: of `weight_source`. A sync takes one bucket of extra memory.
+        dtype: of `weight_source`.
         adapters_only: send LoRA adapters without their weights, which the engine has from the start
             (the model's folder) or from an earlier update.
         after_sync: called after each sync, on ranks that have an engine: to co-train its draft, for
