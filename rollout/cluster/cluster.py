@@ -34,6 +34,7 @@ from rollout.types import (
     SamplingParams,
     TokenExtras,
 )
+from rollout.validation import checked_int
 from rollout.weights.manifest import Manifest
 from rollout.weights.source import WeightSource
 from rollout.weights.update_calls import UpdateCalls
@@ -158,7 +159,7 @@ class RolloutCluster(UpdateCalls):
 
     def abort(self, request_id: int) -> None:
         """End a request with the tokens that are known here, at once."""
-        in_flight = self._in_flight.get(request_id)
+        in_flight = self._in_flight.get(checked_int(request_id, "request_id"))
         if in_flight is None:
             return
         name = self._router.remove(request_id)

@@ -23,6 +23,7 @@ from rollout.weights.source import (
     WeightSource,
     WeightTensors,
     closed_iterator,
+    not_a_source,
     refuse_not_finite,
 )
 from rollout.weights.update_counts import UpdateCounts
@@ -144,6 +145,8 @@ class ClusterWeights:
 
         Raises WeightUpdateError, too, where a replica was replaced since a group was made.
         """
+        if not isinstance(source, WeightSource):
+            raise not_a_source(source)
         if isinstance(source, GroupSource):
             self._require_members(source.group_name)
         self._abandon_if_silent()

@@ -73,13 +73,14 @@ class FollowingRank(UpdateCalls):
     def _run(self, message: object) -> None:
         models = self._models
         match message:
-            case RunForward(step):
-                models.runner.run(step, lambda logits_RV: None)  # rank 0 samples
+            case RunForward(step, features):
+                models.runner.run(step, lambda logits_RV: None, features)  # rank 0 samples
             case EmbedTokens() | ComputeLogits():
                 message.run(models.model)
             case TakeWeights() | WeightMessage():
                 self._run_weights(message)
             case ReleaseMemory(tags, keep_weights):
+                self.receiver.handles.release()
                 models.memory_saver.release(tags, keep_weights)
             case ResumeMemory(tags):
                 models.memory_saver.resume(tags)
@@ -121,6 +122,7 @@ class FollowingRank(UpdateCalls):
     ) -> dict[str, int]:
         """See `RolloutEngine.release_memory`."""
         wanted = memory_tags(tags)
+        self.receiver.handles.release()
         freed = self._models.memory_saver.release(wanted, keep_weights)
         return {tag.value: num_bytes for tag, num_bytes in freed.items()}
 

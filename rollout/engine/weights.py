@@ -35,6 +35,9 @@ from rollout.weights.source import WeightSource
 from rollout.weights.update_counts import UpdateCounts
 from rollout.weights.update_options import UpdateOptions
 
+_RAISED_BY_ALL = (Exception,)
+"""Errors of updates, on whose ends all ranks agree; an interrupt ends the ranks."""
+
 
 class EngineWeights:
     """The weights of an engine, updated between two steps; `RolloutEngine` documents the calls.
@@ -61,10 +64,9 @@ class EngineWeights:
             return self.receiver.update(source, options)
         shared = readable_by_all(source, ranks.tensor)
         if not isinstance(shared, RankStream):
-            ranks.leader.tell(TakeWeights(shared, options))
-            return self.receiver.update(shared, options)
-        ranks.leader.tell(TakeWeights(shared.spec, options))
-        with shared.shared():
+            with ranks.telling(TakeWeights(shared, options), _RAISED_BY_ALL):
+                return self.receiver.update(shared, options)
+        with ranks.telling(TakeWeights(shared.spec, options), _RAISED_BY_ALL), shared.shared():
             return self.receiver.update(shared, options)
 
     def begin_update(self, manifest: Manifest | None, options: Mapping[str, Any]) -> None:
@@ -92,10 +94,14 @@ class EngineWeights:
 
     def _on_all(self, message: WeightMessage) -> Any:
         """Make a call on this rank and on those that follow it."""
-        leader = self._worker.ranks.leader
-        if leader.is_followed:
-            leader.tell(message)
-        return message.run(self.receiver)
+        with self._worker.ranks.sharing(message, _RAISED_BY_ALL):
+            return message.run(self.receiver)
+
+    def _read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Whole tensors, of which each rank has a part."""
+        message = ReadWeights(names)
+        with self._worker.ranks.telling(message, _RAISED_BY_ALL):
+            return message.run(self.receiver)
 
     def _leave_old_weights(self, options: UpdateOptions) -> None:
         """Where only drafts have new weights, everything of the target's is kept."""
@@ -122,7 +128,7 @@ class EngineWeights:
             checked_name(name, "names") for name in checked_iterable(names, "names", "tensor names")
         ]
         self._worker.weights.require_whole()
-        tensors = self._on_all(ReadWeights(names))
+        tensors = self._read(names)
         empty = FlattenedBucket(torch.empty(0, dtype=torch.uint8), BucketLayout(()))
         return PackedBucket.of(next(buckets(tensors.items(), 1 << 62), empty))
 
@@ -132,5 +138,5 @@ class EngineWeights:
         self._worker.weights.require_resident()
         if not any(name in part.weight_loaders() for part in self._worker.weights.parts.values()):
             raise InvalidInputError("name", name, "is no tensor of this model")
-        values: torch.Tensor = self._on_all(ReadWeights([name]))[name]
+        values = self._read([name])[name]
         return values.flatten()[:count].float().tolist()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -65,17 +65,28 @@ class ModelRanks:
         """
         return _AllOrNone(self, when, raised_by_all)
 
-    def telling(self, message: object) -> AbstractContextManager[None]:
+    @contextmanager
+    def telling(
+        self, message: object, raised_by_all: type[BaseException] | tuple = ()
+    ) -> Iterator[None]:
         """A context for what this rank, the first of its tensor ranks, runs with the others; the
-        message says what. Raises what `RankLeader.tell` does."""
-        if self.tensor.size == 1:
-            return nullcontext()
-        self.leader.tell(message)
-        return self.all_or_none("in the middle of what all ranks run")
+        message says what. ``raised_by_all``: see `all_or_none`.
 
-    def sharing(self, message: object) -> AbstractContextManager[None]:
+        Raises EngineStateError where nobody follows, ParallelError where a rank is lost.
+        """
+        if self.tensor.size == 1:
+            yield
+            return
+        self.leader.require_followed()
+        with self.all_or_none("in the middle of what all ranks run", raised_by_all):
+            self.leader.tell(message)
+            yield
+
+    def sharing(
+        self, message: object, raised_by_all: type[BaseException] | tuple = ()
+    ) -> AbstractContextManager[None]:
         """As `telling` where the others follow; elsewhere each rank makes the call by itself."""
-        return self.telling(message) if self.leader.is_followed else nullcontext()
+        return self.telling(message, raised_by_all) if self.leader.is_followed else nullcontext()
 
     def follow(self, run: Callable[[Any], None]) -> Any:
         """Run what the first of the tensor ranks tells until it ends its lead; its call's result.

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rollout.errors import EngineStateError, ParallelError
+from rollout.errors import EngineStateError, InvalidInputError, ParallelError
 from rollout.parallel.rank_group import CLOSED, RankGroup, SingleRank
 
 T = TypeVar("T")
@@ -43,44 +43,64 @@ class RankLeader:
         self._depth += 1
 
     def end(self, result: Any = None, error: str = "") -> None:
-        """End what `lead` began: where it is the outermost, the others stop following."""
+        """End what `lead` began: where it is the outermost, the others stop following.
+
+        Raises what pickling the result does; the others hear of that.
+        """
+        try:
+            message = pickle.dumps(Ended(result, error)) if self.is_followed else b""
+        except Exception as unsent:
+            self.end(error=f"its result cannot be sent: {unsent}")
+            raise
         self._depth -= 1
-        if not self._depth and self._group.size > 1:
-            self._send(Ended(result, error))
+        if not self._depth and message:
+            self._group.broadcast_bytes(message)
 
     def run(self, call: Callable[[], T]) -> T:
         """Make a call that the other ranks follow; its result is theirs too."""
-        self.lead()
-        try:
+        with self._failure_told():
             result = call()
-        except BaseException as error:
-            with suppress(ParallelError):  # they have heard of that already
-                self.end(error=f"{type(error).__name__}: {error}")
-            raise
         self.end(result)
         return result
 
     @contextmanager
     def leading(self) -> Iterator[None]:
         """A context between `lead` and `end`."""
+        with self._failure_told():
+            yield
+        self.end()
+
+    @contextmanager
+    def _failure_told(self) -> Iterator[None]:
         self.lead()
         try:
             yield
-        except BaseException:
-            with suppress(ParallelError):
-                self.end()
+        except BaseException as error:
+            with suppress(ParallelError):  # they have heard of that already
+                self.end(error=f"{type(error).__name__}: {error}")
             raise
-        self.end()
 
-    def tell(self, message: object) -> None:
-        """Let the other ranks run a message, on rank 0. Raises EngineStateError where nobody
-        follows, ParallelError where a rank is lost."""
+    def require_followed(self) -> None:
+        """Raise EngineStateError where nobody follows."""
         if not self._depth:
             raise EngineStateError(
                 "the other ranks do not follow this one: call generate on each of them, or "
                 "engine.follow() there and here what they follow in `with engine.leading():`"
             )
-        self._send(message)
+
+    def tell(self, message: object) -> None:
+        """Let the other ranks run a message, on rank 0.
+
+        Raises EngineStateError where nobody follows, InvalidInputError for a message that cannot be
+        pickled, ParallelError where a rank is lost.
+        """
+        self.require_followed()
+        try:
+            data = pickle.dumps(message)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            remedy = f"cannot be sent to the other ranks: {error}"
+            raise InvalidInputError("arguments", type(message).__name__, remedy) from error
+        self._group.broadcast_bytes(data)
 
     def messages(self) -> Iterator[Any]:
         """What rank 0 tells, on the others, up to the `Ended` of its lead, which is the last."""
@@ -95,8 +115,5 @@ class RankLeader:
         if reason == CLOSED and self.is_followed:
             self._depth = 0
             with suppress(ParallelError):
-                self._send(Ended())
+                self._group.broadcast_bytes(pickle.dumps(Ended()))
         self._group.close(reason)
-
-    def _send(self, message: object) -> None:
-        self._group.broadcast_bytes(pickle.dumps(message))

@@ -40,6 +40,7 @@ class RunForward:
     """Rank 0's message to the ranks that run the same rows."""
 
     step: StepArrays[NDArray]
+    features: AuxHiddenStates  # that rank 0 keeps of it
 
 
 @dataclass(kw_only=True, slots=True)
@@ -136,8 +137,8 @@ class ModelRunner:
             left -= len(own_RV)
             take_logits(own_RV)
 
-        with self._ranks.telling(RunForward(step)):
-            features_TF, routes_TC = self.run(step, take)
+        with self._ranks.telling(RunForward(step, self.features)):
+            features_TF, routes_TC = self.run(step, take, self.features)
         self._table.note(changes)
         if self._window_table is not None and of_windows is not None:
             self._window_table.note(of_windows)
@@ -150,16 +151,23 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(
-        self, step: StepArrays[NDArray], take_logits: Callable[[torch.Tensor], object]
+        self,
+        step: StepArrays[NDArray],
+        take_logits: Callable[[torch.Tensor], object],
+        features: AuxHiddenStates,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Features and routes, padding included. All ranks that run the same rows make this
-        call."""
+        call.
+
+        ``features``: those of rank 0, which are a part of every rank's key of a graph, so that all
+        capture and replay alike.
+        """
         sent = None
         chunks = self._chunks(step)
         if self._graphs is not None and chunks is None:
             # Calls on a CPU hold the number of threads.
             threads = 0 if gpu.runs_on(self._device) else torch.get_num_threads()
-            sent = self._graphs.send(step, (self.features, threads))
+            sent = self._graphs.send(step, (features, threads))
         inputs: StepArrays[torch.Tensor]
         if self._graphs is not None and sent is not None:
             inputs = sent.inputs

@@ -9,7 +9,7 @@ import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from rollout.errors import InvalidInputError
-from rollout.validation import checked_int, checked_name, checked_seconds
+from rollout.validation import checked_name, checked_seconds
 from rollout.weights.distributed import DistributedSource, GroupSource
 from rollout.weights.group import BroadcastGroup, WeightGroup
 from rollout.weights.group_store import GroupStore
@@ -68,8 +68,6 @@ class JoinedGroups:
         """
         if checked_name(group_name, "group_name") in self._groups:
             raise InvalidInputError("group_name", group_name, "is joined already: destroy it first")
-        if checked_int(rank, "rank_offset") == 0:
-            raise InvalidInputError("rank_offset", rank, "must be 1 or more: rank 0 is the sender")
         if checked_name(sender, "sender") not in _SENDERS:
             raise InvalidInputError("sender", sender, f"must be one of {', '.join(_SENDERS)}")
         self._groups[group_name] = _SENDERS[sender](

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from rollout.parallel import RankGroup
+from rollout.weights.disk_source import DiskSource
+from rollout.weights.distributed import GroupSource
 from rollout.weights.manifest import Manifest
 from rollout.weights.rank_stream import RankStream, StreamSpec
 from rollout.weights.receiver import WeightReceiver
 from rollout.weights.shared_memory import HandleSource
-from rollout.weights.source import WeightSource, WeightTensors
+from rollout.weights.source import WeightSource, WeightTensors, not_a_source
 from rollout.weights.update_counts import UpdateCounts
 
 
@@ -123,10 +125,16 @@ class TakeWeights:
 def readable_by_all(source: WeightSource, group: RankGroup) -> WeightSource:
     """What rank 0 hands to all ranks in place of a source.
 
-    Raises what the source's ``manifest`` does, InvalidInputError for handles to come.
+    Raises what the source's ``manifest`` does, InvalidInputError for handles to come and for what
+    is no source.
     """
-    if isinstance(source, WeightTensors):
-        return RankStream.from_rank_0(group, source)
-    if isinstance(source, HandleSource):
-        source.require_list()
+    match source:
+        case WeightTensors():
+            return RankStream.from_rank_0(group, source)
+        case HandleSource():
+            source.require_list()
+        case DiskSource() | GroupSource():
+            pass
+        case _:
+            raise not_a_source(source)
     return source

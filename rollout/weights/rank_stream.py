@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -47,6 +47,7 @@ class StreamSpec:
     manifest: Manifest | None
     is_stored: bool
     is_direct: bool
+    own_options: Mapping[str, Any]
 
 
 class RankStream(WeightTensors):
@@ -63,6 +64,7 @@ class RankStream(WeightTensors):
         self.spec = spec
         self.is_stored = spec.is_stored
         self.is_direct = spec.is_direct
+        self.own_options = spec.own_options
         self._weights = weights
         self._group = group
         self._on_one_host = False
@@ -72,7 +74,9 @@ class RankStream(WeightTensors):
     @classmethod
     def from_rank_0(cls, group: RankGroup, weights: WeightTensors) -> Self:
         """The stream of what rank 0 was given. Raises what its ``manifest`` does."""
-        spec = StreamSpec(weights.manifest(), weights.is_stored, weights.is_direct)
+        spec = StreamSpec(
+            weights.manifest(), weights.is_stored, weights.is_direct, dict(weights.own_options)
+        )
         return cls(group, spec, weights)
 
     def manifest(self) -> Manifest | None:

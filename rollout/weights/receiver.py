@@ -17,7 +17,7 @@ from rollout.weights.distributed import GroupSource
 from rollout.weights.joined_groups import JoinedGroups
 from rollout.weights.manifest import Manifest, TensorSpec
 from rollout.weights.shared_memory import HandleReceiver, HandleSource
-from rollout.weights.source import WeightSource, WeightTensors
+from rollout.weights.source import WeightSource, WeightTensors, not_a_source
 from rollout.weights.transaction import WeightTransaction
 from rollout.weights.update_counts import UpdateCounts
 from rollout.weights.update_options import UpdateOptions
@@ -55,7 +55,7 @@ class WeightReceiver:
 
         Raises InvalidInputError, and WeightUpdateError while another update is under way.
         """
-        with self.weights.broadcast_failures():
+        with self.weights.broadcast_failures(begins=True):
             if manifest is not None and not isinstance(manifest, Mapping):
                 raise InvalidInputError("manifest", manifest, "must map names to TensorSpecs")
             for name, spec in (manifest or {}).items():
@@ -69,8 +69,6 @@ class WeightReceiver:
         Raises InvalidInputError, WeightUpdateError, CheckpointError for a folder, and whatever the
         source raises.
         """
-        if not isinstance(source, WeightSource):
-            raise InvalidInputError("source", source, "must be a WeightSource")
         weights = self.weights
         try:
             with weights.broadcast_failures(), self._opened(source, options) as tensors:
@@ -122,12 +120,29 @@ class WeightReceiver:
         sender: str,
     ) -> None:
         """Join a group that weights come through. Ranks that run one model take the ranks from
-        ``rank_offset`` on."""
-        rank = checked_int(rank_offset, "rank_offset") + self._ranks.rank
-        self.groups.init(
-            master_address, master_port, rank, world_size, group_name, backend, timeout,
-            self._device, sender,
-        )  # fmt: skip
+        ``rank_offset`` on: all join it, or none does."""
+        first, size = checked_int(rank_offset, "rank_offset"), self._ranks.size
+        if first < 1:
+            raise InvalidInputError("rank_offset", first, "must be 1 or more: rank 0 is the sender")
+        if first + size > checked_int(world_size, "world_size"):
+            raise InvalidInputError(
+                "world_size", world_size, f"must count {size} ranks from rank_offset={first} on"
+            )
+        failure: Exception | None = None
+        try:
+            self.groups.init(
+                master_address, master_port, first + self._ranks.rank, world_size, group_name,
+                backend, timeout, self._device, sender,
+            )  # fmt: skip
+        except (RolloutError, OSError, TimeoutError) as error:
+            failure = error
+        failures = self._ranks.all_gather_text("" if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        for rank, text in enumerate(failures):
+            if text:
+                self.groups.destroy(group_name)
+                raise WeightUpdateError(f"rank {rank}: {text}")
 
     def destroy_group(self, group_name: str) -> None:
         """Leave a group. Raises InvalidInputError for one this rank is not in."""
@@ -165,4 +180,4 @@ class WeightReceiver:
                 return self.handles.opened(source)
             case WeightTensors():
                 return contextlib.nullcontext(source)
-        raise InvalidInputError("source", type(source).__name__, "is not read here")
+        raise not_a_source(source)

@@ -208,6 +208,11 @@ class HandleSource(WeightSource):
 
     handles: Mapping[str, Any] | Iterable[Mapping[str, Any]]
 
+    def __post_init__(self) -> None:
+        if isinstance(self.handles, str | bytes) or not isinstance(self.handles, Iterable):
+            kind = type(self.handles).__name__
+            raise InvalidInputError("handles", kind, "must be one handle or several")
+
     def split(self) -> Iterator[HandleSource]:
         """Sources of handles that are valid at once."""
         if isinstance(self.handles, Mapping | Collection):

@@ -30,6 +30,12 @@ class WeightSource:
         return None
 
 
+def not_a_source(given: object) -> InvalidInputError:
+    """The error of an ``update_weights`` that is given something else."""
+    remedy = "must be a source of rollout.weights; update_weights_from_tensor takes tensors"
+    return InvalidInputError("source", type(given).__name__, remedy)
+
+
 class WeightTensors(WeightSource, ABC):
     """A source that this process can read."""
 

@@ -211,9 +211,12 @@ class WeightTransaction:
         )
 
     @contextmanager
-    def broadcast_failures(self) -> Iterator[None]:
+    def broadcast_failures(self, *, begins: bool = False) -> Iterator[None]:
         """A context for a call that begins an update or goes on with one: a failure before that is
-        broadcast to all ranks."""
+        broadcast to all ranks.
+
+        ``begins``: it can do nothing else, so an update under way goes on.
+        """
         update, number = self._update, self._number
         num_loads = 0 if update is None else update.num_loads
         try:
@@ -223,7 +226,8 @@ class WeightTransaction:
                 self._number += 1
                 self._post("begin", error)
             elif (
-                self._ranks.size > 1  # the others take the call for one of the update
+                not begins
+                and self._ranks.size > 1  # the others take the call for one of the update
                 and self._update is update is not None
                 and update.num_loads == num_loads
             ):

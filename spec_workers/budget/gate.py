@@ -9,7 +9,7 @@ that requests which end early may only wait for the slowest."""
 _LIMIT = 2.0  # plain steps of a batch of one that drafts may lose; of more, less by the root
 _CREDIT = 2.0  # limits that gains may make up for
 _FIRST_INTERVAL = 32  # steps
-_LONGEST_INTERVAL = 512  # steps
+_LAST_INTERVAL = 512  # steps, that fruitless probes double it to
 _MAX_SHARE = 0.01  # of the time may be lost to probes
 
 
@@ -55,12 +55,16 @@ class Gate:
         return {"open": self.is_open, "interval": self._latest.interval, "gain": self._latest.sum}
 
     def _of(self, width: int) -> _OctaveGate:
-        self._latest = self._by_octave.setdefault(width.bit_length(), _OctaveGate(width))
+        octave = width.bit_length()
+        if octave not in self._by_octave:
+            self._by_octave[octave] = _OctaveGate(1 << max(0, octave - 1))
+        self._latest = self._by_octave[octave]
         return self._latest
 
 
 class _OctaveGate:
     def __init__(self, width: int) -> None:
+        """``width``: the octave's least."""
         self._limit = _LIMIT / width**0.5
         self.closed_for = 0  # steps until it opens; 0: open
         self.interval = _FIRST_INTERVAL  # when it closes next
@@ -74,5 +78,5 @@ class _OctaveGate:
             self.sum, self.interval = _CREDIT * self._limit, _FIRST_INTERVAL
         if self.sum < -self._limit:
             self.closed_for = max(self.interval, int(-self.sum / _MAX_SHARE))
-            self.interval = min(2 * self.interval, _LONGEST_INTERVAL)
+            self.interval = min(2 * self.interval, _LAST_INTERVAL)
             self.sum = 0.0

@@ -69,3 +69,17 @@ def test_the_others_follow_to_the_end_of_the_outermost_lead():
 
     _, told = on_ranks(2, run)
     assert told == ["first", "second", Ended(), Ended(error="ZeroDivisionError: division by zero")]
+
+
+def test_the_others_hear_of_a_lead_that_failed_and_of_a_result_that_cannot_be_sent():
+    told: list[Any] = []
+    leader = RankLeader(Line(told))
+    with pytest.raises(ZeroDivisionError), leader.leading():
+        raise ZeroDivisionError("no")
+    with pytest.raises(TypeError, match="pickle"):
+        leader.run(lambda: (token for token in ()))
+    assert [ended.error.split(":")[0] for ended in told] == [
+        "ZeroDivisionError",
+        "its result cannot be sent",
+    ]
+    assert not leader.is_followed

@@ -272,6 +272,8 @@ def a_forward_that_fails_on_one_rank_is_run_again_by_none(folder: str) -> None:
             engine.step()
         with pytest.raises(EngineStateError, match="do not follow this one"):
             engine.step()
+        with pytest.raises(EngineStateError, match="do not follow this one"):
+            engine.get_weights_by_name("lm_head.weight")
         failed = "rank 1 has ended or left: it failed in the middle of what all ranks run: Zero"
         with pytest.raises(ParallelError, match=f"^rank 0 of 2: {failed}"):
             engine.generate(PROMPTS, PARAMS)

@@ -24,6 +24,7 @@ from rollout.weights.group import listen
 from rollout.weights.joined_groups import JoinedGroups
 from rollout.weights.manifest import TensorSpec, slices_from_json, slices_to_json
 from rollout.weights.rank_stream import RankStream
+from rollout.weights.receiver import WeightReceiver
 from rollout.weights.shared_memory import HandleReceiver, SharedMemorySender
 from rollout.weights.source import TensorSource
 from rollout.weights.transaction import WeightState, WeightTransaction
@@ -197,6 +198,39 @@ def test_a_call_that_fails_on_one_rank_ends_the_update_on_all(tmp_path):
         assert not rank.weights.serves
         rank.update(tensors.items())
         assert rank.weights.serves
+
+    on_ranks(2, on_rank)
+
+
+def test_a_refused_begin_leaves_the_update_under_way(tmp_path):
+    folder = save_biased_llama(tmp_path)
+    tensors = stored(folder)
+
+    def on_rank(group):
+        rank = RankModel(folder, group)
+        receiver = WeightReceiver(rank.weights, torch.device("cpu"), group)
+        receiver.begin(None, {})
+        first, *others = tensors.items()
+        receiver.update(TensorSource([first]), {})
+        with pytest.raises(WeightUpdateError, match="under way"):
+            receiver.begin(None, {})
+        receiver.update(TensorSource(others), {})
+        receiver.end()
+        assert rank.weights.serves
+
+    on_ranks(2, on_rank)
+
+
+def test_a_group_too_small_for_all_ranks_is_joined_by_none(tmp_path):
+    folder = save_biased_llama(tmp_path)
+
+    def on_rank(group):
+        receiver = WeightReceiver(RankModel(folder, group).weights, torch.device("cpu"), group)
+        for offset, size, name in ((0, 3, "rank_offset"), (1, 2, "world_size")):
+            with pytest.raises(InvalidInputError, match=name):
+                receiver.init_group(
+                    "127.0.0.1", 1, offset, size, "weights", "gloo", HANG_SECONDS, "specrollout"
+                )
 
     on_ranks(2, on_rank)
 

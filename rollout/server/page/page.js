@@ -10,7 +10,6 @@ const RATE_SECONDS = 5; // the tokens/s of the tile are those of so long
 const ACCEPT_SECONDS = 30;
 const STALE_SECONDS = 4;
 const TIMEOUT_MS = 30_000;
-const MAX_CONTEXTS = 5;
 const FEWEST_EXPECTED = 10; // draft tokens: the ratio to fewer says nothing
 
 const byId = (id) => document.getElementById(id);
@@ -188,11 +187,8 @@ function learnedOf(engine) {
 // Only what was measured: the engine's own curve goes on beyond that by extrapolation.
 function showCost({ engine }) {
   const { cost } = learnedOf(engine);
-  const lines = (cost?.contexts ?? []).map((context, index) => ({
-    label: `context up to ${whole(context)}`,
-    points: cost.rows.flatMap((rows, at) => (cost.observations[index][at] > 0 ? [[rows, cost.milliseconds[index][at]]] : [])),
-    dots: true,
-  })).filter(({ points }) => points.length).slice(0, MAX_CONTEXTS);
+  const measured = (cost?.rows ?? []).flatMap((rows, at) => (cost.observations[at] > 0 ? [[rows, cost.milliseconds[at]]] : []));
+  const lines = measured.length ? [{ label: "learned", points: measured, dots: true }] : [];
   byId("cost").hidden = !lines.length;
   if (!lines.length) return;
   const step = engine.last_step;
@@ -211,24 +207,17 @@ function showCost({ engine }) {
 }
 
 function showValues({ engine }) {
-  const { values } = learnedOf(engine);
-  byId("values").hidden = !values;
-  if (!values) return;
-  const head = byId("values").querySelector("thead tr");
-  head.replaceChildren(...["drafts from", ...values.depths.map((depth) => `${depth} ahead`)].map((name) => {
-    const cell = document.createElement("th");
-    cell.scope = "col";
-    cell.textContent = name;
-    return cell;
+  const { calibration } = learnedOf(engine);
+  byId("values").hidden = !calibration;
+  if (!calibration) return;
+  const sum = (values) => values.reduce((one, other) => one + other, 0);
+  fill("values", calibration.sources.map((source, row) => {
+    const [nodes, expected, accepted] = [calibration.count, calibration.expected, calibration.accepted].map((table) => sum(table[row]));
+    return [
+      SOURCES[source] ?? source, decimal(nodes, 0), decimal(expected, 0), decimal(accepted, 0),
+      expected < FEWEST_EXPECTED ? "–" : `${decimal(ratio(accepted, expected), 2)}x`,
+    ];
   }));
-  fill("values", values.sources.map((source, row) => [
-    SOURCES[source] ?? source,
-    ...values.expected[row].map((expected, depth) => {
-      const accepted = values.accepted[row][depth];
-      if (expected < FEWEST_EXPECTED) return "–";
-      return `${decimal(accepted, 0)} of ${decimal(expected, 0)}, ${decimal(ratio(accepted, expected), 2)}x`;
-    }),
-  ]));
 }
 
 // cells: texts, or functions that fill their cell.
