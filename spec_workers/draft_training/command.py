@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import rich
 import rich.progress
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
@@ -70,18 +69,12 @@ def run_train_draft(arguments: Sequence[str]) -> int:
     target = ModelSpec.read(given.model)
     with naming_options():
         device = resolve_device(given.device)
-        training = TrainingConfig(
-            num_steps=given.num_steps,
-            learning_rate=given.learning_rate,
-            autocast=not given.float32,
-        )
+        training = TrainingConfig(learning_rate=given.learning_rate)
         shape = shape_of(given, target)
     train, held_out = _rollouts(given, target.vocab_size)
     _make_output(given.output)
 
     console = rich.get_console()
-    if given.threads is not None:
-        torch.set_num_threads(given.threads)
     console.print(f"loading {given.model}", highlight=False)
     model = load_model(given.model, DType(given.dtype), device)
     draft = _draft(given, shape, model, train)
