@@ -37,8 +37,6 @@ class DeepSpeedSource(ParameterSource):
     asked for that cannot be reached.
     """
 
-    holds_weights_after_optimizer = False
-
     def __init__(
         self,
         model: nn.Module,
@@ -184,34 +182,3 @@ def prepare_deepspeed() -> None:
     """
     if get_accelerator().device_name() == "cpu":  # the only one that compiles it
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-def after_engine_step(
-    engine: DeepSpeedEngine, callback: Callable[[], object]
-) -> Callable[[], None]:
-    """Call ``callback`` at the end of each ``engine.step()``; returns what ends that.
-
-    DeepSpeed has no callback of its own there, and hooks of the optimizer inside it run before the
-    model holds the new weights, with ZeRO-3 once per group of parameters. So ``step`` of this one
-    engine object is replaced.
-    """
-    replaced = engine.__dict__.get("step")  # by another such call
-    step = engine.step
-    attached = True
-
-    def step_and_call(*args: object, **kwargs: object) -> object:
-        result = step(*args, **kwargs)
-        if attached:
-            callback()
-        return result
-
-    def remove() -> None:
-        nonlocal attached
-        attached = False
-        if engine.__dict__.get("step") is step_and_call:
-            del engine.step
-            if replaced is not None:
-                engine.step = replaced
-
-    engine.step = step_and_call
-    return remove
