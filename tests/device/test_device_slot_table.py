@@ -18,7 +18,8 @@ def send(table: DeviceSlotTable, entries: list[Scheduled], device: torch.device)
     """Send what changed in the rows of a step; returns how many entries of the table."""
     columns = [(entry.request.row, entry.start, entry.end) for entry in entries]
     changes = table.changes(*np.array(columns, dtype=np.int64).reshape(-1, 3).T)
-    table.apply(changes, upload(changes.writes, device))
+    table.apply(upload(changes.writes, device))
+    table.note(changes)
     return len(changes.writes.indices_C)
 
 

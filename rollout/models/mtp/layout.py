@@ -9,10 +9,10 @@ step reads the output of the step before after that step's final norm, like the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from rollout.errors import CheckpointError, UnsupportedModelError
+from rollout.errors import UnsupportedModelError
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.checkpoint import listed
 from rollout.models.draft_model import CHAIN_ARCHITECTURE
@@ -97,19 +97,12 @@ DECODER_TENSORS = (
     *(f"mlp.{name}_proj.{kind}" for name in ("gate", "up", "down") for kind in ("weight", "bias")),
 )
 
-EXPERTS = "experts"
-LATENT_ATTENTION = "multi-head latent attention"
-
-_FEATURES: Mapping[str, Sequence[str]] = {
-    EXPERTS: (".mlp.experts.", ".mlp.gate.", ".mlp.shared_expert"),
-    LATENT_ATTENTION: (
-        ".q_a_proj.", ".q_a_layernorm.", ".q_b_proj.",
-        ".kv_a_proj_with_mqa.", ".kv_a_layernorm.", ".kv_b_proj.",
-    ),
-    "linear attention": (".linear_attn.",),
-    "learned attention sinks": (".attention_sink",),
-}  # fmt: skip
-"""Parts of tensor names by the features that a chain has only if its target does, or never."""
+EXPERTS = (".mlp.experts.", ".mlp.gate.", ".mlp.shared_expert")
+LATENT_ATTENTION = (
+    ".q_a_proj.", ".q_a_layernorm.", ".q_b_proj.",
+    ".kv_a_proj_with_mqa.", ".kv_a_layernorm.", ".kv_b_proj.",
+)  # fmt: skip
+"""Parts of the names of tensors that a chain has only if its target does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,15 +123,15 @@ def find_layout(
     names: Iterable[str],
     num_layers: int,
     *,
-    features: Collection[str] = (),
+    allowed: Collection[str] = (),
 ) -> tuple[MtpLayout, list[StepNames]] | None:
     """The first layout whose tensors are among ``names``, and its steps; None if there is none.
 
     Args:
         num_layers: the target's.
-        features: those that the chain may have, since its target has them.
+        allowed: parts of names that the chain may have, since its target has them.
 
-    Raises UnsupportedModelError, naming the feature, for a chain that is not implemented.
+    Raises UnsupportedModelError, naming them, for tensors that are not known.
     """
     present = frozenset(names)
     for layout in layouts:
@@ -146,7 +139,7 @@ def find_layout(
         while (names_of := _step_names(layout, len(steps), num_layers, present)) is not None:
             steps.append(names_of)
         if steps:
-            _refuse_unknown(layout, steps, present, features)
+            _refuse_unknown(layout, steps, present, allowed)
             return layout, steps
     return None
 
@@ -182,9 +175,8 @@ def has_experts(step: StepNames, names: Iterable[str]) -> bool:
 
 
 def _refuse_unknown(
-    layout: MtpLayout, steps: list[StepNames], present: frozenset[str], features: Collection[str]
+    layout: MtpLayout, steps: list[StepNames], present: frozenset[str], allowed: Collection[str]
 ) -> None:
-    allowed = [mark for feature in features for mark in _FEATURES[feature]]
     known = {
         name
         for step in steps
@@ -200,13 +192,7 @@ def _refuse_unknown(
         and any(name.startswith(f"{step.decoder}.") for step in steps)
         and not any(mark in name for mark in allowed)
     )
-    for feature, marks in _FEATURES.items():
-        found = [name for name in unknown if any(mark in name for mark in marks)]
-        if found:
-            raise UnsupportedModelError(
-                f"the {layout.title} MTP chain has {feature}, which is not implemented: {found[0]}"
-            )
     if unknown:
-        raise CheckpointError(
-            f"the {layout.title} MTP chain has unknown tensors: {listed(unknown)}"
+        raise UnsupportedModelError(
+            f"the {layout.title} MTP chain has tensors that are not implemented: {listed(unknown)}"
         )

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from rollout.errors import CheckpointError, UnsupportedModelError
+from rollout.errors import CheckpointError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import Checkpoint
 from rollout.models.draft_model import DraftFamily, DraftSpec, draft_weights, is_separate_chain
 from rollout.models.eagle.eagle3 import target_token_ids
-from rollout.models.eagle.layout import VOCABULARY_TABLES, is_eagle_draft
+from rollout.models.eagle.layout import VOCABULARY_TABLES
 from rollout.models.layers.rope import cos_sin_table
 from rollout.models.layers.weight_loader import same_values
 from rollout.models.mtp.layout import (
@@ -46,23 +46,16 @@ class MtpChain:
         """Find a chain by config.json and the names of tensors.
 
         Raises CheckpointError if there is no chain or it is for another target, and
-        UnsupportedModelError, naming the feature, for a chain that is not implemented.
+        UnsupportedModelError, naming its tensors, for a chain that is not implemented.
         """
         config = read_json(folder / "config.json", "a draft's folder")
         is_separate = is_separate_chain(folder)
         checkpoint = Checkpoint(folder, tables=VOCABULARY_TABLES)
         layouts = (SEPARATE,) if is_separate else IN_TARGET
         experts, latent = (None, None) if is_separate else (target.experts, target.latent)
-        features = {EXPERTS: experts, LATENT_ATTENTION: latent}
-        found = find_layout(
-            layouts,
-            checkpoint.tensors,
-            target.num_layers,
-            features=[feature for feature, spec in features.items() if spec is not None],
-        )
+        allowed = (EXPERTS if experts else ()) + (LATENT_ATTENTION if latent else ())
+        found = find_layout(layouts, checkpoint.tensors, target.num_layers, allowed=allowed)
         if found is None:
-            if not is_separate and is_eagle_draft(config, checkpoint.tensors):
-                raise CheckpointError(f"{folder}: is an EAGLE draft: spec=eagle")
             known = ", ".join(layout.title for layout in layouts)
             raise CheckpointError(
                 f"{folder}: no MTP chain among its tensors; known layouts are those of {known}"
@@ -77,8 +70,6 @@ class MtpChain:
             is_sparse = has_experts(steps[0], checkpoint.tensors)
             experts = replace(experts, layers=(0,)) if is_sparse else None
         decoder = replace(decoder, num_layers=1, linear_attention=None, experts=experts)
-        if not decoder.gated_attention and latent is None:
-            _refuse_gated_attention(checkpoint, layout, steps[0], decoder)
         spec = DraftSpec(
             family=DraftFamily.MTP,
             decoder=decoder,
@@ -190,16 +181,3 @@ def _refuse_another_targets(folder: Path, decoder: ModelSpec, target: ModelSpec)
                 f"{folder}: a chain of {name}={own}, but the target's is {wanted}: it was trained "
                 "for another target"
             )
-
-
-def _refuse_gated_attention(
-    checkpoint: Checkpoint, layout: MtpLayout, step: StepNames, decoder: ModelSpec
-) -> None:
-    """Raise for a chain with gated attention whose target has none."""
-    name = f"{step.decoder}.self_attn.q_proj.weight"
-    stored = checkpoint.tensors.get(name)
-    if stored is not None and stored.shape[0] == 2 * decoder.num_heads * decoder.head_dim:
-        raise UnsupportedModelError(
-            f"the {layout.title} MTP chain has gated attention, which is not implemented for a "
-            f"target without: {name} holds a gate beside each query"
-        )
