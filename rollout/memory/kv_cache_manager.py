@@ -1,8 +1,7 @@
 """Ownership of KV slots: free slots, rows and the prefix cache, under one set of rules.
 
-Every slot has exactly one owner: the free stack; nobody, for the null slot; a node of the prefix
-cache; a running request; or the draft nodes of a step. A running request's row, by
-position:
+Every slot except the null slot has exactly one owner: the free stack, a node of the prefix cache, a
+running request, or the draft nodes of a step. A running request's row, by position:
 
     [0, shared_len)              owned by the prefix cache, locked at the row's node
     [shared_len, allocated_len)  owned by the request

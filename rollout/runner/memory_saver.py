@@ -117,7 +117,7 @@ class MemorySaver:
         """Give back what the tags name; the bytes freed by tag.
 
         ``keep_weights``: their values are set aside and `resume` brings them back; else they are
-        lost, but for frozen parts, whose weights nobody would send again. Raises what
+        lost, except those of frozen parts, which no trainer sends. Raises what
         `require_held` raises; then nothing was released.
 
         Graphs are dropped with any memory, since they hold its addresses: without their own tag

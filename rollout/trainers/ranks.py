@@ -1,4 +1,4 @@
-"""The processes that share a sharded model, and how they come to one mind."""
+"""The processes that share a sharded model, and their agreement to go on or to stop."""
 
 from __future__ import annotations
 

@@ -118,7 +118,6 @@ def _make_output(folder: Path) -> None:
 def _rollouts(
     given: argparse.Namespace, vocab_size: int
 ) -> tuple[list[TokenSequence], list[TokenSequence]]:
-    """The rollouts to train on, and the held-out ones."""
     found = read_rollouts(given.rollouts, vocab_size, given.max_len, "--rollouts")
     if given.held_out is not None:
         held_out = read_rollouts(given.held_out, vocab_size, given.max_len, "--held-out")
@@ -230,7 +229,7 @@ class _Lines:
 
 def _text(progress: RunProgress) -> str:
     agreement = "/".join(f"{share:.0%}" for share in progress.agreement)
-    best = "-" if progress.best is None else f"{progress.best.accept_length:.2f}"
+    best = "-" if progress.accept_length is None else f"{progress.accept_length:.2f}"
     return (
         f"step {progress.step}  epoch {progress.epoch}  loss {progress.loss:.3f}  "
         f"agrees {agreement}  accept length {best}"

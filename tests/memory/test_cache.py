@@ -93,11 +93,3 @@ def test_integrity_finds_a_row_that_left_its_prefix():
     memory.req_to_token.table[row, 1] += 1
     with pytest.raises(IntegrityError, match="shared prefix"):
         memory.check_integrity()
-
-
-def test_integrity_finds_two_rows_on_one_slot():
-    memory = KVCacheManager(20, 2, 16, prefix_cache=False)
-    one, other = compute(memory, [1, 2]), compute(memory, [3, 4])
-    memory.req_to_token.table[one, 1] = memory.req_to_token.table[other, 0]
-    with pytest.raises(IntegrityError, match="two owners"):
-        memory.check_integrity()

@@ -59,7 +59,6 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _start_ray(options: OwnOptions, trainer: TrainerArguments) -> None:
-    """Start Ray as OpenRLHF would, with the stand-ins in every worker."""
     import ray
 
     if ray.is_initialized():

@@ -15,7 +15,7 @@ from rollout.trainers.served_engine import ServedEngine
 class ParameterReceiver:
     """Begins an update with its first parameter and commits it with its last.
 
-    The engine serves nothing in between. An update that fails, or of which nothing comes for
+    The engine serves nothing in between. An update that fails, or brings nothing for
     ``timeout`` seconds, leaves it refusing: see `ServedEngine`.
     """
 
