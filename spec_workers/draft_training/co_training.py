@@ -92,11 +92,10 @@ class CoTrainer:
     def __init__(
         self,
         engine: RolloutEngine,
-        config: CoTrainingConfig | None = None,
+        config: CoTrainingConfig,
         *,
         training: TrainingConfig | None = None,
     ) -> None:
-        config = config or CoTrainingConfig()
         self._engine = engine
         draft = trainable_draft(engine).to(engine.worker.model_device)
         self.swap = DraftSwap(engine)

@@ -17,14 +17,11 @@ from rollout.models.eagle.layout import VOCABULARY_TABLES
 from rollout.models.layers.rope import cos_sin_table
 from rollout.models.layers.weight_loader import same_values
 from rollout.models.mtp.layout import (
-    EXPERTS,
     IN_TARGET,
-    LATENT_ATTENTION,
     SEPARATE,
     MtpLayout,
     StepNames,
     find_layout,
-    has_experts,
 )
 from rollout.models.mtp.step import ChainTensors, MtpStep
 from rollout.models.spec import ModelSpec, read_json
@@ -45,16 +42,14 @@ class MtpChain:
     def find(folder: Path, target: ModelSpec) -> MtpChain:
         """Find a chain by config.json and the names of tensors.
 
-        Raises CheckpointError if there is no chain or it is for another target, and
-        UnsupportedModelError, naming its tensors, for a chain that is not implemented.
+        Raises CheckpointError if there is no chain or it is for another target.
         """
         config = read_json(folder / "config.json", "a draft's folder")
         is_separate = is_separate_chain(folder)
         checkpoint = Checkpoint(folder, tables=VOCABULARY_TABLES)
         layouts = (SEPARATE,) if is_separate else IN_TARGET
-        experts, latent = (None, None) if is_separate else (target.experts, target.latent)
-        allowed = (EXPERTS if experts else ()) + (LATENT_ATTENTION if latent else ())
-        found = find_layout(layouts, checkpoint.tensors, target.num_layers, allowed=allowed)
+        experts = None if is_separate else target.experts
+        found = find_layout(layouts, checkpoint.tensors, target.num_layers)
         if found is None:
             known = ", ".join(layout.title for layout in layouts)
             raise CheckpointError(
@@ -67,13 +62,15 @@ class MtpChain:
             decoder = ModelSpec.of(as_llama, max_context_len=target.max_context_len)
             _refuse_another_targets(folder, decoder, target)
         if experts is not None:
-            is_sparse = has_experts(steps[0], checkpoint.tensors)
+            at = f"{steps[0].decoder}.mlp.experts."
+            is_sparse = any(name.startswith(at) for name in checkpoint.tensors)
             experts = replace(experts, layers=(0,)) if is_sparse else None
         decoder = replace(decoder, num_layers=1, linear_attention=None, experts=experts)
+        table = checkpoint.tensors.get(_VOCABULARY_TABLE)
         spec = DraftSpec(
             family=DraftFamily.MTP,
             decoder=decoder,
-            draft_vocab_size=_draft_vocab_size(checkpoint, decoder),
+            draft_vocab_size=decoder.vocab_size if table is None else table.shape[0],
             features=layout.features(target.num_layers),
             target_hidden_size=target.hidden_size,
             num_steps=len(steps),
@@ -83,7 +80,7 @@ class MtpChain:
     def load(self, target: CausalLM) -> list[MtpStep]:
         """The chain's steps in order, in the target's dtype and on its device.
 
-        Raises CheckpointError for missing tensors and wrong shapes before reading any.
+        Raises CheckpointError for missing and unknown tensors and wrong shapes before reading any.
         """
         decoder = self.spec.decoder
         tensors = ChainTensors(draft_weights(target))
@@ -166,11 +163,6 @@ class MtpChain:
         self.checkpoint.load_into(weight_loaders, names)
         for step in steps:
             step.finish_loading()
-
-
-def _draft_vocab_size(checkpoint: Checkpoint, decoder: ModelSpec) -> int:
-    stored = checkpoint.tensors.get(_VOCABULARY_TABLE)
-    return decoder.vocab_size if stored is None else stored.shape[0]
 
 
 def _refuse_another_targets(folder: Path, decoder: ModelSpec, target: ModelSpec) -> None:
