@@ -12,7 +12,7 @@ import torch
 from rollout.errors import InvalidInputError, RolloutError
 from rollout.sampling.seeds import derive_seed
 from rollout.trainers.openrlhf.options import ActorSettings
-from rollout.trainers.openrlhf.sample import Executor, Sample, SampleSeeds
+from rollout.trainers.openrlhf.sample import Sample, SampleSeeds
 from rollout.trainers.openrlhf.sampling import RequestOutput, engine_params, request_output
 from rollout.trainers.openrlhf.weight_sync import ParameterReceiver
 from rollout.trainers.served_engine import ServedEngine
@@ -27,7 +27,7 @@ class RolloutActor:
     All are called on the actor's event loop; the engine runs on a thread of its own.
     """
 
-    def __init__(self, settings: ActorSettings, make_executor: Callable[[], Executor]) -> None:
+    def __init__(self, settings: ActorSettings, make_executor: Callable[[], Any]) -> None:
         self._executor = make_executor()
         engine = settings.make_engine()
         self._eos_token_ids = frozenset(engine.eos_token_ids)
