@@ -29,7 +29,6 @@ class CoTrainingRound:
     unavailable_reason: str = ""  # why the engine did not take the draft
     steps: int = 0  # optimizer steps
     sequences: int = 0  # sequences read from the ring
-    missed: int = 0  # sequences that made room in the ring before they were read
     newest_version: int = 0  # newest version of the target's weights among all sequences read
     seconds: float = 0.0
 
@@ -38,8 +37,9 @@ class Tally:
     """Totals over all rounds."""
 
     def __init__(self) -> None:
-        names = ("rounds", "swaps", "worse", "broken", "postponed", "steps", "sequences",
-                 "missed", "seconds")  # fmt: skip
+        names = (
+            "rounds", "swaps", "worse", "broken", "postponed", "steps", "sequences", "seconds"
+        )  # fmt: skip
         self._totals = dict.fromkeys(names, 0.0)
         self._judged: Judgement | None = None  # the last round's that judged
         self._trained_version = 0  # the newest version that the draft in use was trained on
@@ -55,7 +55,7 @@ class Tally:
             "broken": verdict is CandidateVerdict.NOT_FINITE or one.swap is SwapResult.REFUSED,
             "postponed": one.swap is SwapResult.POSTPONED,
         }
-        added |= {name: getattr(one, name) for name in ("steps", "sequences", "missed", "seconds")}
+        added |= {name: getattr(one, name) for name in ("steps", "sequences", "seconds")}
         for name, value in added.items():
             self._totals[name] += value
         if is_swapped:
@@ -113,7 +113,7 @@ class CoTrainer:
         started = time.perf_counter()
         self._follow_engine()
         rollouts = self.candidate.rollouts
-        seen, missed = rollouts.num_taken, rollouts.num_missed
+        seen = rollouts.num_taken
         steps = self.candidate.train()
         judgement = self.candidate.judge()
         swap = self._conclude(judgement)
@@ -123,7 +123,6 @@ class CoTrainer:
             unavailable_reason=self.swap.unavailable_reason,
             steps=steps,
             sequences=rollouts.num_taken - seen,
-            missed=rollouts.num_missed - missed,
             newest_version=rollouts.newest_version,
             seconds=time.perf_counter() - started,
         )
