@@ -528,13 +528,12 @@ class RolloutEngine(UpdateCalls):
                 prefix cache is dropped; the corpus stays. ``weights``. ``graphs``: of CUDA; none
                 is captured until `resume_memory`. They are dropped with either of the others too,
                 whose addresses they hold, and are then captured again by themselves.
-            keep_weights: on a GPU their values go to host memory, on the CPU to a temporary folder
-                (``TMPDIR``), and come back bitwise. Else they are lost, and after `resume_memory`
-                the engine refuses to run until a full update.
+            keep_weights: their values go to host memory, which on the CPU frees none of it, and
+                come back bitwise. Else they are lost, and after `resume_memory` the engine refuses
+                to run until a full update.
 
         Raises InvalidInputError for an unknown tag, EngineStateError for one that is released,
-        WeightUpdateError during an update, OSError where the folder is too small; nothing was
-        released then.
+        WeightUpdateError during an update; nothing was released then.
         """
         return self.lifecycle.release_memory(tags, keep_weights)
 

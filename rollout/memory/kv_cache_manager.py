@@ -1,8 +1,7 @@
 """Ownership of KV slots: free slots, rows and the prefix cache, under one set of rules.
 
-Every slot has exactly one owner: the free stack; nobody, for the null slot; a node of the prefix
-cache; a running request; or the draft nodes of a step. A running request's row, by
-position:
+Every slot except the null slot has exactly one owner: the free stack, a node of the prefix cache, a
+running request, or the draft nodes of a step. A running request's row, by position:
 
     [0, shared_len)              owned by the prefix cache, locked at the row's node
     [shared_len, allocated_len)  owned by the request
@@ -255,8 +254,9 @@ class KVCacheManager:
     def commit(self, entries: Sequence[Scheduled], paths: Sequence[Sequence[int]]) -> None:
         """Advance KV and state of each entry along its accepted path (tree nodes, in order).
 
-        The worker calls it once per step. The row's table then names the accepted KV. The new state
-        takes effect when end_step() books the step; until then the old state stays.
+        The worker calls it once per step. The KV of accepted nodes becomes the row's; only slot ids
+        are copied. The new state takes effect when end_step() books the step; until then the old
+        state stays.
         """
         if any(paths):
             counts = [len(path) for path in paths]
@@ -264,38 +264,18 @@ class KVCacheManager:
             drafts = [entry.draft_slots for entry in entries]
             # Indices into the concatenated draft slots: an entry's tree node 1 is its first slot.
             before = list(accumulate([slots.size for slots in drafts], initial=-1))
-            self.commit_paths(
-                [entry.request.row for entry in entries],
-                [entry.end for entry in entries],
-                counts,
-                np.concatenate(drafts).take(nodes_A + np.array(before[:-1]).repeat(counts)),
-            )
+            slots_A = np.concatenate(drafts).take(nodes_A + np.array(before[:-1]).repeat(counts))
+            rows, ends = [entry.request.row for entry in entries], [entry.end for entry in entries]
+            allocated = [self._allocated[row] for row in rows]
+            assert allocated == ends, f"runs ended at {ends}, slots at {allocated}"
+            for row, count in zip(rows, counts, strict=True):
+                self._allocated[row] += count
+            width = self.req_to_token.max_context_len
+            firsts = [row * width + end for row, end in zip(rows, ends, strict=True)]
+            indices_A = ranges(np.array(firsts), np.array(counts))
+            self.req_to_token.table.reshape(-1)[indices_A] = slots_A
+            self._accepted[slots_A] = True
         self.layer_slots.commit(entries, paths)
-
-    def commit_paths(
-        self,
-        rows: list[int],
-        ends: list[int],
-        counts: list[int],
-        accepted_slots: NDArray[np.int32],
-    ) -> None:
-        """Accept draft nodes: their KV becomes the row's at positions [end, end + count).
-
-        At most once per entry and step. Only slot ids are copied.
-
-        Args:
-            ends: the ends of the entries' runs.
-            accepted_slots: reserved slots of the accepted nodes, in path order, entry after entry.
-        """
-        allocated = [self._allocated[row] for row in rows]
-        assert allocated == ends, f"runs ended at {ends}, slots at {allocated}"
-        for row, count in zip(rows, counts, strict=True):
-            self._allocated[row] += count
-        width = self.req_to_token.max_context_len
-        firsts = [row * width + end for row, end in zip(rows, ends, strict=True)]
-        indices_A = ranges(np.array(firsts), np.array(counts))
-        self.req_to_token.table.reshape(-1)[indices_A] = accepted_slots
-        self._accepted[accepted_slots] = True
 
     def end_step(self, *, booked: bool = False) -> None:
         """Free the step's reserved slots that commit() did not accept. May be called again.

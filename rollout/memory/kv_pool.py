@@ -82,7 +82,7 @@ class KvPool:
         return sum(free_storage(tensor) for tensor in self.keys + self.values)
 
     def allocate(self) -> None:
-        """Have memory for every slot, with undefined contents where it was released."""
+        """Allocate released memory again, with undefined contents."""
         for tensor in self.keys + self.values:
             allocate_storage(tensor, alone=True)
             if tensor.device.type == "cpu":

@@ -84,7 +84,7 @@ class LayerSlots:
 
     @property
     def node_slots(self) -> int:
-        """All slots of which draft nodes take some."""
+        """All slots of the pool that draft nodes take slots of."""
         return UNLIMITED
 
     def node_room(self, num_runs: int) -> int:

@@ -18,7 +18,7 @@ class ReqToToken:
 
     def __init__(self, max_rows: int, max_context_len: int) -> None:
         self.table = np.zeros((max_rows, max_context_len), dtype=np.int32)
-        self.reset()
+        self._free_rows = list(range(max_rows - 1, -1, -1))  # the lowest is taken first
 
     @property
     def max_rows(self) -> int:
@@ -43,10 +43,6 @@ class ReqToToken:
     def free_row(self, row: int) -> None:
         """Make a row free again; its entries stay."""
         self._free_rows.append(row)
-
-    def reset(self) -> None:
-        """Make every row free again. The lowest is taken first."""
-        self._free_rows = list(range(self.max_rows - 1, -1, -1))
 
     def check_integrity(self, held: Iterable[int]) -> None:
         """Raise IntegrityError unless every row is free or in ``held``, exactly once."""

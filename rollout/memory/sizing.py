@@ -150,7 +150,7 @@ def window_sizes(
     if slots < span:
         raise InvalidInputError(
             "memory.window_slots", slots,
-            f"must be 0, or at least {span}: a request holds so many for a window of {spec.window}",
+            f"must be 0, or at least {span}: a request holds {span} for a window of {spec.window}",
         )  # fmt: skip
     return WindowSizes(num_slots=slots, window=spec.window)
 

@@ -45,7 +45,7 @@ class SlotAllocator:
         self._available = top
 
     def reset(self) -> None:
-        """Make every slot free again, whoever held it."""
+        """Make every slot free again."""
         self._stack[:] = np.arange(self.num_slots, NULL_SLOT, -1)
         self._available = self.num_slots
 

@@ -1,10 +1,9 @@
 """Ownership of the slots of recurrent states.
 
-A state slot holds one state of all recurrent layers and has exactly one owner: the free stack;
-nobody, for the null slot; a running request, for its committed state; a step that
-reserved it; a running request, for a checkpoint of the step just booked; or the prefix cache's
-checkpoints. A request that begins with a checkpoint pins it and owns nothing until its first
-commit.
+A state slot holds one state of all recurrent layers. Every slot except the null slot has exactly
+one owner: the free stack; a running request, for its committed state; a step that reserved it; a
+running request, for a checkpoint of the step just booked; or the prefix cache's checkpoints.
+A request that begins with a checkpoint pins it and owns nothing until its first commit.
 
 A step writes only into reserved slots, so the states it began with survive its failure. Commit
 copies nothing: the slot of the last accepted node becomes the request's.
@@ -28,7 +27,7 @@ SLOTS_PER_ROW = 2
 run as have both, so no step can lack state slots."""
 
 CHECKPOINT_SHARE = 8
-"""Draft nodes leave one slot in so many for checkpoints."""
+"""Draft nodes leave one slot in this many for checkpoints."""
 
 
 @dataclass(slots=True)

@@ -103,7 +103,6 @@ class Attention:
         return list(self._norms().values())
 
     def _norms(self) -> dict[str, torch.Tensor]:
-        """Norms of queries and keys by their names in checkpoints."""
         found = {"q_norm": self.q_norm_D, "k_norm": self.k_norm_D}
         return {name: norm for name, norm in found.items() if norm is not None}
 

@@ -129,7 +129,6 @@ class Checkpoint:
             return opened.get_tensor(name).clone()
 
     def _read_header(self, file: Path, names: list[str] | None) -> None:
-        """Read the headers of the named tensors of a file, or of all."""
         try:
             with safe_open(file, framework="pt", device="cpu") as opened:
                 present = sorted(opened.keys())
@@ -162,7 +161,6 @@ class Checkpoint:
         self.tensors[name] = StoredTensor(file, tuple(shape), known[dtype])
 
     def _add_quantised(self, name: str) -> None:
-        """Add the weight that blocks and scales make up."""
         blocks, scales = (self._quantised.get(name + part) for part in (BLOCKS, SCALES))
         if blocks is None or scales is None:
             part = BLOCKS if blocks is None else SCALES

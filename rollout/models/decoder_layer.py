@@ -97,7 +97,6 @@ class Layer(ABC):
         return found | self.mlp.weight_loaders(f"{at}.mlp")
 
     def _norms(self) -> dict[str, torch.Tensor]:
-        """The layer's own norms, by their names in checkpoints."""
         return {
             "input_layernorm": self.input_norm_E,
             "post_attention_layernorm": self.mlp_norm_E,

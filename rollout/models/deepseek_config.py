@@ -135,7 +135,6 @@ def _latent(config: Mapping[str, Any], architecture: str) -> LatentSpec:
 
 
 def _experts(config: Mapping[str, Any], architecture: str) -> ExpertsSpec | None:
-    """The spec of experts, or None if every MLP is dense."""
     layers = _sparse_layers(config, architecture)
     if not layers:
         return None

@@ -114,7 +114,6 @@ class LatentAttention:
         return [*self._norms().values(), self.absorb_k.weights, self.expand_v.weights]
 
     def _norms(self) -> dict[str, torch.Tensor]:
-        """Norms by their names in checkpoints."""
         found = {"kv_a_layernorm": self.kv_norm_L}
         return found if self.q_norm_A is None else found | {"q_a_layernorm": self.q_norm_A}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -133,7 +132,7 @@ def read_into(model: CausalLM, checkpoint: Checkpoint, progress: Progress | None
 
 
 _FAST_ON_CPU = {
-    torch.bfloat16: frozenset({"avx512_bf16", "amx_bf16", "bf16", "sve_bf16"}),
+    torch.bfloat16: frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"}),
     torch.float16: frozenset({"avx512_fp16", "amx_fp16"}),
 }
 
@@ -151,16 +150,6 @@ def resolve_dtype(requested: DType, stored: torch.dtype, device: torch.device) -
 
 
 def cpu_features() -> frozenset[str]:
-    """The CPU's features by their names in torch, else in /proc/cpuinfo; empty if neither knows
-    them."""
-    capabilities = getattr(torch.cpu, "get_capabilities", None)
-    if capabilities is not None:
-        return frozenset(name for name, value in capabilities().items() if value is True)
+    """The words of /proc/cpuinfo, the CPU's features among them; empty without such a file."""
     cpuinfo = Path("/proc/cpuinfo")
-    if platform.system() != "Linux" or not cpuinfo.exists():
-        return frozenset()
-    for line in cpuinfo.read_text().splitlines():
-        name, _, values = line.partition(":")
-        if name.strip() in ("flags", "Features"):  # x86, ARM
-            return frozenset(values.split())
-    return frozenset()
+    return frozenset(cpuinfo.read_text().split()) if cpuinfo.exists() else frozenset()

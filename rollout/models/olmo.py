@@ -26,7 +26,7 @@ from rollout.parallel.partition import scaled
 
 
 class OlmoAttention(Attention):
-    """Attention that norms the queries of all heads as one vector, and the keys likewise.
+    """Attention that norms the queries of all heads as one vector, and the keys as another.
 
     Ranks that share the heads exchange them for it, so the bits are those of one rank.
     """

@@ -127,7 +127,6 @@ def _own(rope_type: RopeType) -> frozenset[str]:
 
 
 def _factors(value: object, name: str) -> tuple[float, ...]:
-    """A list of positive numbers."""
     if isinstance(value, list | tuple) and all(isinstance(x, int | float) and x > 0 for x in value):
         return tuple(float(x) for x in value)
     raise CheckpointError(f"config.json: {name}={value!r} must be a list of numbers > 0")

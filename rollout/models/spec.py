@@ -98,7 +98,7 @@ class ModelSpec:
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
 
-    whole: ModelSpec | None = None  # the model of which this is a rank's part; None: itself
+    whole: ModelSpec | None = None  # the model that all ranks run, if this is one rank's part
 
     @property
     def entire(self) -> ModelSpec:

@@ -14,7 +14,7 @@ from rollout.models.causal_lm import CausalLM
 
 @dataclass(frozen=True, slots=True)
 class EmbedTokens:
-    """Rank 0's message: so many tokens' embeddings are wanted."""
+    """Rank 0's message: it needs the embeddings of ``count`` tokens."""
 
     count: int
 
@@ -27,7 +27,7 @@ class EmbedTokens:
 
 @dataclass(frozen=True, slots=True)
 class ComputeLogits:
-    """Rank 0's message: so many rows' logits are wanted."""
+    """Rank 0's message: it needs the logits of ``count`` rows."""
 
     count: int
 

@@ -213,14 +213,13 @@ def _sizes(trees: DraftTrees) -> NDArray[np.int64]:
 
 
 def _last_rows(offsets_B1: NDArray[np.int64], lens_B: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The last so many of each entry's query rows."""
+    """Indices of the last ``lens_B`` query rows of each entry."""
     return ranges(offsets_B1[1:] - lens_B, lens_B)
 
 
 def _merged(
     runs: NDArray, of_runs: NDArray, nodes: NDArray, of_nodes: NDArray
 ) -> NDArray[np.int64]:
-    """Values of run rows and of node rows, each at its rows."""
     merged_T = np.empty(runs.size + nodes.size, dtype=np.int64)
     merged_T[runs], merged_T[nodes] = of_runs, of_nodes
     return merged_T

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
-import shutil
-import tempfile
-import weakref
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from rollout.errors import EngineStateError, WeightUpdateError
 from rollout.memory.sizing import free_bytes
@@ -29,9 +22,6 @@ log = logging.getLogger(__name__)
 
 _NEEDED = (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)
 """The memory without which nothing runs. Without graphs steps are launched kernel by kernel."""
-
-_FILE_BYTES = 256 << 20
-"""The most bytes of one file, and so of the copy that is in memory while it is written."""
 
 
 class MemoryPool(Protocol):
@@ -128,8 +118,8 @@ class MemorySaver:
         """Give back what the tags name; the bytes freed by tag.
 
         ``keep_weights``: their values are set aside and `resume` brings them back; else they are
-        lost, but for frozen parts, whose weights nobody would send again. Raises what
-        `require_held` and `WeightBackup` raise; then nothing was released.
+        lost, except those of frozen parts, which no trainer sends. Raises what
+        `require_held` raises; then nothing was released.
 
         Graphs are dropped with any memory, since they hold its addresses: without their own tag
         they are captured again by themselves, with it not before `resume`.
@@ -168,7 +158,7 @@ class MemorySaver:
 
         Weights come back bitwise, or, where they were not kept, torn: only a full update makes them
         serve. Raises EngineStateError for a tag that is not released. When memory is short, what
-        could not be had is still released; weights that cannot be read back are torn.
+        could not be had is still released.
         """
         self.require_released(tags)
         for tag in tags:
@@ -190,17 +180,8 @@ class MemorySaver:
         backup, self._backup = self._backup, None
         if lost := frozenset(parts) - (backup.names if backup else frozenset()):
             weights.tear(lost, "the weights were released without a copy")
-        if backup is None:
-            return
-        try:
+        if backup is not None:
             backup.write_back(parts)
-        except BaseException as error:
-            self.released -= {MemoryTag.WEIGHTS}
-            weights.tear(backup.names, f"the released weights could not be brought back: {error}")
-            raise
-        finally:
-            backup.discard()
-            _return_freed_memory()
 
     def _free_bytes(self) -> int | None:
         if self._device is None or self._device.type != "cuda":
@@ -209,81 +190,36 @@ class MemorySaver:
 
 
 class WeightBackup:
-    """A bitwise copy of every tensor that some parts own, outside the memory they give back. Each
-    of several ranks copies what it stores.
-
-    What is on a device goes to host memory. What is in host memory goes to safetensors files, in a
-    folder of the system's temporary one (``TMPDIR``; on a tmpfs that would be memory still), which
-    is removed by ``discard``, and at exit.
-    """
+    """A bitwise copy in host memory of every tensor that some parts own. Each of several ranks
+    copies what it stores."""
 
     def __init__(
         self, parts: WeightParts, names: frozenset[str], pinned: dict[str, torch.Tensor]
     ) -> None:
-        """
-        Args:
-            pinned: host memory for tensors of a device, by name; what is missing is added.
-
-        Raises OSError or SafetensorError where the folder cannot hold them; none is left.
-        """
+        """``pinned``: host memory for tensors of a GPU, by name; what is missing is added."""
         self.names = names
-        self._pinned = pinned
-        self._on_host: dict[str, torch.Tensor] = {}
-        self._folder = Path(tempfile.mkdtemp(prefix="specrollout-weights-"))
-        self._remove = weakref.finalize(self, _remove, self._folder, os.getpid())
-        self._files: list[Path] = []
-        try:
-            self._save(_each_once(parts.weight_loaders(names)))
-        except BaseException:
-            self.discard()
-            raise
-
-    def write_back(self, parts: WeightParts) -> None:
-        """Write the copies back to the same parts, whose memory has been allocated again."""
-        weight_loaders = _each_once(parts.weight_loaders(self.names))
-        for name, values in self._on_host.items():
-            weight_loaders[name].write(values)
-        for path in self._files:
-            for name, values in load_file(path).items():
-                weight_loaders[name].write(values)
-        for part in sorted(self.names):
-            parts[part].finish_loading()
-
-    def discard(self) -> None:
-        """Forget the copy and remove the folder."""
-        self._on_host.clear()
-        self._files.clear()
-        self._remove()
-
-    def _save(self, weight_loaders: Mapping[str, WeightLoader]) -> None:
-        filling: dict[str, torch.Tensor] = {}
-        num_bytes = 0
-        for name, loader in weight_loaders.items():
-            values = loader.read()
-            if values.device.type != "cpu":
-                self._on_host[name] = self._copied(name, values)
-                continue
-            if filling and num_bytes + values.nbytes > _FILE_BYTES:
-                self._write_file(filling)
-                filling, num_bytes = {}, 0
-            filling[name] = values
-            num_bytes += values.nbytes
-        if filling:
-            self._write_file(filling)
+        loaders = _each_once(parts.weight_loaders(names))
+        self._values = {
+            name: _copied(name, loader.read(), pinned) for name, loader in loaders.items()
+        }
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # the copies have come
 
-    def _copied(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        if name not in self._pinned:
-            self._pinned[name] = torch.empty(
-                values.shape, dtype=values.dtype, device="cpu", pin_memory=values.is_cuda
-            )
-        return self._pinned[name].copy_(values, non_blocking=True)
+    def write_back(self, parts: WeightParts) -> None:
+        """Write the copies back to the same parts, whose memory has been allocated again."""
+        loaders = _each_once(parts.weight_loaders(self.names))
+        for name, values in self._values.items():
+            loaders[name].write(values)
+        for part in sorted(self.names):
+            parts[part].finish_loading()
 
-    def _write_file(self, tensors: dict[str, torch.Tensor]) -> None:
-        path = self._folder / f"{len(self._files)}.safetensors"
-        save_file(tensors, path)
-        self._files.append(path)
+
+def _copied(name: str, values: torch.Tensor, pinned: dict[str, torch.Tensor]) -> torch.Tensor:
+    if not values.is_cuda:
+        return values.clone()
+    if name not in pinned:
+        pinned[name] = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+    return pinned[name].copy_(values, non_blocking=True)
 
 
 def _return_freed_memory() -> None:
@@ -297,14 +233,6 @@ def _return_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)
-
-
-def _remove(folder: Path, owner: int) -> None:
-    """Remove the folder, unless this is a fork of its owner, which runs the owner's finalizers
-    too."""
-    if os.getpid() == owner:
-        with suppress(FileNotFoundError):  # somebody has cleaned up before
-            shutil.rmtree(folder)
 
 
 def _each_once(weight_loaders: Mapping[str, WeightLoader]) -> dict[str, WeightLoader]:

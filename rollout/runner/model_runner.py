@@ -56,8 +56,8 @@ class ModelRunner:
     """Runs the target over a batch.
 
     ``minimum_rows`` is the least number of rows for which this processor's matrix products treat
-    every row alike; shorter steps are padded with rows that write to the null slot and that nobody
-    reads.
+    every row alike; shorter steps are padded with rows that write to the null slot and are never
+    read.
     """
 
     def __init__(

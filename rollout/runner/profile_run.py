@@ -47,7 +47,7 @@ def warm_rows(max_rows: int, linears: Iterable[Linear]) -> dict[int, bool]:
 
 @torch.inference_mode()
 def warm_up(steps: DummyRun, *, rows: int, sampled: int) -> None:
-    """Run what is compiled for steps of up to so many query rows, whatever their batch.
+    """Run what is compiled for steps of up to ``rows`` query rows, whatever their batch.
 
     ``sampled``: most rows that are sampled from. Raises OutOfMemoryError.
     """
@@ -70,7 +70,7 @@ def warm_up(steps: DummyRun, *, rows: int, sampled: int) -> None:
 
 
 def activation_bytes(steps: DummyRun, *, rows: int, sampled: int) -> int:
-    """Bytes that steps of up to so many query rows take on a GPU, ``sampled`` of them sampled from.
+    """Bytes that steps of up to ``rows`` query rows take on a GPU, ``sampled`` of them sampled.
 
     After `warm_up`, whose memory then counts as taken. On the CPU 0: nothing is measured. Raises
     OutOfMemoryError.

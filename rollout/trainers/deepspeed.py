@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import deepspeed
-import psutil
 import torch
 from deepspeed import DeepSpeedEngine, PipelineEngine
 from deepspeed.accelerator import get_accelerator
@@ -20,7 +16,6 @@ from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_fp32_param
 from torch import distributed, nn
-from torch.utils.cpp_extension import get_default_build_root
 
 from rollout.errors import InvalidInputError
 from rollout.parallel.partition import even_parts
@@ -28,8 +23,6 @@ from rollout.trainers.param_ref import ParamRef
 from rollout.trainers.parameter_source import BUCKET_BYTES, ParameterSource
 from rollout.trainers.ranks import TrainerRanks
 from rollout.trainers.shard_exchange import FlatShard
-
-log = logging.getLogger(__name__)
 
 _Masters = dict[int, Callable[[], torch.Tensor]]  # by id of the parameter
 
@@ -43,8 +36,6 @@ class DeepSpeedSource(ParameterSource):
     Raises InvalidInputError for pipeline, tensor and expert parallelism, and where a master copy is
     asked for that cannot be reached.
     """
-
-    holds_weights_after_optimizer = False
 
     def __init__(
         self,
@@ -184,79 +175,10 @@ def _require_data_parallel_alone(engine: DeepSpeedEngine) -> None:
 
 
 def prepare_deepspeed() -> None:
-    """Call this before DeepSpeed is initialized: on a CPU it then compiles nothing for itself, and
-    it waits for no process that died while it compiled.
+    """Call this before DeepSpeed is initialized: on a CPU it then compiles nothing for itself.
 
-    Every run on a CPU would compile ``deepspeed_shm_comm``, which only tensor-parallel inference
-    uses; gloo does those collectives instead. Locks of torch's compiled extensions that no process
-    of this machine holds open are removed, with a warning: torch waits for them for ever.
+    It would compile ``deepspeed_shm_comm``, which only tensor-parallel inference uses; gloo does
+    those collectives instead.
     """
     if get_accelerator().device_name() == "cpu":  # the only one that compiles it
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    locks = [path for path in _extension_locks() if _is_own(path) and not _may_be_remote(path)]
-    held = _open_files() if locks else set()
-    for path in locks:
-        if os.path.realpath(path) not in held:
-            path.unlink(missing_ok=True)
-            log.warning("%s is removed: the process that compiled there is gone", path)
-
-
-def _extension_locks() -> Iterator[Path]:
-    """The lock of each extension that torch compiles, or did not finish."""
-    own = os.environ.get("TORCH_EXTENSIONS_DIR")
-    yield from Path(own or get_default_build_root()).glob("*/lock" if own else "*/*/lock")
-
-
-def _is_own(path: Path) -> bool:
-    """Whether it is a file that this user's processes made."""
-    return path.is_file() and path.stat().st_uid == os.getuid()
-
-
-def _may_be_remote(path: Path) -> bool:
-    """Whether processes of other machines may hold it: it is on a network's or a user's mount."""
-    mounts = psutil.disk_partitions(all=True)
-    of_path = (mount for mount in mounts if path.resolve().is_relative_to(mount.mountpoint))
-    mount = max(of_path, key=lambda it: len(it.mountpoint), default=None)
-    return mount is not None and (":" in mount.device or mount.fstype.startswith("fuse"))
-
-
-def _open_files() -> set[str]:
-    """The files that processes of this machine hold open, as far as this user may look."""
-    files = set()
-    for process in psutil.process_iter():
-        try:
-            files |= {file.path for file in process.open_files()}
-        except psutil.Error:
-            continue  # ended meanwhile, or another user's
-    return files
-
-
-def after_engine_step(
-    engine: DeepSpeedEngine, callback: Callable[[], object]
-) -> Callable[[], None]:
-    """Call ``callback`` at the end of each ``engine.step()``; returns what ends that.
-
-    DeepSpeed has no callback of its own there, and hooks of the optimizer inside it run before the
-    model holds the new weights, with ZeRO-3 once per group of parameters. So ``step`` of this one
-    engine object is replaced.
-    """
-    replaced = engine.__dict__.get("step")  # by another such call
-    step = engine.step
-    attached = True
-
-    def step_and_call(*args: object, **kwargs: object) -> object:
-        result = step(*args, **kwargs)
-        if attached:
-            callback()
-        return result
-
-    def remove() -> None:
-        nonlocal attached
-        attached = False
-        if engine.__dict__.get("step") is step_and_call:
-            del engine.step
-            if replaced is not None:
-                engine.step = replaced
-
-    engine.step = step_and_call
-    return remove

@@ -92,7 +92,6 @@ class RolloutHook:
         self.after_sync = after_sync
         self.options = options
         self.num_steps = 0
-        self.last: WeightSync | None = None
 
     def sync(self) -> WeightSync:
         """Bring the engines of all ranks to the model's weights, all or none.
@@ -112,12 +111,12 @@ class RolloutHook:
                     ranks.stop()  # the others have read it all and wait for the word below
                 raise
         ranks.go_on()
-        self.last = WeightSync(
+        done = WeightSync(
             version, stream.num_tensors, stream.num_bytes, time.perf_counter() - started
         )
         if self.after_sync is not None and self.engine is not None:
-            self.after_sync(self.last)
-        return self.last
+            self.after_sync(done)
+        return done
 
     def _next_version(self) -> int:
         """The next weight version, the same on every rank."""
@@ -154,32 +153,3 @@ class RolloutHook:
             return None
         self.num_steps += 1
         return self.sync() if self.num_steps % self.every == 0 else None
-
-    def after_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        """A hook for ``optimizer.register_step_post_hook(hook.after_step)``; not with DeepSpeed."""
-        if not self.source.holds_weights_after_optimizer:
-            raise InvalidInputError(
-                "optimizer", type(optimizer).__name__,
-                "this trainer writes the weights after its optimizer's step: use hook.attach(model)"
-                " or call hook.step() after model.step()",
-            )  # fmt: skip
-        self.step()
-
-    def attach(self, stepper: torch.optim.Optimizer | nn.Module) -> Callable[[], None]:
-        """Have `step` called after each step of a torch optimizer or a DeepSpeed engine.
-
-        Returns what ends that. Raises InvalidInputError for DeepSpeed's optimizers, inside which no
-        callback would find the new weights.
-        """
-        if isinstance(stepper, torch.optim.Optimizer) and self.source.holds_weights_after_optimizer:
-            return stepper.register_step_post_hook(self.after_step).remove
-        if stepper is self.source.model and not self.source.holds_weights_after_optimizer:
-            from rollout.trainers.deepspeed import after_engine_step
-
-            return after_engine_step(stepper, self.step)
-        raise InvalidInputError(
-            "stepper", type(stepper).__name__,
-            "must be the DeepSpeed engine the hook was made for"
-            if not self.source.holds_weights_after_optimizer
-            else "must be a torch.optim.Optimizer",
-        )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,10 +64,7 @@ class Weight:
 def param_refs(model: nn.Module) -> list[ParamRef]:
     """The model's parameters in its own order, tied ones once, and the buffers that are weights in
     a published checkpoint. No other buffer is one."""
-    return list(_refs(model))
-
-
-def _refs(model: nn.Module) -> Iterator[ParamRef]:
+    refs: list[ParamRef] = []
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         buffers = [
@@ -79,4 +76,5 @@ def _refs(model: nn.Module) -> Iterator[ParamRef]:
                 name = f"{prefix}.{attribute}" if prefix else attribute
                 # ZeRO-3 leaves an empty parameter and its shape beside it.
                 shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-                yield ParamRef(name, module, attribute, shape, parameter.dtype)
+                refs.append(ParamRef(name, module, attribute, shape, parameter.dtype))
+    return refs

@@ -114,9 +114,6 @@ class ParameterSource(WeightTensors):
         """The trainer's ranks, which must iterate together."""
         return TrainerRanks()
 
-    holds_weights_after_optimizer = True
-    """Whether the model has its new weights when the optimizer's ``step`` returns."""
-
     @property
     def step_applied(self) -> bool:
         """Whether the trainer's last step changed the weights, as far as the model can tell."""

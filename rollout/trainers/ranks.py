@@ -1,4 +1,4 @@
-"""The processes that share a sharded model, and how they come to one mind."""
+"""The processes that share a sharded model, and their agreement to go on or to stop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ class TrainerRanks:
     @property
     def device(self) -> torch.device:
         """One whose tensors the first group can send."""
-        return _device(self.groups[0])
+        backends = distributed.get_backend_config(self.groups[0])
+        if "cpu" in backends:
+            return torch.device("cpu")
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None, f"no device for {backends}"
+        return accelerator
 
     def all_reduce_max(self, *values: int) -> list[int]:
         """The largest of each value over all ranks. A collective."""
@@ -58,12 +63,3 @@ class TrainerRanks:
         """Tell the others, who are at `go_on` or will be, that this rank has failed."""
         if self.groups:
             self.all_reduce_max(distributed.get_rank() + 1)
-
-
-def _device(group: ProcessGroup) -> torch.device:
-    """One whose tensors this group can reduce."""
-    if "cpu" in distributed.get_backend_config(group):
-        return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None, f"no device for {distributed.get_backend_config(group)}"
-    return accelerator

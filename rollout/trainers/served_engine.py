@@ -62,7 +62,7 @@ class ServedEngine:
             raise
 
     async def refuse_if_torn(self) -> None:
-        """Look whether the weights are torn, and leave nobody waiting for torn ones."""
+        """Refuse requests, and abort those that wait, if the weights are torn."""
         self.refusal = await self.call(lambda engine: engine.torn_reason)
         if self.refusal:
             log.error("nothing is served: %s", self.refusal)

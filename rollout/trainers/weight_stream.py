@@ -23,7 +23,7 @@ class WeightStream(WeightTensors):
     In one pass over a model's weights all ranks go on together or stop together. Before each
     bucket's collectives, and once after the last tensor, they agree that none has failed. A rank
     that fails between two of these says so at the next one and the others raise WeightUpdateError
-    there: nobody waits in a collective for a rank that has left, or takes the end of the stream
+    there: no rank waits in a collective for one that has left, or takes the end of the stream
     for the end of a good update. A closed stream that was not read to its end is such a failure.
 
     Where a rank asks for slices, every rank gets what it asked for and no more: whole tensors if

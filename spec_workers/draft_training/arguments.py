@@ -69,9 +69,6 @@ def train_draft_parser() -> argparse.ArgumentParser:
         "--draft-vocab-size", "tokens the draft can name: the most frequent", type=int, default=8192
     )
     add("--chain-length", "steps of an MTP chain", type=int, default=2)
-    add("--num-kv-heads", "of the draft; default: its query heads", type=int)
-    add("--ffn-size", "of the draft; default: the target's", type=int)
-    add("--num-steps", "guesses in a row that are unrolled", type=int, default=3)
     add("--learning-rate", "of AdamW", type=float, default=2e-3)
     add("--batch-guesses", "of an optimizer step", type=int, default=1024)
     add("--check-minutes", "between two checks on held-out rollouts", type=float, default=3.0)
@@ -83,9 +80,7 @@ def train_draft_parser() -> argparse.ArgumentParser:
     )
     add("--features-gib", "memory for the target's hidden states", type=float, default=4.0)
     add("--dtype", "of the target", choices=[each.value for each in DType], default="auto")
-    add("--float32", "products of the draft in float32, not bfloat16", action="store_true")
     add("--device", "auto, cpu or cuda[:n]", default="auto")
-    add("--threads", "CPU threads; default: torch's", type=int)
     add("--seed", "of what is random: first weights, the order of rollouts", type=int, default=0)
     return parser
 
@@ -98,10 +93,10 @@ def check_options(given: argparse.Namespace) -> None:
         if not 0 < getattr(given, name) < math.inf:
             raise InvalidInputError(_flag(name), getattr(given, name), "must be > 0 minutes")
     for name, minimum in (
-        ("batch_guesses", 1), ("draft_vocab_size", 2), ("max_len", SHORTEST), ("threads", 1),
+        ("batch_guesses", 1), ("draft_vocab_size", 2), ("max_len", SHORTEST)
     ):  # fmt: skip
         value = getattr(given, name)
-        if value is not None and value < minimum:
+        if value < minimum:
             raise InvalidInputError(_flag(name), value, f"must be >= {minimum}")
     if not 0 <= given.features_gib < math.inf:
         raise InvalidInputError("--features-gib", given.features_gib, "must be >= 0")
@@ -148,12 +143,7 @@ def shape_of(given: argparse.Namespace, target: ModelSpec) -> DraftShape:
 
     Raises InvalidInputError unless it fits the target and, for a resumed run, the folder's draft.
     """
-    shape = DraftShape(
-        kind=DraftKind(given.kind),
-        chain_length=given.chain_length,
-        num_kv_heads=given.num_kv_heads,
-        ffn_size=given.ffn_size,
-    )
+    shape = DraftShape(kind=DraftKind(given.kind), chain_length=given.chain_length)
     shape.check_for(target)
     if given.resume:
         config = read_json(given.output / CONFIG, "a draft's folder")
@@ -167,17 +157,12 @@ def _check_held(
     """Raise unless the folder's config.json agrees with the options."""
     if stored_kind(config) is not shape.kind:
         raise InvalidInputError("kind", given.kind, f"is not what {given.output} holds")
-    asked = {
-        "draft_vocab_size": min(given.draft_vocab_size, target.vocab_size),
-        "num_kv_heads": shape.num_kv_heads or target.num_heads,
-        "ffn_size": shape.ffn_size or target.ffn_size,
-    }
-    stored = {"num_kv_heads": "num_key_value_heads", "ffn_size": "intermediate_size"}
+    vocab_size = min(given.draft_vocab_size, target.vocab_size)
+    asked = [("draft_vocab_size", "draft_vocab_size", vocab_size)]
     if shape.kind is DraftKind.mtp:
-        asked["chain_length"] = shape.chain_length
-        stored["chain_length"] = "num_nextn_predict_layers"
-    for name, value in asked.items():
-        held = config.get(stored.get(name, name))
+        asked.append(("chain_length", "num_nextn_predict_layers", shape.chain_length))
+    for name, stored, value in asked:
+        held = config.get(stored)
         if value != held:
             raise InvalidInputError(
                 name, value, f"{given.output} holds a draft of {held}: give that to resume"

@@ -38,29 +38,21 @@ class DraftKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftShape:
-    """The shape of a new draft. It has the target's number of query heads."""
+    """The kind and length of a new draft. Its layers have the target's sizes, but as many kv heads
+    as query heads."""
 
     kind: DraftKind
     chain_length: int = 2  # of an MTP chain
-    num_kv_heads: int | None = None  # None: as many as query heads
-    ffn_size: int | None = None  # None: the target's
 
     def __post_init__(self) -> None:
-        for name in ("chain_length", "num_kv_heads", "ffn_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidInputError(name, value, "must be >= 1")
+        if self.chain_length < 1:
+            raise InvalidInputError("chain_length", self.chain_length, "must be >= 1")
 
     def check_for(self, target: ModelSpec) -> None:
         """Raise InvalidInputError unless the shape fits the target."""
         if target.latent is not None:
             raise InvalidInputError(
                 "model", target.architecture, "has latent attention, for which no draft can be made"
-            )
-        kv_heads = self.num_kv_heads or target.num_heads
-        if target.num_heads % kv_heads:
-            raise InvalidInputError(
-                "num_kv_heads", kv_heads, f"must divide the target's {target.num_heads} query heads"
             )
         layers = _feature_layers(target)
         if self.kind is DraftKind.eagle3 and layers != sorted(set(layers)):
@@ -84,8 +76,8 @@ def new_draft(
     spec = model.spec
     shape.check_for(spec)
     config = layer_fields(spec) | {
-        "num_key_value_heads": shape.num_kv_heads or spec.num_heads,
-        "intermediate_size": shape.ffn_size or spec.ffn_size,
+        "num_key_value_heads": spec.num_heads,
+        "intermediate_size": spec.ffn_size,
         "num_attention_heads": spec.num_heads,
         "head_dim": spec.head_dim,
     }
@@ -219,7 +211,7 @@ should begin unsure: training then corrects it sooner."""
 
 @torch.no_grad()
 def initialise(draft: TrainableDraft, model: CausalLM, seed: int) -> None:
-    """Copy the target's last attention layer where shapes allow, and rows of its head.
+    """Copy the target's last attention layer, and rows of its head.
 
     The rest is random, by ``seed``.
     """
@@ -252,35 +244,23 @@ def _pass_on(linear: nn.Linear, hidden: int) -> None:
 
 
 def _copy_layer(layer: TrainableDecoderLayer, target: TargetTensors, index: int) -> None:
-    """Copy a layer's weights as far as both shapes allow.
-
-    The draft's attention reads the hidden state in its last E columns.
-    """
-    theirs_of = {"q_proj": target.queries(index)} | {
-        name: target.of_layer(index, f"self_attn.{name}") for name in ("k_proj", "v_proj")
-    }
-    for name, theirs in theirs_of.items():
-        ours: torch.Tensor = getattr(layer.self_attn, name).weight
-        assert theirs is not None
-        if name != "q_proj" and len(ours) % len(theirs) == 0:
-            theirs = _repeated(theirs, len(ours), layer.self_attn.head_dim)
-        _copy_common(ours[:, -theirs.shape[1] :], theirs)
-    _copy_common(layer.self_attn.o_proj.weight, target.of_layer(index, "self_attn.o_proj"))
+    """Copy what the target's layer has. Its kv heads are repeated for each of their query heads."""
+    attention, head_dim = layer.self_attn, layer.self_attn.head_dim
+    _copy(attention.q_proj, target.queries(index))
+    for name in ("k_proj", "v_proj"):
+        linear, heads_CE = getattr(attention, name), target.of_layer(index, f"self_attn.{name}")
+        assert heads_CE is not None
+        repeats = len(linear.weight) // len(heads_CE)
+        heads = heads_CE.unflatten(0, (-1, head_dim)).repeat_interleave(repeats, dim=0)
+        _copy(linear, heads.flatten(0, 1))
+    _copy(attention.o_proj, target.of_layer(index, "self_attn.o_proj"))
     for name in ("gate_proj", "up_proj", "down_proj"):
-        _copy_common(getattr(layer.mlp, name).weight, target.of_layer(index, f"mlp.{name}"))
+        _copy(getattr(layer.mlp, name), target.of_layer(index, f"mlp.{name}"))
     norm_E = target.norm(f"layers.{index}.post_attention_layernorm")
     layer.post_attention_layernorm.weight.copy_(norm_E)
 
 
-def _repeated(heads_CE: torch.Tensor, rows: int, head_dim: int) -> torch.Tensor:
-    """The kv heads, each repeated so that there are ``rows`` rows."""
-    heads = heads_CE.unflatten(0, (-1, head_dim))
-    return heads.repeat_interleave(rows // len(heads_CE), dim=0).flatten(0, 1)
-
-
-def _copy_common(ours: torch.Tensor, theirs: torch.Tensor | None) -> None:
-    """Copy the rows and columns that both have."""
-    if theirs is None:
-        return
-    rows, columns = (min(sizes) for sizes in zip(ours.shape, theirs.shape, strict=True))
-    ours[:rows, :columns] = theirs[:rows, :columns]
+def _copy(linear: nn.Linear, weight: torch.Tensor | None) -> None:
+    """Copy a weight, if there is one, to the last columns: there attention reads hidden states."""
+    if weight is not None:
+        linear.weight[:, -weight.shape[1] :] = weight

@@ -34,7 +34,6 @@ class Judgement:
     verdict: CandidateVerdict
     accept_length: float | None = None  # of the candidate
     accept_length_in_use: float | None = None  # of the draft in use
-    num_held_out: int = 0  # held-out sequences measured on
 
 
 class Candidate:
@@ -92,9 +91,9 @@ class Candidate:
         """Compare with the draft in use on the newest held-out rollouts. Changes nothing."""
         held_out = self._cast(self.rollouts.held_out)
         if not self._is_new or not held_out:
-            return Judgement(verdict=CandidateVerdict.NOT_JUDGED, num_held_out=len(held_out))
+            return Judgement(verdict=CandidateVerdict.NOT_JUDGED)
         if not all(torch.isfinite(tensor).all() for _, tensor in self.trainer.named_tensors()):
-            return Judgement(verdict=CandidateVerdict.NOT_FINITE, num_held_out=len(held_out))
+            return Judgement(verdict=CandidateVerdict.NOT_FINITE)
         new = self.trainer.held_out_accept_length(held_out).accept_length
         state = deepcopy(self.trainer.state_dict())
         self.trainer.load_state_dict(self._in_use)
@@ -107,7 +106,6 @@ class Candidate:
             verdict=CandidateVerdict.AS_GOOD if is_as_good else CandidateVerdict.WORSE,
             accept_length=new,
             accept_length_in_use=old,
-            num_held_out=len(held_out),
         )
 
     def swapped(self) -> None:

@@ -29,54 +29,49 @@ class CoTrainingRound:
     unavailable_reason: str = ""  # why the engine did not take the draft
     steps: int = 0  # optimizer steps
     sequences: int = 0  # sequences read from the ring
-    missed: int = 0  # sequences that made room in the ring before they were read
     newest_version: int = 0  # newest version of the target's weights among all sequences read
     seconds: float = 0.0
 
 
-@dataclass(kw_only=True, slots=True)
 class Tally:
     """Totals over all rounds."""
 
-    rounds: int = 0
-    swaps: int = 0
-    worse: int = 0
-    broken: int = 0  # candidates with NaN weights, or that the engine refused
-    postponed: int = 0
-    steps: int = 0
-    sequences: int = 0
-    missed: int = 0
-    seconds: float = 0.0
-    last: CoTrainingRound | None = None  # the last round with a judgement
-    trained_version: int = 0  # the newest weight version that the draft in use was trained on
+    def __init__(self) -> None:
+        names = (
+            "rounds", "swaps", "worse", "broken", "postponed", "steps", "sequences", "seconds"
+        )  # fmt: skip
+        self._totals = dict.fromkeys(names, 0.0)
+        self._judged: Judgement | None = None  # the last round's that judged
+        self._trained_version = 0  # the newest version that the draft in use was trained on
 
     def add(self, one: CoTrainingRound) -> None:
-        """Add one round."""
-        self.rounds += 1
-        self.steps += one.steps
-        self.sequences += one.sequences
-        self.missed += one.missed
-        self.seconds += one.seconds
+        """Add one round. Candidates with NaN weights, or that the engine refused, are broken."""
         verdict = one.judgement.verdict
-        self.worse += verdict is CandidateVerdict.WORSE
-        self.broken += verdict is CandidateVerdict.NOT_FINITE or one.swap is SwapResult.REFUSED
-        self.postponed += one.swap is SwapResult.POSTPONED
-        if one.swap is SwapResult.SWAPPED:
-            self.swaps += 1
-            self.trained_version = one.newest_version
+        is_swapped = one.swap is SwapResult.SWAPPED
+        added = {
+            "rounds": 1,
+            "swaps": is_swapped,
+            "worse": verdict is CandidateVerdict.WORSE,
+            "broken": verdict is CandidateVerdict.NOT_FINITE or one.swap is SwapResult.REFUSED,
+            "postponed": one.swap is SwapResult.POSTPONED,
+        }
+        added |= {name: getattr(one, name) for name in ("steps", "sequences", "seconds")}
+        for name, value in added.items():
+            self._totals[name] += value
+        if is_swapped:
+            self._trained_version = one.newest_version
         if verdict is not CandidateVerdict.NOT_JUDGED:
-            self.last = one
+            self._judged = one.judgement
 
     def counters(self, weight_version: int) -> dict[str, float]:
         """Gauges for metrics. ``weight_version``: the target's current one."""
-        names = ("rounds", "swaps", "worse", "broken", "postponed", "steps", "sequences",
-                 "missed", "seconds")  # fmt: skip
-        counters: dict[str, float] = {name: getattr(self, name) for name in names}
-        counters["staleness"] = weight_version - self.trained_version  # in the target's versions
-        if self.last is not None and self.last.judgement.accept_length is not None:
-            assert self.last.judgement.accept_length_in_use is not None
-            counters["held_out_accept_length"] = self.last.judgement.accept_length
-            counters["held_out_accept_length_in_use"] = self.last.judgement.accept_length_in_use
+        staleness = weight_version - self._trained_version  # in the target's versions
+        counters = self._totals | {"staleness": staleness}
+        judged = self._judged
+        if judged is not None and judged.accept_length is not None:
+            assert judged.accept_length_in_use is not None
+            counters["held_out_accept_length"] = judged.accept_length
+            counters["held_out_accept_length_in_use"] = judged.accept_length_in_use
         return counters
 
 
@@ -97,11 +92,10 @@ class CoTrainer:
     def __init__(
         self,
         engine: RolloutEngine,
-        config: CoTrainingConfig | None = None,
+        config: CoTrainingConfig,
         *,
         training: TrainingConfig | None = None,
     ) -> None:
-        config = config or CoTrainingConfig()
         self._engine = engine
         draft = trainable_draft(engine).to(engine.worker.model_device)
         self.swap = DraftSwap(engine)
@@ -119,7 +113,7 @@ class CoTrainer:
         started = time.perf_counter()
         self._follow_engine()
         rollouts = self.candidate.rollouts
-        seen, missed = rollouts.num_taken, rollouts.num_missed
+        seen = rollouts.num_taken
         steps = self.candidate.train()
         judgement = self.candidate.judge()
         swap = self._conclude(judgement)
@@ -129,7 +123,6 @@ class CoTrainer:
             unavailable_reason=self.swap.unavailable_reason,
             steps=steps,
             sequences=rollouts.num_taken - seen,
-            missed=rollouts.num_missed - missed,
             newest_version=rollouts.newest_version,
             seconds=time.perf_counter() - started,
         )

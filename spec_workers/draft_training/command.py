@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import rich
 import rich.progress
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
@@ -70,18 +69,12 @@ def run_train_draft(arguments: Sequence[str]) -> int:
     target = ModelSpec.read(given.model)
     with naming_options():
         device = resolve_device(given.device)
-        training = TrainingConfig(
-            num_steps=given.num_steps,
-            learning_rate=given.learning_rate,
-            autocast=not given.float32,
-        )
+        training = TrainingConfig(learning_rate=given.learning_rate)
         shape = shape_of(given, target)
     train, held_out = _rollouts(given, target.vocab_size)
     _make_output(given.output)
 
     console = rich.get_console()
-    if given.threads is not None:
-        torch.set_num_threads(given.threads)
     console.print(f"loading {given.model}", highlight=False)
     model = load_model(given.model, DType(given.dtype), device)
     draft = _draft(given, shape, model, train)
@@ -125,7 +118,6 @@ def _make_output(folder: Path) -> None:
 def _rollouts(
     given: argparse.Namespace, vocab_size: int
 ) -> tuple[list[TokenSequence], list[TokenSequence]]:
-    """The rollouts to train on, and the held-out ones."""
     found = read_rollouts(given.rollouts, vocab_size, given.max_len, "--rollouts")
     if given.held_out is not None:
         held_out = read_rollouts(given.held_out, vocab_size, given.max_len, "--held-out")
@@ -237,7 +229,7 @@ class _Lines:
 
 def _text(progress: RunProgress) -> str:
     agreement = "/".join(f"{share:.0%}" for share in progress.agreement)
-    best = "-" if progress.best is None else f"{progress.best.accept_length:.2f}"
+    best = "-" if progress.accept_length is None else f"{progress.accept_length:.2f}"
     return (
         f"step {progress.step}  epoch {progress.epoch}  loss {progress.loss:.3f}  "
         f"agrees {agreement}  accept length {best}"

@@ -37,7 +37,7 @@ class CoTrainingConfig:
     batch_rows: int = 1024  # rows of an optimizer step at least, if there are as many
     max_len: int = 2048  # tokens of a sequence; longer ones are split
     max_bytes: int = 1 << 30  # features of recent rollouts, held-out ones included
-    held_out_every: int = 6  # one prompt in so many is never trained on
+    held_out_every: int = 6  # one prompt in this many is never trained on
     max_held_out: int = 48  # newest held-out sequences to judge by
     min_gain: float = 0.0  # accept length that a new draft must gain
     max_refusals: int = 8  # in a row; then training restarts from the draft in use

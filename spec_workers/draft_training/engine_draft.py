@@ -110,7 +110,7 @@ class SwapResult(enum.StrEnum):
 
 
 class DraftSwap:
-    """Writes a draft's weights into an engine, and notices when somebody else does."""
+    """Writes a draft's weights into an engine, and detects writes of others."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine

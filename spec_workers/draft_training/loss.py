@@ -77,7 +77,6 @@ class UnrolledLoss:
     total: torch.Tensor  # to minimise
     cross_entropies: list[float]  # nats, against the target's distribution
     agreement: list[float]  # share of guesses whose most likely token is the target's
-    num_guesses: int
 
 
 def unrolled_loss(
@@ -117,7 +116,6 @@ def unrolled_loss(
         total=total / sum(STEP_DECAY**step for step in range(num_steps)),
         cross_entropies=cross_entropies,
         agreement=agreement,
-        num_guesses=len(labels_SD),
     )
 
 

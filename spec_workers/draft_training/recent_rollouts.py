@@ -35,7 +35,6 @@ class RecentRollouts:
     def __init__(self, ring: FeatureRing, config: CoTrainingConfig) -> None:
         self._ring = ring
         self._next = 0  # number of the sequence to read next
-        self.num_missed = 0  # sequences that made room in the ring before they were read
         self._config = config
         self._donors: deque[FeatureSequence] = deque(maxlen=_DONORS)
         self.features = ring.features
@@ -44,11 +43,6 @@ class RecentRollouts:
         self.num_taken = 0  # sequences read in total
         self.num_rows = 0  # rows read for training in total
         self.newest_version = 0  # newest version of the target's weights among all sequences read
-
-    @property
-    def num_bytes(self) -> int:
-        """Upper bound on the bytes of features. A donor that is also trained on counts twice."""
-        return _num_bytes(self.training) + _num_bytes(self.held_out) + _num_bytes(self._donors)
 
     def refresh(self) -> int:
         """Read the sequences that came since the last call. Returns their number."""
@@ -73,7 +67,6 @@ class RecentRollouts:
     def _read(self) -> list[FeatureSequence]:
         came = self._ring.read(self._next)
         if came:
-            self.num_missed += came[0].number - self._next
             self._next = came[-1].number + 1
         return came
 

@@ -1,7 +1,6 @@
 """The target's hidden states of recorded tokens, computed once and cached.
 
-Legend: T query rows, L tokens, N = L - 1 rows of features, F feature columns, H query heads, K kv
-heads, D head dim; of the rotary table P positions, D rotary dims.
+Legend: T query rows, L tokens, N = L - 1 rows of features, F feature columns.
 """
 
 from __future__ import annotations
@@ -10,18 +9,13 @@ from collections.abc import Sequence
 
 import torch
 
+from rollout.memory.kv_pool import KvPool
 from rollout.memory.state_pool import StatePool
 from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenStates
 from rollout.models.causal_lm import CausalLM
-from rollout.ops.latent_attention import latent_attention
-from rollout.ops.paged_attention import (
-    PLAIN,
-    AttentionPlan,
-    AttentionVariant,
-    paged_attention,
-)
-from rollout.ops.rotary_store_kv import rotary_store_kv_
+from rollout.ops.paged_attention import AttentionPlan
 from rollout.ops.state_plan import NO_STATE, StatePlan
+from rollout.runner.step_attention import StepAttention
 from rollout.runner.step_states import StepStates
 from spec_workers.draft_training.sequences import TokenSequence, TrainingSequence
 
@@ -92,11 +86,13 @@ class TargetFeatures:
         positions_T = torch.cat([torch.arange(length) for length in lengths])
         like = torch.empty(0, dtype=self._model.dtype, device=device)
         collector = AuxHiddenStateCollector(self._features, len(ids_T), hidden, like)
-        attention = _CausalAttention(self._model, lengths)
         self._model.forward(
-            ids_T.to(device), positions_T.to(device), attention, collector,
+            ids_T.to(device),
+            positions_T.to(device),
+            _causal_attention(self._model, lengths),
+            collector,
             states=_states(self._model, lengths),
-        )  # fmt: skip
+        )
         parts = collector.features_TF.split(lengths)
         if len(parts) > 1:  # so that a cached part does not hold the memory of others
             parts = tuple(part.clone() for part in parts)
@@ -106,34 +102,25 @@ class TargetFeatures:
         ]
 
 
-class _CausalAttention:
-    """A `LayerAttention` in which each row attends to its sequence's rows up to itself."""
-
-    def __init__(self, model: CausalLM, lengths: list[int]) -> None:
-        self._scale = model.spec.attention_scale
-        self._plan = _causal_plan(lengths, model.device)
-
-    def run(
-        self,
-        layer: int,
-        q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor | None,
-        positions_T: torch.Tensor,
-        cos_sin_PD: torch.Tensor,
-        rows_R: torch.Tensor | None = None,
-        variant: AttentionVariant = PLAIN,
-    ) -> torch.Tensor:
-        assert rows_R is None
-        keys_TKD = torch.empty_like(k_TKD)
-        values_TKD = None if v_TKD is None else torch.empty_like(v_TKD)
-        slots_T = torch.arange(len(k_TKD), device=k_TKD.device)
-        rotary_store_kv_(
-            q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, keys_TKD, values_TKD, slots_T
-        )
-        if values_TKD is None:
-            return latent_attention(q_THD, keys_TKD, self._plan, self._scale, cos_sin_PD.shape[1])
-        return paged_attention(q_THD, keys_TKD, values_TKD, self._plan, self._scale, variant)
+def _causal_attention(model: CausalLM, lengths: list[int]) -> StepAttention:
+    """Attention of whole sequences. All layers write to the same pool, one after another."""
+    spec, rows = model.spec, sum(lengths)
+    pool = KvPool(
+        num_layers=1,
+        num_slots=rows,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        has_values=spec.latent is None,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    return StepAttention(
+        keys=pool.keys * len(spec.attention_layers),
+        values=pool.values * len(spec.attention_layers),
+        slots_T=torch.arange(rows, device=model.device),
+        plan=_causal_plan(lengths, model.device),
+        scale=spec.attention_scale,
+    )
 
 
 def _causal_plan(lengths: list[int], device: torch.device) -> AttentionPlan:

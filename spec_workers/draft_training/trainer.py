@@ -68,11 +68,11 @@ class DraftTrainer:
     """A draft, its optimizer, and the target's head for the labels."""
 
     def __init__(
-        self, draft: TrainableDraft, head_DE: torch.Tensor, config: TrainingConfig | None = None
+        self, draft: TrainableDraft, head_DE: torch.Tensor, config: TrainingConfig
     ) -> None:
         """``head_DE``: see `take_head`."""
         self.draft = draft
-        self.config = config or TrainingConfig()
+        self.config = config
         self.features = draft.features | AuxHiddenStates(final=True)
         """The layout of the features of every training sequence."""
         self._device = next(draft.parameters()).device

@@ -11,7 +11,7 @@ import json
 import pickle
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +111,9 @@ class RunProgress:
     seconds: float
     epoch: int
     loss: float
+    cross_entropies: list[float]  # per unrolled step
     agreement: list[float]  # per unrolled step
-    best: HeldOutResult | None
+    accept_length: float | None  # of the best draft so far
 
 
 class TrainingRun:
@@ -199,29 +200,19 @@ class TrainingRun:
         batch = self._train.take(self._order.next())
         num_steps = 1 if done < _FIRST_GUESS_SHARE else None
         loss = self._trainer.step(batch, rate_scale, num_steps)
-        log.write(
-            {
-                "event": "step",
-                "step": self._trainer.steps,
-                "seconds": self._seconds,
-                "epoch": epoch,
-                "loss": float(loss.total.detach()),
-                "cross_entropies": loss.cross_entropies,
-                "agreement": loss.agreement,
-                "guesses": loss.num_guesses,
-                "rate_scale": rate_scale,
-            }
+        progress = RunProgress(
+            step=self._trainer.steps,
+            seconds=self._seconds,
+            epoch=epoch,
+            loss=float(loss.total.detach()),
+            cross_entropies=loss.cross_entropies,
+            agreement=loss.agreement,
+            accept_length=None if self.best is None else self.best.accept_length,
         )
-        report(
-            RunProgress(
-                step=self._trainer.steps,
-                seconds=self._seconds,
-                epoch=epoch,
-                loss=float(loss.total.detach()),
-                agreement=loss.agreement,
-                best=self.best,
-            )
-        )
+        record = {"event": "step"} | asdict(progress)
+        del record["accept_length"]  # checks have records of their own
+        log.write(record)
+        report(progress)
 
     def _check(self, log: TrainingLog) -> None:
         """Measure the draft, and save it if it is the best so far."""
@@ -242,16 +233,13 @@ class TrainingRun:
             save_draft(self._trainer.draft, self._folder, torch.bfloat16)
 
     def _save(self) -> None:
-        best = None
-        if self.best is not None:
-            best = {name: getattr(self.best, name) for name in self.best.__slots__}
         state: dict[str, Any] = {
             "trainer": self._trainer.state_dict(),
             "rollouts": self._rollouts,
             "epoch": self._order.epoch,
             "position": self._order.position,
             "seconds": self._seconds,
-            "best": best,
+            "best": None if self.best is None else asdict(self.best),
         }
         with whole_file(self._folder / STATE) as file:
             torch.save(state, file)

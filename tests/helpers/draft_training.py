@@ -27,7 +27,7 @@ TRAINING = TrainingConfig(learning_rate=5e-3, warmup_steps=3, autocast=False)
 
 def make_draft(kind: str, target, rollouts):
     vocabulary = DraftVocabulary.most_frequent(rollouts, DRAFT_VOCAB, VOCAB)
-    shape = DraftShape(kind=DraftKind(kind), chain_length=3, num_kv_heads=2, ffn_size=40)
+    shape = DraftShape(kind=DraftKind(kind), chain_length=3)
     draft = new_draft(shape, target, vocabulary, 0)
     with torch.no_grad():  # so that norms are told apart
         for parameter in draft.parameters():

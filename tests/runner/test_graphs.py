@@ -6,7 +6,6 @@ A stand-in runs what was captured again, on tensors at the same places, as a CUD
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -20,7 +19,6 @@ from rollout.runner.batch_layout import StepArrays
 from rollout.runner.dummy_run import DummyRun
 from rollout.runner.graphs import Bucket, Buckets
 from rollout.runner.profile_run import activation_bytes, run_largest, warm_up
-from rollout.runner.step_states import StateInputs
 from spec_workers.budget import FixedBudget, LearnedBudget
 from spec_workers.none import PlainWorker
 from spec_workers.target import TargetWorker
@@ -84,24 +82,6 @@ def test_fine_buckets_pad_by_an_eighth_at_most_and_a_cpus_have_all_entries() -> 
     assert fine.bucket(step_of([([], [])] * 129)) is None
 
 
-def test_padding_is_nobodys() -> None:
-    step = step_of([([1, 2], [0, 1]), ([], [])])
-    padded = step.padded(rows=6, entries=4, nodes=6)
-    assert padded.num_rows == step.num_rows == 4
-    assert padded.input_ids_T.tolist() == [1, 1, 2, 1, 0, 0]
-    assert padded.positions_T.tolist() == [8, 9, 10, 8, 0, 0]
-    assert padded.slots_T.tolist()[4:] == [0, 0]
-    assert padded.q_offsets_B1.tolist() == [0, 3, 4, 4, 4]
-    assert padded.node_offsets_B1.tolist() == [0, 2, 2, 2, 2]
-    assert padded.run_lens_B.tolist() == [1, 1, 1, 1]
-    assert padded.starts_B.tolist() == [8, 8, 0, 0]
-    assert padded.node_masks_N.tolist() == [3, 7, 1, 1, 1, 1]
-    assert padded.node_slots_N.tolist() == [0, 1, 0, 0, 0, 0]
-    for name, array in vars(step).items():
-        if isinstance(array, np.ndarray):
-            assert getattr(padded, name).dtype == array.dtype
-
-
 @pytest.fixture(scope="module")
 def folders(tiny_model_path, tmp_path_factory):
     hybrid = tmp_path_factory.mktemp("hybrid")
@@ -137,17 +117,6 @@ def test_graphs_cannot_be_seen(folders, model, dtype, chain) -> None:
     buckets = {bucket for bucket, _ in engine.worker.target.graphs.graph_runner._graphs}
     assert {bucket.nodes > 0 for bucket in buckets} == {True, False}
     engine.check_integrity()
-
-
-def test_padding_has_no_state_and_keeps_none() -> None:
-    step = step_of([([1, 2], [0, 0]), ([], [])])
-    lists = {"sources_B": [5, 6], "parents_T": [-1, 0, 0, -1], "targets_T": [1, 2, 3, 4]}
-    states = StateInputs(**{k: np.array(v, dtype=np.int32) for k, v in lists.items()})
-    padded = replace(step, states=states).padded(rows=6, entries=4, nodes=6).states
-    assert padded.sources_B.tolist() == [5, 6, 0, 0]
-    assert padded.parents_T.tolist() == [-1, 0, 0, -1, -1, -1]
-    assert padded.targets_T.tolist() == [1, 2, 3, 4, 0, 0]
-    assert {array.dtype for array in vars(padded).values()} == {np.dtype(np.int32)}
 
 
 def test_no_more_is_captured_than_may_be(tiny_model_path) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import ClassVar
-
 import pytest
 
 from rollout.errors import InvalidInputError
@@ -48,9 +45,8 @@ def test_mistakes_in_ours_are_named():
             split_arguments(f"--specrollout.{arguments}".split())
 
 
-def read(extra: str = "", *, has_vllm=False, has_flash_attn=False):
-    arguments = f"{FINE} {extra}".split()
-    return read_arguments(arguments, has_vllm=has_vllm, has_flash_attn=has_flash_attn)
+def read(extra: str = "", *, has_flash_attn=False):
+    return read_arguments(f"{FINE} {extra}".split(), has_flash_attn=has_flash_attn)
 
 
 def test_what_the_engine_takes():
@@ -90,10 +86,8 @@ def test_what_cannot_be_honoured_is_refused_by_name():
 def test_cuda_ipc_is_refused_with_the_way_out():
     with pytest.raises(InvalidInputError, match=r"^--vllm\.sync_backend='nccl': must be gloo"):
         read("--train.colocate_all --vllm.sync_backend nccl")
-    with pytest.raises(InvalidInputError, match=r"^--train\.colocate_all"):
-        read("--train.colocate_all", has_vllm=True)
     # Asynchronous training shares no GPU with the engines, whatever is colocated besides.
-    assert read("--train.colocate_all --train.async_enable --vllm.sync_backend nccl", has_vllm=True)
+    assert read("--train.colocate_all --train.async_enable --vllm.sync_backend nccl")
 
 
 def test_a_model_that_cannot_be_partitioned_so_is_refused(tiny_model_path):
@@ -101,8 +95,6 @@ def test_a_model_that_cannot_be_partitioned_so_is_refused(tiny_model_path):
     assert read(f"{model} 2")
     with pytest.raises(InvalidInputError, match=r"^--vllm\.tensor_parallel_size=3: must divide"):
         read(f"{model} 3")
-    with pytest.raises(InvalidInputError, match=r"^--vllm\.tensor_parallel_size=2: .*vllm"):
-        read(f"{model} 2", has_vllm=True)
 
 
 def test_sampling_parameters_of_vllm():
@@ -118,24 +110,3 @@ def test_sampling_parameters_without_an_equal_are_refused():
     for wrong in ({"n": 2}, {"logprobs": 5}, {"logprobs": -1}, {"max_tokens": None}):
         with pytest.raises(InvalidInputError, match=next(iter(wrong))):
             engine_params(VllmSamplingParams(**wrong))
-
-
-class VllmsOwn:
-    """vLLM's class, a msgspec.Struct, which has more fields than ours."""
-
-    ADDED: ClassVar = {"logits_processors": None, "of_a_later_release": -1, "_derived": ()}
-    __struct_fields__ = (*asdict(VllmSamplingParams()), *ADDED)
-
-    def __init__(self, **given):
-        vars(self).update(asdict(VllmSamplingParams()) | self.ADDED | given)
-
-
-def test_what_vllms_own_class_has_beside_is_refused_where_it_is_set():
-    for wrong in (
-        {"logits_processors": ["no"]},
-        {"of_a_later_release": 0},
-    ):
-        with pytest.raises(InvalidInputError, match=rf"^sampling_params\.{next(iter(wrong))}="):
-            engine_params(VllmsOwn(**wrong))
-    ours = engine_params(VllmsOwn(temperature=0.5, _derived=(2,)))
-    assert ours.temperature == 0.5

@@ -22,7 +22,7 @@ CASES = [
     *[("follows", kind, "tied", {}) for kind in ("fsdp1", "ddp")],
     *[("gathers_few_tensors_at_a_time", kind, "untied", {}) for kind in BOTH],
     ("masters_come_on_request", "zero-3", "untied", {}),
-    ("attached_to_the_engine_it_syncs_after_whole_steps", "zero-3", "untied", {}),
+    ("it_syncs_after_whole_steps", "zero-3", "untied", {}),
     ("what_one_rank_of_the_engine_refuses_reaches_none", "fsdp2", "untied", {}),
 ]
 

@@ -67,7 +67,6 @@ def test_the_engine_has_the_trainers_weights(kind, tmp_path):
     assert engine.weights_digest() == digest
     assert (sync.version, sync.num_tensors) == (1, len(tensors))
     assert sync.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
-    assert hook.last is sync
 
 
 def test_dtypes_are_as_asked(model):
@@ -84,17 +83,12 @@ def test_every_nth_step_syncs(folder, model):
     engine = engine_of(folder)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     hook = RolloutHook(engine, model, every=3)
-    remove = hook.attach(optimizer)
-    versions = []
+    synced = []
     for _ in range(7):
         optimizer.step()
-        versions.append(engine.weight_version)
-    remove()
-    optimizer.step()
-    assert versions == [0, 0, 1, 1, 1, 2, 2]
-    assert hook.step() is None
-    assert hook.step() is not None
-    assert engine.weight_version == 3
+        synced.append(hook.step() is not None)
+    assert synced == [False, False, True, False, False, True, False]
+    assert engine.weight_version == 2
 
 
 class Careless(FailingEngine):

@@ -86,7 +86,6 @@ class ZeroTrainer:
             }
             | config,
         )
-        self.stepper = self.model
 
     def step(self) -> None:
         self.model.backward(loss_of(self.model, RANK))
@@ -135,12 +134,12 @@ class TorchTrainer:
 
     def __init__(self, model: nn.Module, wrapper: str) -> None:
         self.model = WRAPPERS[wrapper](model)
-        self.stepper = optimizer_of(self.model)
+        self._optimizer = optimizer_of(self.model)
 
     def step(self) -> None:
         loss_of(self.model, RANK).backward()
-        self.stepper.step()
-        self.stepper.zero_grad()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
     def gathered(self) -> dict[str, torch.Tensor]:
         """The whole model at once, by torch's own checkpointing."""
@@ -188,9 +187,8 @@ def follows(kind: str, folder: Path, adapters: Sequence[str] | None = None) -> N
     trainer, engine = trainer_of(kind, folder, adapters=adapters), of_rank_0(folder)
     hook = RolloutHook(engine, trainer.model, bucket_bytes=BUCKET_BYTES)
     before = logprobs_of(trainer.model)
-    remove = hook.attach(trainer.stepper)
     trainer.step()
-    remove()
+    sync = hook.step()
     expected, held = logprobs_of(trainer.model), hash_of(trainer.shards())
     assert max(abs(a - b) for a, b in zip(before, expected, strict=True)) > 0.1
     # As a consumer may be; the trainer goes on training afterwards.
@@ -203,10 +201,9 @@ def follows(kind: str, folder: Path, adapters: Sequence[str] | None = None) -> N
     if adapters is not None:
         plain = plain.merge_and_unload()
     whole = weights_in(plain)
-    assert hook.last is not None
-    assert hook.last.version == 1
-    assert hook.last.num_tensors == len(whole)
-    assert hook.last.num_bytes == sum(tensor.nbytes for tensor in whole.values())
+    assert sync is not None
+    assert (sync.version, sync.num_tensors) == (1, len(whole))
+    assert sync.num_bytes == sum(tensor.nbytes for tensor in whole.values())
     if engine is not None:
         assert gap(engine, expected) < 1e-5
         assert engine.weights_digest() == digest_of_plain_update(folder, whole, "float32")
@@ -321,22 +318,16 @@ def what_one_rank_of_the_engine_refuses_reaches_none(kind: str, folder: Path) ->
     assert engine.weights_digest() == before
 
 
-def attached_to_the_engine_it_syncs_after_whole_steps(kind: str, folder: Path) -> None:
+def it_syncs_after_whole_steps(kind: str, folder: Path) -> None:
     """Two micro-batches make a step, two steps a sync."""
     batch = {"gradient_accumulation_steps": 2, "train_batch_size": 4 * RANKS}
     trainer, engine = trainer_of(kind, folder, **batch), of_rank_0(folder)
     hook = RolloutHook(engine, trainer.model, every=2, bucket_bytes=BUCKET_BYTES)
-    remove = hook.attach(trainer.model)
     for version in (0, 0, 0, 1, 1, 1, 1, 2):
         trainer.step()
+        hook.step()
         assert engine is None or engine.weight_version == version
-    remove()
-    trainer.step()
-    trainer.step()
     assert hook.num_steps == 4
-    for stepper in (trainer.model.optimizer.optimizer, trainer.model.optimizer):
-        with pytest.raises(InvalidInputError, match=r"^stepper="):
-            hook.attach(stepper)
 
 
 def main(output: str) -> None:

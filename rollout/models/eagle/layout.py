@@ -91,17 +91,6 @@ def eagle_layout(config: Mapping[str, Any], names: Iterable[str]) -> EagleLayout
     )
 
 
-def is_eagle_draft(config: Mapping[str, Any], names: Iterable[str]) -> bool:
-    """Whether a folder holds an EAGLE draft of a known layout, even one not implemented."""
-    try:
-        _family(config, (name.removeprefix("model.") for name in names))
-    except CheckpointError:
-        return False
-    except UnsupportedModelError:
-        return True
-    return True
-
-
 def _family(config: Mapping[str, Any], names: Iterable[str]) -> DraftFamily:
     found = set(names)
     declared = config.get("speculators_model_type")

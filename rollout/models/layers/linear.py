@@ -116,7 +116,7 @@ class Linear:
 
     @property
     def multiplies_tiles(self) -> bool:
-        """Whether rows are multiplied 16 at a time, so that padding to so many costs nothing."""
+        """Whether rows are multiplied 16 at a time, so that padding to 16 costs nothing."""
         return isinstance(self._packed, TiledWeight)
 
     def pack(self) -> None:
@@ -213,8 +213,8 @@ def linear_weight_loaders(
 def sum_in_float32() -> None:
     """Make cuBLAS add the parts of a split product in float32 and round once.
 
-    The setting belongs to the process, so it also affects a trainer's products. It is never undone,
-    because nobody knows which engine is the last to need it.
+    The setting belongs to the process, so it also affects a trainer's products. It is never undone:
+    the last engine that needs it is unknown.
     """
     products = torch.backends.cuda.matmul
     if (

@@ -45,7 +45,7 @@ def split_product(
 def shard_of(
     own: WeightLoader, group: RankGroup, parts: Sequence[Part], dim: int = 0
 ) -> WeightLoader:
-    """A loader of the whole tensor of which ``own`` is this rank's part.
+    """A loader of a whole tensor; ``own`` loads this rank's part of it.
 
     Writing takes the whole tensor and reads only this rank's part of it, so that little of a mapped
     file is read. Reading is a collective that assembles the parts in a new tensor. ``shard`` writes

@@ -19,7 +19,7 @@ keep the whole segment when this one is freed."""
 
 
 def whole_segments(num_bytes: int, device: torch.device) -> int:
-    """Bytes to allocate for a tensor of so many, so that none gets the rest of its CUDA segment."""
+    """``num_bytes``, rounded up so that no other tensor gets the rest of the CUDA segment."""
     if device.type != "cuda" or num_bytes < _OWN_SEGMENT:
         return num_bytes
     return -(-num_bytes // _SEGMENT) * _SEGMENT

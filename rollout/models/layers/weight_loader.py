@@ -61,7 +61,7 @@ class WeightLoader:
     write: Callable[[torch.Tensor], None]
     read: Callable[[], torch.Tensor]
     location: tuple[int, int]  # id() of the object that stores it, and its first row there
-    alias_of: str | None = None  # the tensor of which this is a second name
+    alias_of: str | None = None  # the first name of a tensor with two
     parts: tuple[str, ...] = ()  # tensors that this one fuses, such as experts
     shard: Shard | None = None  # this rank's slice; None: all of the tensor is stored
 

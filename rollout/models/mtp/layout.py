@@ -9,12 +9,10 @@ step reads the output of the step before after that step's final norm, like the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rollout.errors import CheckpointError, UnsupportedModelError
 from rollout.models.aux_hidden_states import AuxHiddenStates
-from rollout.models.checkpoint import listed
 from rollout.models.draft_model import CHAIN_ARCHITECTURE
 
 
@@ -88,29 +86,6 @@ SEPARATE = MtpLayout(
 
 IN_TARGET = (MIMO, QWEN3_NEXT, DEEPSEEK_V3)
 
-DECODER_TENSORS = (
-    "input_layernorm.weight",
-    "post_attention_layernorm.weight",
-    *(f"self_attn.{name}_proj.{kind}" for name in "qkvo" for kind in ("weight", "bias")),
-    "self_attn.q_norm.weight",
-    "self_attn.k_norm.weight",
-    *(f"mlp.{name}_proj.{kind}" for name in ("gate", "up", "down") for kind in ("weight", "bias")),
-)
-
-EXPERTS = "experts"
-LATENT_ATTENTION = "multi-head latent attention"
-
-_FEATURES: Mapping[str, Sequence[str]] = {
-    EXPERTS: (".mlp.experts.", ".mlp.gate.", ".mlp.shared_expert"),
-    LATENT_ATTENTION: (
-        ".q_a_proj.", ".q_a_layernorm.", ".q_b_proj.",
-        ".kv_a_proj_with_mqa.", ".kv_a_layernorm.", ".kv_b_proj.",
-    ),
-    "linear attention": (".linear_attn.",),
-    "learned attention sinks": (".attention_sink",),
-}  # fmt: skip
-"""Parts of tensor names by the features that a chain has only if its target does, or never."""
-
 
 @dataclass(frozen=True, slots=True)
 class StepNames:
@@ -126,19 +101,11 @@ class StepNames:
 
 
 def find_layout(
-    layouts: Iterable[MtpLayout],
-    names: Iterable[str],
-    num_layers: int,
-    *,
-    features: Collection[str] = (),
+    layouts: Iterable[MtpLayout], names: Iterable[str], num_layers: int
 ) -> tuple[MtpLayout, list[StepNames]] | None:
     """The first layout whose tensors are among ``names``, and its steps; None if there is none.
 
-    Args:
-        num_layers: the target's.
-        features: those that the chain may have, since its target has them.
-
-    Raises UnsupportedModelError, naming the feature, for a chain that is not implemented.
+    ``num_layers``: the target's.
     """
     present = frozenset(names)
     for layout in layouts:
@@ -146,7 +113,6 @@ def find_layout(
         while (names_of := _step_names(layout, len(steps), num_layers, present)) is not None:
             steps.append(names_of)
         if steps:
-            _refuse_unknown(layout, steps, present, features)
             return layout, steps
     return None
 
@@ -174,39 +140,3 @@ def _step_names(
         embedding=optional(layout.embedding),
         head=optional(layout.head),
     )
-
-
-def has_experts(step: StepNames, names: Iterable[str]) -> bool:
-    """Whether a checkpoint's tensor names contain experts of the step."""
-    return any(name.startswith(f"{step.decoder}.mlp.experts.") for name in names)
-
-
-def _refuse_unknown(
-    layout: MtpLayout, steps: list[StepNames], present: frozenset[str], features: Collection[str]
-) -> None:
-    allowed = [mark for feature in features for mark in _FEATURES[feature]]
-    known = {
-        name
-        for step in steps
-        for name in (
-            step.embedding_norm, step.hidden_norm, step.projection, step.final_norm,
-            step.embedding, step.head, *(f"{step.decoder}.{each}" for each in DECODER_TENSORS),
-        )
-    }  # fmt: skip
-    unknown = sorted(
-        name
-        for name in present
-        if name not in known
-        and any(name.startswith(f"{step.decoder}.") for step in steps)
-        and not any(mark in name for mark in allowed)
-    )
-    for feature, marks in _FEATURES.items():
-        found = [name for name in unknown if any(mark in name for mark in marks)]
-        if found:
-            raise UnsupportedModelError(
-                f"the {layout.title} MTP chain has {feature}, which is not implemented: {found[0]}"
-            )
-    if unknown:
-        raise CheckpointError(
-            f"the {layout.title} MTP chain has unknown tensors: {listed(unknown)}"
-        )

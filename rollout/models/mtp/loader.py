@@ -8,23 +8,20 @@ from pathlib import Path
 
 import torch
 
-from rollout.errors import CheckpointError, UnsupportedModelError
+from rollout.errors import CheckpointError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import Checkpoint
 from rollout.models.draft_model import DraftFamily, DraftSpec, draft_weights, is_separate_chain
 from rollout.models.eagle.eagle3 import target_token_ids
-from rollout.models.eagle.layout import VOCABULARY_TABLES, is_eagle_draft
+from rollout.models.eagle.layout import VOCABULARY_TABLES
 from rollout.models.layers.rope import cos_sin_table
 from rollout.models.layers.weight_loader import same_values
 from rollout.models.mtp.layout import (
-    EXPERTS,
     IN_TARGET,
-    LATENT_ATTENTION,
     SEPARATE,
     MtpLayout,
     StepNames,
     find_layout,
-    has_experts,
 )
 from rollout.models.mtp.step import ChainTensors, MtpStep
 from rollout.models.spec import ModelSpec, read_json
@@ -45,24 +42,15 @@ class MtpChain:
     def find(folder: Path, target: ModelSpec) -> MtpChain:
         """Find a chain by config.json and the names of tensors.
 
-        Raises CheckpointError if there is no chain or it is for another target, and
-        UnsupportedModelError, naming the feature, for a chain that is not implemented.
+        Raises CheckpointError if there is no chain or it is for another target.
         """
         config = read_json(folder / "config.json", "a draft's folder")
         is_separate = is_separate_chain(folder)
         checkpoint = Checkpoint(folder, tables=VOCABULARY_TABLES)
         layouts = (SEPARATE,) if is_separate else IN_TARGET
-        experts, latent = (None, None) if is_separate else (target.experts, target.latent)
-        features = {EXPERTS: experts, LATENT_ATTENTION: latent}
-        found = find_layout(
-            layouts,
-            checkpoint.tensors,
-            target.num_layers,
-            features=[feature for feature, spec in features.items() if spec is not None],
-        )
+        experts = None if is_separate else target.experts
+        found = find_layout(layouts, checkpoint.tensors, target.num_layers)
         if found is None:
-            if not is_separate and is_eagle_draft(config, checkpoint.tensors):
-                raise CheckpointError(f"{folder}: is an EAGLE draft: spec=eagle")
             known = ", ".join(layout.title for layout in layouts)
             raise CheckpointError(
                 f"{folder}: no MTP chain among its tensors; known layouts are those of {known}"
@@ -74,15 +62,15 @@ class MtpChain:
             decoder = ModelSpec.of(as_llama, max_context_len=target.max_context_len)
             _refuse_another_targets(folder, decoder, target)
         if experts is not None:
-            is_sparse = has_experts(steps[0], checkpoint.tensors)
+            at = f"{steps[0].decoder}.mlp.experts."
+            is_sparse = any(name.startswith(at) for name in checkpoint.tensors)
             experts = replace(experts, layers=(0,)) if is_sparse else None
         decoder = replace(decoder, num_layers=1, linear_attention=None, experts=experts)
-        if not decoder.gated_attention and latent is None:
-            _refuse_gated_attention(checkpoint, layout, steps[0], decoder)
+        table = checkpoint.tensors.get(_VOCABULARY_TABLE)
         spec = DraftSpec(
             family=DraftFamily.MTP,
             decoder=decoder,
-            draft_vocab_size=_draft_vocab_size(checkpoint, decoder),
+            draft_vocab_size=decoder.vocab_size if table is None else table.shape[0],
             features=layout.features(target.num_layers),
             target_hidden_size=target.hidden_size,
             num_steps=len(steps),
@@ -92,7 +80,7 @@ class MtpChain:
     def load(self, target: CausalLM) -> list[MtpStep]:
         """The chain's steps in order, in the target's dtype and on its device.
 
-        Raises CheckpointError for missing tensors and wrong shapes before reading any.
+        Raises CheckpointError for missing and unknown tensors and wrong shapes before reading any.
         """
         decoder = self.spec.decoder
         tensors = ChainTensors(draft_weights(target))
@@ -177,11 +165,6 @@ class MtpChain:
             step.finish_loading()
 
 
-def _draft_vocab_size(checkpoint: Checkpoint, decoder: ModelSpec) -> int:
-    stored = checkpoint.tensors.get(_VOCABULARY_TABLE)
-    return decoder.vocab_size if stored is None else stored.shape[0]
-
-
 def _refuse_another_targets(folder: Path, decoder: ModelSpec, target: ModelSpec) -> None:
     for name in ("hidden_size", "vocab_size"):
         own, wanted = getattr(decoder, name), getattr(target, name)
@@ -190,16 +173,3 @@ def _refuse_another_targets(folder: Path, decoder: ModelSpec, target: ModelSpec)
                 f"{folder}: a chain of {name}={own}, but the target's is {wanted}: it was trained "
                 "for another target"
             )
-
-
-def _refuse_gated_attention(
-    checkpoint: Checkpoint, layout: MtpLayout, step: StepNames, decoder: ModelSpec
-) -> None:
-    """Raise for a chain with gated attention whose target has none."""
-    name = f"{step.decoder}.self_attn.q_proj.weight"
-    stored = checkpoint.tensors.get(name)
-    if stored is not None and stored.shape[0] == 2 * decoder.num_heads * decoder.head_dim:
-        raise UnsupportedModelError(
-            f"the {layout.title} MTP chain has gated attention, which is not implemented for a "
-            f"target without: {name} holds a gate beside each query"
-        )

@@ -123,7 +123,6 @@ class MtpStep(DraftModel):
         return [*self._layer.plain_weights(), *self._tables().values()]
 
     def _tables(self) -> dict[str, torch.Tensor]:
-        """Tensors that belong neither to a linear layer nor to the decoder layer."""
         names = self.names
         found = {
             names.embedding_norm: self._embedding_norm_E,

@@ -14,7 +14,7 @@ from rollout.runner.batch_layout import StepArrays
 
 _ENTRIES_STEP = 4
 _FIRST_LONGEST = 1024
-_LONGEST_STEP = 2  # attention's grid is made for so many times the keys that there may be, at most
+_LONGEST_STEP = 2  # attention's grid is made for at most this many times the keys
 
 
 class Bucket(NamedTuple):

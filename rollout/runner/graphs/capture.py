@@ -155,9 +155,7 @@ class CudaCapture:
 
 
 class _Memory(NamedTuple):
-    """Bytes of a device at a moment."""
-
-    free: int  # for whoever asks, other processes included
+    free: int  # for all processes
     reserved: int  # by torch in this one
 
     @staticmethod

@@ -154,7 +154,6 @@ def graphs_of_model(
 
 
 def _host_rows(linears: Sequence[Linear]) -> int:
-    """Rows of the largest forward to capture on a CPU."""
     if all(linear.multiplies_tiles for linear in linears):
         return _HOST_ROWS
     return FEW_ROWS if all(linear.multiplies_few_rows for linear in linears) else _TORCH_ROWS

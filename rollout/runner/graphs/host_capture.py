@@ -2,7 +2,7 @@
 
 A forward of few rows calls hundreds of ops, and Python takes a third of its time. Shapes, strides
 and addresses are the same each time that a captured function runs, so the compiled ops' calls are
-kept in the extension, and those of torch's own, of which there are few, here.
+kept in the extension, and the few of torch's own here.
 """
 
 from __future__ import annotations

@@ -42,11 +42,7 @@ def main(arguments: Sequence[str]) -> None:
         runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__", alter_sys=True)
     try:
         options, rest = split_arguments(arguments)
-        trainer = read_arguments(
-            rest,
-            has_vllm=stand_ins.is_installed("vllm"),
-            has_flash_attn=stand_ins.is_installed("flash_attn"),
-        )
+        trainer = read_arguments(rest, has_flash_attn=stand_ins.is_installed("flash_attn"))
     except RolloutError as error:
         sys.exit(f"error: {error}")
     stand_ins.install()
@@ -63,7 +59,6 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _start_ray(options: OwnOptions, trainer: TrainerArguments) -> None:
-    """Start Ray as OpenRLHF would, with the stand-ins in every worker."""
     import ray
 
     if ray.is_initialized():

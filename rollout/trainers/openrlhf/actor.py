@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
 from rollout.errors import InvalidInputError, RolloutError
-from rollout.models.loader import resolve_device
 from rollout.sampling.seeds import derive_seed
 from rollout.trainers.openrlhf.options import ActorSettings
-from rollout.trainers.openrlhf.sample import Executor, Sample, SampleSeeds
+from rollout.trainers.openrlhf.sample import Sample, SampleSeeds
 from rollout.trainers.openrlhf.sampling import RequestOutput, engine_params, request_output
-from rollout.trainers.openrlhf.stand_ins import is_installed
 from rollout.trainers.openrlhf.weight_sync import ParameterReceiver
 from rollout.trainers.served_engine import ServedEngine
 from rollout.types import FinishReason, Rollout
@@ -30,10 +27,9 @@ class RolloutActor:
     All are called on the actor's event loop; the engine runs on a thread of its own.
     """
 
-    def __init__(self, settings: ActorSettings, make_executor: Callable[[], Executor]) -> None:
+    def __init__(self, settings: ActorSettings, make_executor: Callable[[], Any]) -> None:
         self._executor = make_executor()
         engine = settings.make_engine()
-        self._device = resolve_device(engine.config.model.device)
         self._eos_token_ids = frozenset(engine.eos_token_ids)
         if engine.encoder.tokenizer is None:
             raise InvalidInputError(
@@ -135,16 +131,7 @@ class RolloutActor:
         """Meet the trainer's rank 0, as OpenRLHF's own vLLM workers do: each rank of the engine."""
         if use_ray:
             raise InvalidInputError("--vllm.sync_with_ray", use_ray, "is not implemented")
-        if not is_installed("vllm"):
-            await self._weights.join(master_address, master_port, rank_offset, world_size, backend)
-            return
-        from openrlhf.utils.distributed_util import stateless_init_process_group
-
-        meet = partial(
-            stateless_init_process_group,
-            master_address, master_port, rank_offset, world_size, self._device,
-        )  # fmt: skip
-        self._weights.receive_from(await asyncio.to_thread(meet))
+        await self._weights.join(master_address, master_port, rank_offset, world_size, backend)
 
     async def update_weight(
         self, name: str, dtype: torch.dtype, shape: Sequence[int], empty_cache: bool = False

@@ -76,12 +76,10 @@ class TrainerArguments:
     resumed_from: str  # the tag of the checkpoint that is loaded, or ""
 
 
-def read_arguments(
-    arguments: Sequence[str], *, has_vllm: bool, has_flash_attn: bool
-) -> TrainerArguments:
-    """Check OpenRLHF's arguments. ``has_...``: whether these packages are installed.
+def read_arguments(arguments: Sequence[str], *, has_flash_attn: bool) -> TrainerArguments:
+    """Check OpenRLHF's arguments. ``has_flash_attn``: whether it is installed.
 
-    Raises InvalidInputError, naming the argument, for what this engine or the missing packages
+    Raises InvalidInputError, naming the argument, for what this engine or a missing flash_attn
     cannot honour; leaves by SystemExit for a value of the wrong type, as OpenRLHF does.
     """
     parser = argparse.ArgumentParser(prog="openrlhf.cli.train_ppo_ray", add_help=False)
@@ -97,16 +95,11 @@ def read_arguments(
     for name, is_fine, remedy in _RULES:
         if not is_fine(given[name]):
             refuse(name, remedy)
-    if given["train.colocate_all"] and not given["train.async_enable"]:
-        # OpenRLHF hands over CUDA IPC handles where it may use nccl, and vLLM's group is nccl's.
-        if has_vllm:
-            refuse("train.colocate_all", "is not implemented beside an installed vllm")
-        if given["vllm.sync_backend"] != "gloo":
-            refuse("vllm.sync_backend", "must be gloo with --train.colocate_all: CUDA IPC is not "
-                   "implemented")  # fmt: skip
-    if has_vllm and given[SIZE] > 1:
-        # Its trainer would broadcast as vllm does, which rank 0 of an engine alone could receive.
-        refuse(SIZE, "must be 1 beside an installed vllm")
+    is_shared = given["train.colocate_all"] and not given["train.async_enable"]
+    if is_shared and given["vllm.sync_backend"] != "gloo":
+        # OpenRLHF hands over CUDA IPC handles where it may use nccl.
+        refuse("vllm.sync_backend", "must be gloo with --train.colocate_all: CUDA IPC is not "
+               "implemented")  # fmt: skip
     model = given["actor.model_name_or_path"]
     if model is not None and Path(model).is_dir():  # of others the actors look
         tensor_parallel(given[SIZE], model, f"--{SIZE}")

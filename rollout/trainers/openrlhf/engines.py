@@ -15,7 +15,7 @@ from rollout.errors import InvalidInputError
 from rollout.trainers.openrlhf.actor import RolloutActor
 from rollout.trainers.openrlhf.arguments import SIZE, TrainerArguments
 from rollout.trainers.openrlhf.options import ActorSettings, OwnOptions
-from rollout.trainers.openrlhf.sample import Executor, load_executor
+from rollout.trainers.openrlhf.sample import load_executor
 
 _CALLS_AT_ONCE = 100_000
 """The most calls an actor runs at once. Each prompt occupies one until it is done, and an update
@@ -31,7 +31,7 @@ class RolloutActorProcess(RolloutActor):
     def __init__(
         self,
         settings: ActorSettings,
-        make_executor: Callable[[], Executor],
+        make_executor: Callable[[], Any],
         gpus: Sequence[str] = (),
     ) -> None:
         """``gpus``: of all ranks, where they are not those that Ray has given the actor alone."""

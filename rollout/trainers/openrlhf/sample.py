@@ -7,7 +7,7 @@ import importlib.util
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rollout.errors import InvalidInputError
 from rollout.sampling.seeds import derive_seed
@@ -82,25 +82,9 @@ def _key(text: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-class Executor(Protocol):
-    """`openrlhf.utils.agent.AgentExecutorBase`."""
-
-    async def execute(
-        self,
-        prompt: str,
-        label: Any,
-        sampling_params: Any,
-        max_length: int,
-        hf_tokenizer: Any,
-        llm_engine: Any,
-        images: Any = None,
-    ) -> dict[str, Any]:
-        """One trajectory, as OpenRLHF's samples generator reads it."""
-        ...
-
-
-def load_executor(agent_path: str | None, reward_endpoints: Sequence[str] | None) -> Executor:
-    """The ``AgentExecutor`` of a user's file, or OpenRLHF's own of a single turn.
+def load_executor(agent_path: str | None, reward_endpoints: Sequence[str] | None) -> Any:
+    """The ``AgentExecutor`` of a user's file, or OpenRLHF's own of a single turn: an
+    `openrlhf.utils.agent.AgentExecutorBase`.
 
     Raises InvalidInputError for a file without such a class.
     """

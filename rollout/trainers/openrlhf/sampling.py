@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass
 
 from rollout.engine.stopping import cut_at_stop
 from rollout.errors import InvalidInputError
@@ -14,8 +13,7 @@ from rollout.types import FinishReason, Rollout, SamplingParams
 
 @dataclass(kw_only=True, slots=True)
 class VllmSamplingParams:
-    """A stand-in for ``vllm.SamplingParams``, with its names and defaults, where vllm is not
-    installed."""
+    """A stand-in for ``vllm.SamplingParams``, with its names and defaults."""
 
     n: int = 1
     temperature: float = 1.0
@@ -36,12 +34,12 @@ class VllmSamplingParams:
     seed: int | None = None
 
 
-def engine_params(params: Any) -> SamplingParams:
-    """The engine's parameters for ``params``, vLLM's own or our stand-in.
-
-    Raises InvalidInputError for what the engine has no equal of.
-    """
-    given = _given(params)
+def engine_params(params: VllmSamplingParams) -> SamplingParams:
+    """The engine's parameters. Raises InvalidInputError for what the engine has no equal of."""
+    defaults = VllmSamplingParams()
+    given = {
+        name: value for name, value in asdict(params).items() if value != getattr(defaults, name)
+    }
     if params.logprobs not in (None, 0, 1):
         raise InvalidInputError(
             "sampling_params.logprobs", params.logprobs, "must be None, 0 or 1: the token's own"
@@ -56,20 +54,6 @@ def engine_params(params: Any) -> SamplingParams:
     ours.pop("seed", None)  # the sample's
     ours["min_new_tokens"] = min(ours.get("min_new_tokens", 0), params.max_tokens)
     return SamplingParams(**ours)
-
-
-def _given(params: Any) -> dict[str, Any]:
-    """The parameters that differ from their defaults: vLLM gets new ones with every release."""
-    names = getattr(params, "__struct_fields__", None)  # vLLM's own class is a msgspec.Struct
-    if names is None:
-        names = [field.name for field in fields(params)]
-    defaults = type(params)()
-    return {
-        name: getattr(params, name)
-        for name in names
-        if not name.startswith("_")  # derived from the others
-        and getattr(params, name) != getattr(defaults, name)
-    }
 
 
 Decode = Callable[[Sequence[int]], str]

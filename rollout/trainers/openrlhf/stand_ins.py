@@ -1,9 +1,8 @@
-"""Stand-ins for what OpenRLHF imports of vllm and flash_attn, where they are not installed.
+"""Stand-ins for what OpenRLHF imports of vllm, and of flash_attn where it is not installed.
 
 `openrlhf.trainer.ray` imports vllm and `openrlhf.models` flash_attn when they are imported, used or
 not. The names they ask for, and no other, are put into `sys.modules` of each process: those that
-the trainer really uses work, the rest raise MissingPackageError when called. A package that is
-installed is left alone.
+the trainer really uses work, the rest raise MissingPackageError when called.
 """
 
 from __future__ import annotations
@@ -102,11 +101,12 @@ def is_installed(package: str) -> bool:
 
 
 def install() -> None:
-    """Put stand-ins into this process for those of the packages that are not installed."""
-    for package, modules in (("vllm", _vllm()), ("flash_attn", _flash_attn())):
-        if not is_installed(package):
-            for name, contents in modules.items():
-                _install_module(name, contents)
+    """Put the stand-ins into this process. An installed flash_attn is left alone."""
+    modules = _vllm()
+    if not is_installed("flash_attn"):
+        modules |= _flash_attn()
+    for name, contents in modules.items():
+        _install_module(name, contents)
 
 
 def _vllm() -> dict[str, dict[str, Any]]:

@@ -185,6 +185,6 @@ class ColocatedEngine:
         except BaseException:
             for request_id in index_of:
                 engine.abort(request_id)
-            engine.take_ended()  # nobody wants them
+            engine.take_ended()  # their rollouts are dropped
             raise
         return [ended[index] for index in range(len(index_of))]

@@ -20,7 +20,7 @@ class DraftMetrics:
     """
 
     def __init__(self, engine: Engine | None) -> None:
-        """``engine``: None: it is not this trainer's alone, and nobody says what it saved."""
+        """``engine``: None if others use it too: then saved time is unknown."""
         self._engine = engine
         self._saved_seconds = 0.0  # so far
 

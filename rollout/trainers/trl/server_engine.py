@@ -144,7 +144,7 @@ def _copied(
 
 
 def _rollout(prompt: Sequence[int], answer: dict[str, Any]) -> Rollout:
-    """Raises RolloutError for a request that somebody has aborted."""
+    """Raises RolloutError for a request that was aborted."""
     meta = answer["meta_info"]
     reason = meta["finish_reason"]
     if reason["type"] == "abort" and "status_code" not in reason:

@@ -28,7 +28,7 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl is untyped here
     def __init__(
         self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1
     ) -> None:
-        """``replica_rank``: -1 in a hybrid worker, of whose group each replica has a part."""
+        """``replica_rank``: -1 in a hybrid worker, whose group is split among replicas."""
         super().__init__(config, model_config, device_mesh)
         replica, rank = divmod(int(os.environ["RANK"]), config.tensor_model_parallel_size)
         self.replica_rank = replica if replica_rank == -1 else replica_rank
@@ -61,7 +61,8 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl is untyped here
         if wire_format != "named_tensors":
             raise InvalidInputError("wire_format", wire_format, "must be named_tensors")
         if not self.is_leader_rank:
-            await _exhaust(weights)
+            async for _ in _each(weights):
+                pass  # take part in gathering what the leader sends
             return
         options: dict[str, Any] = {}
         if (peft_config := kwargs.get("peft_config")) is not None:
@@ -89,14 +90,19 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl is untyped here
 WorkerWeights = Iterable[tuple[str, torch.Tensor]] | AsyncIterator[tuple[str, torch.Tensor]]
 
 
+async def _each(weights: WorkerWeights) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    if isinstance(weights, AsyncIterator):
+        async for named_tensor in weights:
+            yield named_tensor
+    else:
+        for named_tensor in weights:
+            yield named_tensor
+
+
 async def _renamed(weights: WorkerWeights) -> AsyncIterator[tuple[str, torch.Tensor]]:
     """The tensors of a model with adapters by the names that updates know them by."""
-    if isinstance(weights, AsyncIterator):
-        async for name, tensor in weights:
-            yield update_name(name).replace(".base_layer.", "."), tensor
-    else:
-        for name, tensor in weights:
-            yield update_name(name).replace(".base_layer.", "."), tensor
+    async for name, tensor in _each(weights):
+        yield update_name(name).replace(".base_layer.", "."), tensor
 
 
 async def send_weights(
@@ -160,16 +166,6 @@ class _Update:
 
     async def call(self, method: str, *arguments: Any) -> None:
         await self.wait(self.start(method, *arguments))
-
-
-async def _exhaust(weights: WorkerWeights) -> None:
-    """Take part in gathering the weights that the leader sends."""
-    if isinstance(weights, AsyncIterator):
-        async for _ in weights:
-            pass
-    else:
-        for _ in weights:
-            pass
 
 
 async def _handles(

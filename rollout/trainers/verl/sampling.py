@@ -75,7 +75,7 @@ def engine_params(
     return params, bool(wants_logprobs)
 
 
-_COUNTED_STEPS = 8  # trainer steps of which samples are counted; replicas are at most one apart
+_COUNTED_STEPS = 8  # trainer steps whose samples are counted; replicas are at most one apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class RequestStart:
     """The seed that a request begins with, and the length of its prompt."""
 
     seed: int  # the request seed
-    prompt_len: int  # so many tokens are the prompt; what follows was generated before a cut
+    prompt_len: int  # tokens after it were generated before a cut
 
 
 class RequestSeeds:
@@ -94,12 +94,12 @@ class RequestSeeds:
     that prompt began in that step): the samples of a prompt are the same set whichever replica
     makes which, and however many replicas there are. A request that was cut comes back as prompt
     plus partial; those very tokens find its seed, so it goes on as if it had never been cut. Where
-    several were cut with the same tokens, whoever comes first takes the first: they cannot be told
-    apart.
+    several were cut with the same tokens, the first that comes back takes the first seed: they
+    cannot be told apart.
     """
 
     def __init__(self, run_seed: int, max_cut: int = 65536) -> None:
-        """``max_cut``: so many cut requests are remembered; older ones go on under a new seed."""
+        """``max_cut``: cut requests that are remembered; older ones continue with a new seed."""
         self._run_seed = run_seed
         self._max_cut = max_cut
         self._begun: dict[int, Counter[int]] = {}  # trainer step -> prompt key -> samples

@@ -228,7 +228,7 @@ class Server:
         version = await self._engine.call(lambda engine: engine.weight_version)
         self._step_of[version] = global_steps
 
-    # Memory. A standalone server shares its device with nobody, and stays awake.
+    # Memory. A standalone server has its device to itself, and stays awake.
 
     async def sleep(self) -> None:
         """Give weights and KV cache back while the trainer steps."""

@@ -30,9 +30,10 @@ for _ in range(2):
     tokens = [r.token_ids for r in engine.generate([[5, 6, 7], [8, 9]], params)]
     touch()
     awake = resident()
-    freed = engine.release_memory()
+    freed = engine.release_memory(keep_weights=False)
     asleep = resident()
     engine.resume_memory()
+    engine.update_weights_from_disk(sys.argv[1])
     again = [r.token_ids for r in engine.generate([[5, 6, 7], [8, 9]], params)]
     touch()
     found.append([freed, awake, asleep, resident(), tokens == again])
@@ -58,5 +59,5 @@ def test_the_operating_system_has_the_memory_back(tmp_path):
         assert freed["kv_cache"] > 60e6
         said = sum(freed.values())
         assert awake - asleep >= 0.9 * said, f"said {said}, fell by {awake - asleep}"
-        assert abs(again - awake) < 0.25 * said or again < awake
+        assert again - awake < 0.5 * said, "the mapped file counts too"
         assert same_tokens

@@ -125,8 +125,7 @@ def test_the_newest_are_kept(ring):
     for number in range(60):
         write(ring, [number, 1, 2, 3, 4, 5, 6, 7], prompt_len=2, version=number)
         rollouts.refresh()
-    assert 1000 < rollouts.num_bytes <= 2000
-    assert sum(each.features_NF.nbytes for each in rollouts.training) >= 800
+    assert 800 <= sum(each.features_NF.nbytes for each in rollouts.training) <= 2000
     assert min(int(each.tokens.token_ids_L[0]) for each in rollouts.training) > 40
     held_out = sum(each.features_NF.nbytes for each in rollouts.held_out)
     assert 200 < held_out <= 500, "a fourth, and as much for donors"

@@ -140,7 +140,7 @@ def test_a_rollout_may_fill_the_context(kind, target, rollouts):
         features_NF=torch.randn(length - 1, 32 * trainer.features.count, generator=generator),
     )
     assert trainer.held_out_accept_length([sequence]).num_tokens == 10
-    assert trainer.step([sequence]).num_guesses == 10
+    assert trainer.step([sequence]).total.isfinite()
 
 
 def test_resumed_runs_end_where_others_do(target, rollouts, tmp_path):

@@ -28,7 +28,7 @@ CASES = [
     *[("follows", "zero-3", model, {}) for model in ("tied", "experts", *FAMILIES)],
     ("follows", "zero-3", "untied", LORA),
     *[("masters_come_on_request", f"zero-{stage}", "untied", {}) for stage in range(3)],
-    ("attached_to_the_engine_it_syncs_after_whole_steps", "zero-2", "untied", {}),
+    ("it_syncs_after_whole_steps", "zero-2", "untied", {}),
     *[("reaches_tensor_parallel_ranks", "zero-3", each, BOTH) for each in ("untied", "experts")],
     *[("reaches_tensor_parallel_ranks", "zero-3", each, BOTH | WHOLE) for each in FAMILIES],
     *[("follows", each, "untied", {}) for each in WRAPPERS[1:]],

@@ -44,7 +44,7 @@ def test_features_are_those_of_the_sequences_alone(target):
 @pytest.mark.parametrize("kind", list(DraftKind))
 def test_a_new_draft_is_one_that_engines_run(kind, folder, target, tmp_path):
     vocabulary = DraftVocabulary(torch.arange(0, 90), 97)
-    draft = new_draft(DraftShape(kind=kind, num_kv_heads=4, ffn_size=40), target, vocabulary, 0)
+    draft = new_draft(DraftShape(kind=kind), target, vocabulary, 0)
     layer = draft.midlayer if kind is DraftKind.eagle3 else draft.layers[0]
     at = "model.layers.5"  # the last that attends
     stored = {

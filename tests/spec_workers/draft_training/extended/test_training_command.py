@@ -81,7 +81,6 @@ def test_a_run_is_interrupted_resumed_and_finished(
         (["--resume", "--max-len", "9"], "other rollouts"),
         (["--resume", "--kind", "mtp"], "--kind"),
         (["--resume", "--draft-vocab-size", 8], "--draft-vocab-size=8"),
-        (["--resume", "--num-kv-heads", 1], "--num-kv-heads=1"),
         (["--output", tmp_path / "b", "--held-out", rollouts_path], "held-out prompts"),
         (["--output", target_path], "--output"),
         (["--resume", "--held-out", log], "--output"),
@@ -105,9 +104,7 @@ def test_wrong_options_are_named_before_anything_is_loaded(
     arguments = ["--model", target_path, "--rollouts", rollouts_path, "--output", output]
     for options, says in (
         (["--seed", "9" * 23], "--seed="),
-        (["--num-steps", "0"], "--num-steps=0"),
         (["--learning-rate", "inf"], "--learning-rate=inf"),
-        (["--num-kv-heads", "3"], "--num-kv-heads=3"),
         (["--device", "gpu"], "--device='gpu'"),
         (["--model", "nowhere"], "--model='nowhere': no such folder"),
         (["--resume"], "holds no training.pt: leave out --resume"),
