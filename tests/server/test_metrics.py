@@ -136,8 +136,8 @@ def test_status_is_json_for_the_page(live):
     assert engine["weight_versions"] == {"target": 0}
     assert engine["total"]["generated_tokens"] == 12
     cost = engine["learned"]["budget"]["cost"]
-    assert len(cost["milliseconds"]) == len(cost["contexts"])
-    assert all(math.isfinite(each) for row in cost["milliseconds"] for each in row)
+    assert len(cost["milliseconds"]) == len(cost["rows"]) == len(cost["observations"])
+    assert all(map(math.isfinite, cost["milliseconds"]))
     policy = page.headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
