@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rollout.config import EngineConfig
 from rollout.engine.worker import Worker
@@ -38,11 +38,11 @@ def sticks(flag: Path, config: EngineConfig, progress: Progress | None = None) -
     runner = getattr(worker, "target", worker).runner
     run = runner.run
 
-    def run_or_stick(step: object) -> object:
+    def run_or_stick(*forward: Any) -> object:
         try:
             flag.unlink()
         except FileNotFoundError:
-            return run(step)
+            return run(*forward)
         while True:
             time.sleep(1.0)
 

@@ -64,7 +64,7 @@ def test_what_the_page_shows(tab, log):
     rollouts = [line for line in lines if line["kind"] == "rollout"]
     figures = tab.text("#figures")
     assert f"{sum(r['generated_tokens'] for r in rollouts):,}" in figures
-    assert "plain decoding" in tab.text(".verdict")
+    assert "speedup" in tab.text(".verdict")
     assert tab.evaluate("document.querySelectorAll('.verdict .share').length") == 6
     assert len(cells(tab, "rollouts", "tokens")) == len(rollouts)
     assert len(cells(tab, "prompts", "prompt")) == 6

@@ -12,9 +12,8 @@ from rollout.ops import gpu
 from rollout.ops.transfers import DeviceBuffer
 from rollout.ops.tree_accept.reference import walk
 from rollout.sampling.rows import rows_of_continuation, sample_rows
-from rollout.sampling.sampler import sample_trees, score
 from tests.helpers.requests import decode_batch, make_request, make_trees
-from tests.helpers.sampled import sample
+from tests.helpers.sampled import sample, sample_trees, score
 
 VOCAB = 1100
 PARAMS = [
@@ -120,7 +119,7 @@ def test_a_row_is_the_same_in_any_company(compared_dtype, device) -> None:
 
 def test_a_step_is_sampled_and_walked_at_once(device) -> None:
     batch, trees, rows, offsets, logits = random_step(PARAMS, torch.float32, device)
-    samples = sample_trees(batch, trees, logits).read()
+    samples = sample_trees(batch, trees, logits)
     assert samples.sampled == sample(logits, rows)
     assert samples.offsets_B1.tolist() == offsets.tolist()
     for b, path in enumerate(samples.paths):
@@ -138,7 +137,7 @@ def test_rows_without_a_distribution_end_the_path(device, bad, own) -> None:
     batch, trees, _, offsets, logits = random_step([own, own, own], torch.float32, device)
     logits[0, 17] = bad
     logits[7] = -math.inf
-    samples = sample_trees(batch, trees, logits).read()
+    samples = sample_trees(batch, trees, logits)
     first = samples.offsets_B1.tolist()
     assert first == offsets.tolist() == [0, 6, 7, 9]
     assert samples.sampled.tokens[0] == samples.sampled.tokens[7] == -1
