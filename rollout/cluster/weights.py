@@ -27,7 +27,7 @@ from rollout.weights.source import (
     refuse_not_finite,
 )
 from rollout.weights.update_counts import UpdateCounts
-from rollout.weights.update_options import UpdateOptions
+from rollout.weights.update_options import UpdateOptions, refuse_options_of_part
 from rollout.weights.versions import TARGET, next_versions
 
 log = logging.getLogger(__name__)
@@ -152,11 +152,10 @@ class ClusterWeights:
         self._abandon_if_silent()
         is_part = self._update is not None
         try:
-            if not is_part:
+            if is_part:
+                refuse_options_of_part(options)
+            else:
                 self.begin_weight_update(self._manifest(source, options), **options)
-            elif options:
-                names = ", ".join(options)
-                raise InvalidInputError("options", names, "are set by begin_weight_update alone")
         except RolloutError as error:
             if isinstance(source, GroupSource):  # its sender is waiting to hear of it
                 self._ask_all(RolloutEngine.decline_weights, source, str(error))

@@ -354,11 +354,6 @@ class RolloutEngine(UpdateCalls):
             yield
 
     @exclusive
-    def lead(self) -> None:
-        """Let tensor-parallel ranks follow from now on to `close`."""
-        self.worker.ranks.leader.lead()
-
-    @exclusive
     def led(self, call: Callable[[], T]) -> T:
         """Make a call that tensor-parallel ranks follow, each by its own `FollowingRank.led`; its
         result is what theirs return."""

@@ -142,5 +142,5 @@ def _opened(ranks: ModelRanks, open_engine: OpenEngine, progress: Progress | Non
     """The others follow the engine until it is closed."""
     with ranks.telling(_OPEN):
         engine = cast(RolloutEngine, open_engine(progress))
-    engine.lead()
+    engine.worker.ranks.leader.lead()
     return engine

@@ -20,7 +20,7 @@ from rollout.weights.shared_memory import HandleReceiver, HandleSource
 from rollout.weights.source import WeightSource, WeightTensors, not_a_source
 from rollout.weights.transaction import WeightTransaction
 from rollout.weights.update_counts import UpdateCounts
-from rollout.weights.update_options import UpdateOptions
+from rollout.weights.update_options import UpdateOptions, refuse_options_of_part
 
 
 class WeightReceiver:
@@ -74,11 +74,7 @@ class WeightReceiver:
             with weights.broadcast_failures(), self._opened(source, options) as tensors:
                 if not weights.is_under_way:
                     return self._update(tensors, options)
-                if options:
-                    names = ", ".join(options)
-                    raise InvalidInputError(
-                        "options", names, "are set by begin_weight_update alone"
-                    )
+                refuse_options_of_part(options)
                 weights.load(tensors)
                 return None
         finally:

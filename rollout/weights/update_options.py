@@ -58,3 +58,10 @@ class UpdateOptions:
             options.get(name) is not None for name in ("base_version", "lora_scaling")
         )
         return cls(**{"partial": is_difference, **options})
+
+
+def refuse_options_of_part(options: Mapping[str, Any]) -> None:
+    """Raise InvalidInputError for options of a call that brings a part of an open update."""
+    if options:
+        names = ", ".join(options)
+        raise InvalidInputError("options", names, "are set by begin_weight_update alone")

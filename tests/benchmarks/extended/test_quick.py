@@ -18,7 +18,7 @@ from tests.helpers.tiny_mtp import save_tiny_mtp
 ROOT = Path(__file__).parents[3]
 NAMES = {path.stem for path in (ROOT / "benchmarks").glob("bench_*.py")}
 OF_THE_DEMO_MODEL = {
-    "bench_budget", "bench_cluster", "bench_server", "bench_turns",
+    "bench_cluster", "bench_server", "bench_turns",
     "bench_weights",
 }  # fmt: skip
 IN_OTHER_ENVIRONMENTS = {"bench_vllm"}
@@ -33,8 +33,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     for file in text.glob("*token*"):  # its tokenizer
         shutil.copy(file, target)
     eagle3 = save_tiny_eagle3(folder / "eagle3", target)
-    drafts = ["--model", str(target), "--draft", str(eagle3), "--mtp", str(mtp)]
-    return {name: ["--model", str(text)] for name in OF_THE_DEMO_MODEL} | {"bench_eagle": drafts}
+    draft = ["--model", str(target), "--draft", str(eagle3)]
+    drafts = {"bench_budget": draft, "bench_eagle": [*draft, "--mtp", str(mtp)]}
+    return {name: ["--model", str(text)] for name in OF_THE_DEMO_MODEL} | drafts
 
 
 @pytest.mark.parametrize("name", sorted(NAMES - IN_OTHER_ENVIRONMENTS))
