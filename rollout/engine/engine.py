@@ -100,7 +100,7 @@ class RolloutEngine(UpdateCalls):
             worker, self.encoder, self.requests, self.steps, self.lifecycle, self.corpora
         )
         self.when_closed = ExitStack()
-        """What is closed after the engine."""
+        """Contexts that `close` leaves after the engine has ended."""
         with worker.ranks.leader.leading():
             worker.calibrate()
 

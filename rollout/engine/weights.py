@@ -1,4 +1,4 @@
-"""What an engine adds to weight updates, and reads of the weights it has."""
+"""Weight updates between two steps of an engine, and reads of its weights."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class EngineWeights:
             return message.run(self.receiver)
 
     def _leave_old_weights(self, options: UpdateOptions) -> None:
-        """Where only drafts have new weights, everything of the target's is kept."""
+        """Drop the KV that the old weights computed. An update of drafts alone drops none."""
         if self._worker.weights.reaches_target:
             self._steps.drop_kv(retract=options.flush_cache, abort=options.abort_all_requests)
         elif options.abort_all_requests:

@@ -85,7 +85,7 @@ class ModelRanks:
     def sharing(
         self, message: object, raised_by_all: type[BaseException] | tuple = ()
     ) -> AbstractContextManager[None]:
-        """As `telling` where the others follow; elsewhere each rank makes the call by itself."""
+        """As `telling` while other ranks follow; otherwise a context that does nothing."""
         return self.telling(message, raised_by_all) if self.leader.is_followed else nullcontext()
 
     def follow(self, run: Callable[[Any], None]) -> Any:

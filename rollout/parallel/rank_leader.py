@@ -103,7 +103,7 @@ class RankLeader:
         self._group.broadcast_bytes(data)
 
     def messages(self) -> Iterator[Any]:
-        """What rank 0 tells, on the others, up to the `Ended` of its lead, which is the last."""
+        """Rank 0's messages, as another rank receives them. The last is the `Ended` of its lead."""
         while True:
             message = pickle.loads(self._group.broadcast_bytes(b""))
             yield message

@@ -23,7 +23,7 @@ MANIFEST = "manifest.json"
 _CHECKSUM = "xxh3-128"
 
 Place = tuple[Path, int, int]
-"""Where a tensor lies: its file, the offset of its first byte, how many it has."""
+"""The place of a tensor: its file, the offset of its first byte, its number of bytes."""
 
 
 class PublishedDelta:

@@ -1,4 +1,4 @@
-"""All that one rank does for weight updates; what an engine adds is `rollout.engine.weights`."""
+"""Weight updates of one rank: sources are read into its models."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _INPUT_BYTES = 1 << 20
 
 
 class _Outcome(enum.IntEnum):
-    """What came of a capture; of several ranks' outcomes the largest counts."""
+    """The outcomes of a capture. Ranks take the largest of theirs."""
 
     CAPTURED = 0
     TOO_LARGE = 1

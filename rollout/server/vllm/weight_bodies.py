@@ -108,7 +108,7 @@ class UpdateInfo(Body):
             raise InvalidInputError("update_info.packed", True, "sparse updates are not packed")
 
     def source(self, load_format: str | None) -> GroupSource:
-        """What is broadcast, in this order."""
+        """The tensors that the sender broadcasts, in order."""
         names, dtypes, shapes = self.names, self.dtype_names, self.shapes
         if self.num_updates_list is not None:
             names = [f"{name}:{kind}" for name in names for kind in ("elements", "values")]
