@@ -16,7 +16,7 @@ from rollout.weights.distributed import GroupSource
 from rollout.weights.rank_messages import readable_by_all
 from rollout.weights.receiver import WeightReceiver
 from rollout.weights.shared_memory import HandleSource, SharedMemorySender
-from rollout.weights.source import TensorSource
+from rollout.weights.source import TensorSource, refuse_not_finite
 from rollout.weights.transaction import WeightTransaction
 from tests.helpers.plain_part import PlainPart
 
@@ -90,3 +90,12 @@ def test_options_belong_to_the_call_that_begins(receiver):
     assert receiver.weights.version == 7
     with pytest.raises(WeightUpdateError, match="no update is under way"):
         receiver.end()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_finite_values_whose_sum_is_not_are_taken(dtype):
+    largest = torch.finfo(dtype).max
+    refuse_not_finite("a", torch.full((300,), largest, dtype=dtype))
+    for bad in ([float("nan")], [float("inf")], [float("inf"), -float("inf")]):
+        with pytest.raises(InvalidInputError, match=f"{len(bad)} values of {len(bad) + 1}"):
+            refuse_not_finite("a", torch.tensor([largest, *bad], dtype=dtype))

@@ -106,5 +106,5 @@ def test_separate_async_with_rollouts_cut_by_updates(checkpoint, tmp_path):
     assert re.search(r"replica 1: cut \d+ requests", outcome.worker_logs)
     spans = [step["training/off_policy/trajectory_spans/max"] for step in outcome.steps]
     assert spans[2] == 2  # what was held went on under later weights
-    # Rollouts go on beside the trainer's steps: a step may see none, or few forwards without drafts.
+    # Rollouts go on beside the steps: one may see none, or few forwards without drafts.
     assert max(step.get("specrollout/accept_length", 0) for step in outcome.steps) > 1
