@@ -104,17 +104,17 @@ class Workload:
 def make_plan(load: Workload, device: str = "cpu") -> AttentionPlan:
     """Requests side by side in the pool, slots of each in a random order."""
     step, table = _step(load)
-    return _plan(step, table, step.longest, device)
+    return _plan(step, table, device)
 
 
 def make_padded_plan(load: Workload, device: str) -> tuple[AttentionPlan, int]:
     """The plan as an engine runs it, padded to its bucket if it has one, and its number of rows."""
     step, table = _step(load)
-    bucket = Buckets(max_rows=MemoryConfig().graph_rows, max_context_len=131_072).bucket(step)
+    bucket = Buckets(max_rows=MemoryConfig().graph_rows).bucket(step)
     if bucket is None:
-        return _plan(step, table, step.longest, device), load.rows
-    padded = step.padded(rows=bucket.rows, entries=bucket.entries, nodes=bucket.nodes)
-    return _plan(padded, table, bucket.longest, device), bucket.rows
+        return _plan(step, table, device), load.rows
+    padded = step.padded(rows=bucket.rows, entries=bucket.rows, nodes=bucket.nodes)
+    return _plan(padded, table, device), bucket.rows
 
 
 def _step(load: Workload) -> tuple[StepArrays, torch.Tensor]:
@@ -143,11 +143,10 @@ def _step(load: Workload) -> tuple[StepArrays, torch.Tensor]:
         node_masks_N=np.array(masks, dtype=np.int64),
         node_slots_N=node_slots.ravel(),
         sampled_R=zeros_T[:0],
-        longest=int(contexts_B.max()),
     )
     return step, table
 
 
-def _plan(step: StepArrays, table: torch.Tensor, longest: int, device: str) -> AttentionPlan:
+def _plan(step: StepArrays, table: torch.Tensor, device: str) -> AttentionPlan:
     inputs = upload(step, torch.device(device))
-    return attention_plan(vars(inputs), table.to(device), longest)
+    return attention_plan(vars(inputs), table.to(device))

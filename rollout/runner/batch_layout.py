@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from operator import add
 from typing import Any, Generic
 
 import numpy as np
@@ -56,7 +55,6 @@ class StepArrays(Generic[A]):
     node_offsets_B1: A  # int32
     node_masks_N: A  # int64
     node_slots_N: A  # int32
-    longest: int  # where the last run ends
     states: StateInputs[A] | None = None  # `with_states`, for models with recurrent layers
     windows: WindowInputs[A] | None = None  # `with_windows`, where those have slots of their own
     sampled_R: A  # int64: rows to take logits of; `ModelRunner.forward` pads them
@@ -121,7 +119,6 @@ class StepArrays(Generic[A]):
             node_masks_N=trees.masks_N.view(np.int64),
             node_slots_N=node_slots_N,
             sampled_R=sampled_R,
-            longest=max(map(add, starts, run_lens), default=0),
         )
 
     def with_states(
@@ -181,7 +178,6 @@ class StepArrays(Generic[A]):
             node_masks_N=padded(self.node_masks_N, nodes, 1),
             node_slots_N=padded(self.node_slots_N, nodes, NULL_SLOT),
             sampled_R=self.sampled_R,
-            longest=self.longest,
             states=states,
             windows=windows,
             table=self.table,
@@ -189,12 +185,10 @@ class StepArrays(Generic[A]):
         )
 
 
-def attention_plan(
-    tensors: Mapping[str, Any], req_to_token: torch.Tensor, longest: int
-) -> AttentionPlan:
+def attention_plan(tensors: Mapping[str, Any], req_to_token: torch.Tensor) -> AttentionPlan:
     """The plan of a step whose `StepArrays` of tensors has these fields."""
     plan: dict[str, Any] = {name: tensors[name] for name in _PLAN}
-    return AttentionPlan(req_to_token=req_to_token, longest=longest, **plan)
+    return AttentionPlan(req_to_token=req_to_token, **plan)
 
 
 def _node_slots(entries: list[Scheduled], trees: DraftTrees) -> NDArray[np.int32]:

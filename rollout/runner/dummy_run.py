@@ -58,14 +58,14 @@ class DummyRun:
                     self.chunked_kernel = chunked_kernel(self._states.recurrent[0], model.dtype)
 
     @torch.inference_mode()
-    def forward(self, rows: int, *, nodes: int = 0, longest: int = 1) -> torch.Tensor:
-        """Hidden states [T, E] of a step with room for so many draft nodes and so long runs."""
+    def forward(self, rows: int, *, nodes: int = 0) -> torch.Tensor:
+        """Hidden states [T, E] of a step with room for so many draft nodes."""
         spec, zeros_T = self.model.spec, self._zeros(rows, torch.int64)
         attention = StepAttention(
             keys=self._kv.keys,
             values=self._kv.values,
             slots_T=zeros_T,
-            plan=self._attention_plan(nodes, longest),
+            plan=self._attention_plan(nodes),
             scale=spec.attention_scale,
         )
         collector = None
@@ -99,7 +99,7 @@ class DummyRun:
         none, zeros = self._zeros(0, torch.int32), self._zeros(2, torch.int32)
         tree_accept.accept(tokens_R, zeros, none, none, none.long(), zeros)
 
-    def _attention_plan(self, nodes: int, longest: int) -> AttentionPlan:
+    def _attention_plan(self, nodes: int) -> AttentionPlan:
         none, zero = self._zeros(0, torch.int32), self._zeros(1, torch.int32)
         return AttentionPlan(
             req_to_token=self._table,
@@ -110,7 +110,6 @@ class DummyRun:
             node_offsets_B1=zero,
             node_masks_N=self._zeros(nodes, torch.int64),
             node_slots_N=self._zeros(nodes, torch.int32),
-            longest=longest,
         )
 
     def _recurrent(self, rows: int) -> StepStates | None:

@@ -176,9 +176,7 @@ class ModelRunner:
         else:
             inputs = upload(step.padded(self._minimum_rows), self._device)
             self._apply(inputs)
-            hidden_TE, features_TF, routes_TC = self._hidden(
-                inputs, step.longest, chunks, step.num_rows
-            )
+            hidden_TE, features_TF, routes_TC = self._hidden(inputs, chunks, step.num_rows)
         for rows in logit_blocks(len(inputs.sampled_R)):
             take_logits(self.model.logits(hidden_TE[inputs.sampled_R[rows]]))
         return features_TF, routes_TC
@@ -186,7 +184,6 @@ class ModelRunner:
     def _hidden(
         self,
         inputs: StepArrays[torch.Tensor],
-        longest: int,
         chunks: ChunkedPlan | None = None,
         num_rows: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -194,10 +191,10 @@ class ModelRunner:
 
         ``num_rows``: without padding. One captured forward is replayed for any number of them.
         """
-        plan, windowed = attention_plan(vars(inputs), self._table.tensor, longest), None
+        plan, windowed = attention_plan(vars(inputs), self._table.tensor), None
         if inputs.windows is not None and self._window_table is not None:
             of_windows = {**vars(inputs), "node_slots_N": inputs.windows.node_slots_N}
-            window_plan = attention_plan(of_windows, self._window_table.tensor, longest)
+            window_plan = attention_plan(of_windows, self._window_table.tensor)
             windowed = inputs.windows.slots_T, window_plan
         attention = StepAttention(
             keys=self._kv_pool.keys,

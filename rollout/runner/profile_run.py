@@ -53,13 +53,12 @@ def warm_up(steps: DummyRun, *, rows: int, sampled: int) -> None:
     """
     began, ranks = time.perf_counter(), steps.model.ranks.all
     with _fitting(steps, rows, sampled):
-        longest = steps.model.spec.max_context_len
         own = list(warm_rows(rows, steps.model.linears()).items())
         # Ranks wait for each other in every forward, and their parts of a product may differ.
         for each, with_nodes in json.loads(ranks.broadcast_bytes(json.dumps(own).encode())):
-            hidden_TE = steps.forward(each, longest=longest)
+            hidden_TE = steps.forward(each)
             if with_nodes:
-                hidden_TE = steps.forward(each, nodes=each, longest=longest)
+                hidden_TE = steps.forward(each, nodes=each)
             steps.model.logits(hidden_TE[: min(sampled, MAX_ROWS)])
         steps.sample(hidden_TE, 1)
     log.info(
@@ -86,9 +85,8 @@ def activation_bytes(steps: DummyRun, *, rows: int, sampled: int) -> int:
 
 
 def run_largest(steps: DummyRun, *, rows: int, sampled: int) -> None:
-    """The step of the most rows, at the longest context: attention keeps the most sums of parts."""
-    longest = steps.model.spec.max_context_len
-    steps.sample(steps.forward(rows, nodes=rows, longest=longest), sampled)
+    """The step of the most rows."""
+    steps.sample(steps.forward(rows, nodes=rows), sampled)
 
 
 @contextmanager

@@ -82,11 +82,6 @@ class DraftLevels:
             )
         return arrays
 
-    def longest(self, rows_G: NDArray[np.int64]) -> int:
-        """Positions that any of the trees attends to."""
-        lens = [self._runners[k].kv.lens_Q[rows_G] for k in self._level_runners()]
-        return max((int(lens_G.max(initial=0)) for lens_G in lens), default=0)
-
     def changes(self, rows_G: NDArray[np.int64]) -> dict[str, NDArray]:
         """The changes to the runners' tables on the device."""
         arrays: dict[str, NDArray] = {}
@@ -111,19 +106,18 @@ class DraftLevels:
         nodes: TreeNodes,
         above_PHE: torch.Tensor,
         inputs: Tensors,
-        longest: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states [P, W, E] of the level's nodes, and what the next level takes.
 
         ``level``: 1 for children of the roots. ``above_PHE``: what `roots` or the level before
-        gave. ``longest``: no draft has read more positions.
+        gave.
         """
         k = level if self._is_chain else 0
         first = 0 if self._is_chain else (level - 1) * self._topk
         if self._on_host:
             hidden_PFE = self._run_nodes(k, first, nodes, above_PHE, inputs)
         else:
-            hidden_PFE = self._run_all(k, level, first, nodes, above_PHE, inputs, longest)
+            hidden_PFE = self._run_all(k, level, first, nodes, above_PHE, inputs)
         root_PHE = self._state.hidden(k, inputs["rows"])[:, None] if self._is_chain else above_PHE
         return hidden_PFE[:, -self._topk :], torch.cat([root_PHE, hidden_PFE], dim=1)
 
@@ -143,7 +137,6 @@ class DraftLevels:
         nodes: TreeNodes,
         above_PHE: torch.Tensor,
         inputs: Tensors,
-        longest: int,
     ) -> torch.Tensor:
         """Hidden states [P, F, E], undefined where there is no node."""
         last = level * self._topk
@@ -159,7 +152,7 @@ class DraftLevels:
             hidden_PFE.flatten(0, 1),
             positions_PF.flatten(),
             inputs[f"scratch_{k}"][:, first:last].flatten().long(),
-            self._plan(k, level, first, nodes, inputs, longest),
+            self._plan(k, level, first, nodes, inputs),
         )
         return hidden_TE.view(hidden_PFE.shape)
 
@@ -198,7 +191,7 @@ class DraftLevels:
         return hidden_GFE
 
     def _plan(
-        self, k: int, level: int, first: int, nodes: TreeNodes, inputs: Tensors, longest: int
+        self, k: int, level: int, first: int, nodes: TreeNodes, inputs: Tensors
     ) -> AttentionPlan:
         table = self._runners[k].table.tensor
         slots_PN = inputs[f"scratch_{k}"][:, : level * self._topk]
@@ -211,7 +204,6 @@ class DraftLevels:
             node_offsets_B1=inputs[f"offsets_{level}"],
             node_masks_N=nodes.masks_GN.flatten(),
             node_slots_N=slots_PN.flatten().contiguous(),  # a view of one column
-            longest=min(longest, table.shape[1]),
         )
 
 

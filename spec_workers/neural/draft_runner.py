@@ -231,13 +231,12 @@ class DraftRunner:
             arrays["rows_R"] = rows_R
         tensors = upload(arrays | self.table.changes(rows_B, ends_B), self.model.device)
         self.table.apply(tensors, rows_B, ends_B)
-        longest = int(ends_B.max(initial=0))
         return self.forward(
             tensors["input_ids_T"],
             hidden_TE,
             tensors["positions_T"],
             tensors["slots_T"],
-            attention_plan(tensors, self.table.tensor, longest),
+            attention_plan(tensors, self.table.tensor),
             tensors.get("rows_R"),
         )
 

@@ -26,16 +26,12 @@ from spec_workers.neural.proposal import Proposal
 from spec_workers.neural.tree_growth import TreeGrowth
 from spec_workers.target import TargetWorker
 
-_FIRST_LONGEST = 1024
-_LONGEST_STEP = 4
-
 
 class Shape(NamedTuple):
     """The shape of a proposal: all that its launches depend on beside what they read."""
 
     trees: int  # padded, for a device
     levels: int  # 1: children of the roots alone
-    longest: int  # an upper bound of the positions that a draft has read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,14 +105,8 @@ class TreeProposer:
         return Proposal(batch=wanted.batch, entries_G=wanted.entries_G, topk=self._topk, **read)
 
     def _shape(self, wanted: TreesToGrow, trees: int) -> Shape:
-        longest = _FIRST_LONGEST
-        while longest < self._levels.longest(wanted.rows_G):
-            longest *= _LONGEST_STEP
-        return Shape(
-            trees=trees,
-            levels=self._num_steps if self._lockstep else int(wanted.depths_G.max(initial=1)),
-            longest=longest,
-        )
+        levels = self._num_steps if self._lockstep else int(wanted.depths_G.max(initial=1))
+        return Shape(trees, levels)
 
     def _inputs(self, wanted: TreesToGrow, padding: int) -> dict[str, NDArray]:
         requests = [wanted.batch.entries[b].request for b in wanted.entries_G]
@@ -154,7 +144,7 @@ class TreeProposer:
             if token_ms_G is not None and not self._pace.pays(level, growth, token_ms_G):
                 break
             with self._pace.timed(shape.trees):
-                hidden_PWE, above_PHE = levels.run(level, nodes, above_PHE, inputs, shape.longest)
+                hidden_PWE, above_PHE = levels.run(level, nodes, above_PHE, inputs)
                 self._guess(growth, level, hidden_PWE, is_row_PW, inputs)
             num_run += topk
         return {

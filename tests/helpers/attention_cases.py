@@ -75,7 +75,7 @@ def batch(requests: list[Request], padding: int = 0) -> tuple[torch.Tensor, Atte
     return torch.cat((q, q.new_full((padding, *q.shape[1:]), torch.nan))), plan
 
 
-def plan_of(entries: list[Entry], longest: int | None = None) -> AttentionPlan:
+def plan_of(entries: list[Entry]) -> AttentionPlan:
     """A plan for the entries whose keys are all in slot 0."""
 
     def offsets(counts: list[int]) -> torch.Tensor:
@@ -93,7 +93,6 @@ def plan_of(entries: list[Entry], longest: int | None = None) -> AttentionPlan:
             [m - 2**64 if m >= 2**63 else m for m in masks], dtype=torch.int64
         ),
         node_slots_N=torch.zeros(len(masks), dtype=torch.int32),
-        longest=longest,
     )
 
 
@@ -105,7 +104,7 @@ PLACED = (
 
 def on(device: torch.device, plan: AttentionPlan) -> AttentionPlan:
     placed = {name: getattr(plan, name).to(device) for name in ("req_to_token", *PLACED)}
-    return AttentionPlan(**placed, longest=plan.longest)
+    return AttentionPlan(**placed)
 
 
 def engine_step(q: torch.Tensor, plan: AttentionPlan) -> tuple[torch.Tensor, AttentionPlan]:
@@ -113,15 +112,14 @@ def engine_step(q: torch.Tensor, plan: AttentionPlan) -> tuple[torch.Tensor, Att
     rows_T = np.zeros(int(plan.q_offsets_B1[-1]), dtype=np.int64)
     step = StepArrays(
         input_ids_T=rows_T, positions_T=rows_T, slots_T=rows_T, sampled_R=rows_T[:0],
-        longest=int((plan.starts_B + plan.run_lens_B).max()),
         **{name: getattr(plan, name).numpy() for name in PLACED},
     )  # fmt: skip
-    bucket = Buckets(max_rows=256, max_context_len=131_072).bucket(step)
+    bucket = Buckets(max_rows=256).bucket(step)
     assert bucket is not None
-    padded = step.padded(rows=bucket.rows, entries=bucket.entries, nodes=bucket.nodes)
+    padded = step.padded(rows=bucket.rows, entries=bucket.rows, nodes=bucket.nodes)
     inputs = upload(padded, torch.device("cpu"))
     padded_q = torch.cat((q, q.new_full((bucket.rows - len(q), *q.shape[1:]), torch.nan)))
-    return padded_q, attention_plan(vars(inputs), plan.req_to_token, bucket.longest)
+    return padded_q, attention_plan(vars(inputs), plan.req_to_token)
 
 
 def make_case(

@@ -15,7 +15,7 @@ BF16 = torch.bfloat16
 
 def test_little_more_is_computed_than_there_is() -> None:
     """The rows of the graph that a step is padded to included."""
-    buckets = Buckets(max_rows=MemoryConfig().graph_rows, max_context_len=1).rows
+    buckets = Buckets(max_rows=MemoryConfig().graph_rows).rows
     for rows in (*range(1, 1025), 2304, 8192):
         padded = next((size for size in buckets if size >= rows), rows)
         for name, outputs in PRODUCTS.items():

@@ -29,13 +29,14 @@ from tests.helpers.requests import decode_batch, make_request, make_trees
 from tests.helpers.tiny_hybrid import save_tiny_hybrid
 from tests.helpers.tiny_moe import save_tiny_moe
 
-BUCKETS = Buckets(max_rows=100, max_context_len=20_000)
+BUCKETS = Buckets(max_rows=100)
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11] * 9, [5, 6, 7, 12], [40, 41]]
 PARAMS = SamplingParams(temperature=0.9, max_new_tokens=20, seed=3, n=2, ignore_eos=True)
 
 
-def step_of(trees, context: int = 9) -> StepArrays:
-    """Requests of so many tokens decode, with trees below them."""
+def step_of(trees) -> StepArrays:
+    """Requests of nine tokens decode, with trees below them."""
+    context = 9
     batch = decode_batch([make_request([1] * context, request_id=b) for b in range(len(trees))])
     for b, entry in enumerate(batch.entries):
         entry.request.row = b
@@ -53,32 +54,29 @@ def plain_engine(path, capture, **overrides):
 
 
 @pytest.mark.parametrize(
-    ("trees", "context", "bucket"),
+    ("trees", "bucket"),
     [
-        ([([], [])], 9, Bucket(1, 1, 0, 1024)),
-        ([([], [])] * 5, 1024, Bucket(8, 8, 0, 1024)),
-        ([([], [])] * 9, 1025, Bucket(16, 16, 0, 2048)),
-        ([([1], [0])] * 5, 9, Bucket(16, 16, 16, 1024)),
-        ([([1, 2], [0, 1]), ([], []), ([3], [0])], 5000, Bucket(8, 4, 8, 8192)),
-        ([([], [])] * 96, 20_000, Bucket(96, 96, 0, 20_000)),
-        ([([], [])] * 97, 9, None),
-        ([], 9, None),
+        ([([], [])], Bucket(1, 0)),
+        ([([], [])] * 5, Bucket(8, 0)),
+        ([([1], [0])] * 5, Bucket(16, 16)),
+        ([([1, 2], [0, 1]), ([], []), ([3], [0])], Bucket(8, 8)),
+        ([([1], [0])] * 33, Bucket(72, 72)),
+        ([([], [])] * 96, Bucket(96, 0)),
+        ([([], [])] * 97, None),
+        ([], None),
     ],
 )
-def test_a_step_goes_to_the_least_bucket_that_holds_it(trees, context, bucket) -> None:
-    assert BUCKETS.bucket(step_of(trees, context)) == bucket
+def test_a_step_goes_to_the_least_bucket_that_holds_it(trees, bucket) -> None:
+    assert BUCKETS.bucket(step_of(trees)) == bucket
 
 
-def test_fine_buckets_pad_by_an_eighth_at_most_and_a_cpus_have_all_entries() -> None:
-    fine = Buckets(max_rows=128, max_context_len=300, minimum_rows=3, fine=True, pads_entries=True)
+def test_fine_buckets_pad_by_an_eighth_at_most_and_a_cpus_always_have_nodes() -> None:
+    fine = Buckets(max_rows=128, minimum_rows=3, fine=True, always_nodes=True)
     assert fine.rows[:15] == (*range(3, 17), 18)
     assert fine.rows[-3:] == (112, 120, 128)
     assert all(large / small <= 9 / 8 for small, large in pairwise(fine.rows) if small >= 16)
     for trees in ([([], [])] * 17, [([1, 2], [0, 1])] * 6):
-        rows, longest = 18, 300
-        assert fine.bucket(step_of(trees)) == Bucket(
-            rows=rows, entries=rows, nodes=rows, longest=longest
-        )
+        assert fine.bucket(step_of(trees)) == Bucket(rows=18, nodes=18)
     assert fine.bucket(step_of([([], [])] * 129)) is None
 
 

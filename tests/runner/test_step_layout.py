@@ -94,7 +94,6 @@ def test_any_step_is_laid_out_as_entry_by_entry() -> None:
             for array in (step.rows_B, step.starts_B, step.run_lens_B, step.q_offsets_B1,
                           step.node_offsets_B1, step.node_slots_N):  # fmt: skip
                 assert array.dtype == np.int32
-            assert step.longest == max((entry.end for entry in batch.entries), default=0)
 
 
 def test_every_row_continues_its_parents_state_and_ends_where_it_is_kept() -> None:

@@ -59,7 +59,6 @@ class AttentionPlan:
     node_offsets_B1: torch.Tensor  # int32; entry b owns nodes [offsets[b], offsets[b + 1])
     node_masks_N: torch.Tensor  # int64 bits: bit k set when tree node k is on the path; root bit 0
     node_slots_N: torch.Tensor  # int32
-    longest: int | None = None  # upper bound of run ends, saves work on a GPU; None: table width
     # Derived forms for the CPU op and for a GPU, made at the first layer.
     schedule: AttentionSchedule | None = field(default=None, init=False, repr=False)
     work: WorkList | None = field(default=None, init=False, repr=False)

@@ -116,8 +116,8 @@ def listed_attention(
     cap = variant.soft_cap
     # Scores are in units of log 2, or of the cap until they have gone through tanh.
     scale = scale * _LOG2_E if cap is None else scale / cap
-    _attention_kernel[(sizes.items * kv_heads,)](
-        q_THD, k_pool_SKD, v_pool_SKD, out_THD, sums, weights, sinks, work.items_I6,
+    _attention_kernel[(work.programs * kv_heads,)](
+        q_THD, k_pool_SKD, v_pool_SKD, out_THD, sums, weights, sinks, work.items_I6, work.counts_2,
         plan.req_to_token, keys.slots_NW, plan.rows_B, plan.q_offsets_B1, plan.starts_B,
         plan.run_lens_B, plan.node_offsets_B1, keys.lens_N, plan.rows_B.numel(),
         *q_THD.stride()[:2], *k_pool_SKD.stride()[:2], *v_pool_SKD.stride()[:2],
@@ -130,7 +130,7 @@ def listed_attention(
     )  # fmt: skip
     if sizes.folds:
         fold_parts(
-            sums, weights, variant.sinks_H, out_THD, work.folds_F4,
+            sums, weights, variant.sinks_H, out_THD, work,
             kv_heads=kv_heads, group=group, tile_rows=shape["ROWS"],
         )  # fmt: skip
     return out_THD
@@ -141,7 +141,7 @@ def fold_parts(
     weights: torch.Tensor,
     sinks_H: torch.Tensor | None,
     out_THD: torch.Tensor,
-    folds_F4: torch.Tensor,
+    work: WorkList,
     *,
     kv_heads: int,
     group: int,
@@ -152,9 +152,9 @@ def fold_parts(
     dim = max(16, triton.next_power_of_2(head_dim))
     rows = max(1, _FOLD_NUMBERS // dim)
     chunks = triton.cdiv(min(tile_rows, len(out_THD) * group), rows)
-    _fold_kernel[(len(folds_F4) * kv_heads * chunks,)](
-        sums, weights, weights if sinks_H is None else sinks_H, out_THD, folds_F4,
-        heads, kv_heads, head_dim, chunks,
+    _fold_kernel[(work.sizes.folds * kv_heads * chunks,)](
+        sums, weights, weights if sinks_H is None else sinks_H, out_THD, work.folds_F4,
+        work.counts_2, heads, kv_heads, head_dim, chunks,
         HAS_SINKS=sinks_H is not None, ROWS=rows, GROUP=group, DIM=dim,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
@@ -214,7 +214,7 @@ def _mean(top, total, sums, sinks_ptr, head, is_row, HAS_SINKS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_entries", "window"])
 def _attention_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, sums_ptr, weights_ptr, sinks_ptr, items_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, sums_ptr, weights_ptr, sinks_ptr, items_ptr, counts_ptr,
     table_ptr, node_slots_ptr, rows_ptr, q_offsets_ptr, starts_ptr, run_lens_ptr, node_offsets_ptr,
     node_lens_ptr, num_entries,
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, table_stride,
@@ -223,150 +223,155 @@ def _attention_kernel(
     HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # Items are in the order of programs, so that programs without an item come last.
-    item_ptr, kv_head = items_ptr + tl.program_id(0) // kv_heads * 6, tl.program_id(0) % kv_heads
-    tile_len = tl.load(item_ptr + 2)
-    if tile_len == 0:
-        return
-    entry, tile_start = tl.load(item_ptr), tl.load(item_ptr + 1)
-    first_split, split_end = tl.load(item_ptr + 3), tl.load(item_ptr + 4)
-    part_row = tl.load(item_ptr + 5)
-    is_entry = entry < num_entries  # rows after the last entry are padding and see nothing
-    entry_end = tl.load(q_offsets_ptr + entry + 1, mask=is_entry, other=tile_start)
-    start = tl.load(starts_ptr + entry, mask=is_entry, other=0)
-    run_len = tl.load(run_lens_ptr + entry, mask=is_entry, other=0)
-    node_start = tl.load(node_offsets_ptr + entry)
-    nodes = tl.load(node_offsets_ptr + entry + 1, mask=is_entry, other=node_start) - node_start
-    own_block = (start + run_len) // BLOCK  # the first block with nodes' own keys
-    # Index of the tile's first row among the entry's run rows and nodes.
-    first_index = run_len + nodes - (entry_end - tile_start)
+    kv_head, num_items = tl.program_id(0) % kv_heads, tl.load(counts_ptr)
+    programs = tl.num_programs(0) // kv_heads
+    for item in range(tl.program_id(0) // kv_heads, num_items, programs):
+        item_ptr = items_ptr + item * 6
+        tile_len = tl.load(item_ptr + 2)
+        entry, tile_start = tl.load(item_ptr), tl.load(item_ptr + 1)
+        first_split, split_end = tl.load(item_ptr + 3), tl.load(item_ptr + 4)
+        part_row = tl.load(item_ptr + 5)
+        is_entry = entry < num_entries  # rows after the last entry are padding and see nothing
+        entry_end = tl.load(q_offsets_ptr + entry + 1, mask=is_entry, other=tile_start)
+        start = tl.load(starts_ptr + entry, mask=is_entry, other=0)
+        run_len = tl.load(run_lens_ptr + entry, mask=is_entry, other=0)
+        node_start = tl.load(node_offsets_ptr + entry)
+        nodes = tl.load(node_offsets_ptr + entry + 1, mask=is_entry, other=node_start) - node_start
+        own_block = (start + run_len) // BLOCK  # the first block with nodes' own keys
+        # Index of the tile's first row among the entry's run rows and nodes.
+        first_index = run_len + nodes - (entry_end - tile_start)
 
-    tile_row = tl.arange(0, ROWS)
-    query, head = tile_row // GROUP, tile_row % GROUP
-    group = heads // kv_heads
-    index = first_index + query
-    is_row = (query < tile_len) & (head < group)
-    seen = tl.where(index < run_len, start + index + 1, own_block * BLOCK)
-    seen = tl.where(is_row, seen, 0)
-    tile_seen = tl.max(seen)
-    end_block = tl.cdiv(tile_seen, BLOCK)
-    first_node = tl.maximum(run_len - first_index, 0)  # the tile's first query that is a node
-    last_block = end_block
-    if HAS_NODES:
-        is_node = (index >= run_len) & (index < run_len + nodes) & (query < tile_len)
-        node_lens = tl.load(node_lens_ptr + node_start + index - run_len, mask=is_node, other=0)
-        last_block = tl.maximum(last_block, own_block + tl.cdiv(tl.max(node_lens), BLOCK))
-    first_block, tile_first = 0, 0
-    if HAS_WINDOW:
-        length = start + index + 1
+        tile_row = tl.arange(0, ROWS)
+        query, head = tile_row // GROUP, tile_row % GROUP
+        group = heads // kv_heads
+        index = first_index + query
+        is_row = (query < tile_len) & (head < group)
+        seen = tl.where(index < run_len, start + index + 1, own_block * BLOCK)
+        seen = tl.where(is_row, seen, 0)
+        tile_seen = tl.max(seen)
+        end_block = tl.cdiv(tile_seen, BLOCK)
+        first_node = tl.maximum(run_len - first_index, 0)  # the tile's first query that is a node
+        last_block = end_block
         if HAS_NODES:
-            length = tl.where(is_node, own_block * BLOCK + node_lens, length)
-        first_seen = tl.maximum(length - window, 0)
-        tile_first = tl.min(tl.where(is_row, first_seen, tile_seen))
-        first_block = tile_first // BLOCK
+            is_node = (index >= run_len) & (index < run_len + nodes) & (query < tile_len)
+            node_lens = tl.load(node_lens_ptr + node_start + index - run_len, mask=is_node, other=0)
+            last_block = tl.maximum(last_block, own_block + tl.cdiv(tl.max(node_lens), BLOCK))
+        first_block, tile_first = 0, 0
+        if HAS_WINDOW:
+            length = start + index + 1
+            if HAS_NODES:
+                length = tl.where(is_node, own_block * BLOCK + node_lens, length)
+            first_seen = tl.maximum(length - window, 0)
+            tile_first = tl.min(tl.where(is_row, first_seen, tile_seen))
+            first_block = tile_first // BLOCK
 
-    dim = tl.arange(0, DIM)[None, :]
-    column = tl.arange(0, BLOCK)
-    inside = is_row[:, None] & (dim < head_dim)
-    q_ptr += tile_start.to(tl.int64) * q_stride + kv_head * group * q_head_stride
-    q_ptrs = q_ptr + query[:, None] * q_stride + head[:, None] * q_head_stride + dim
-    q = tl.load(q_ptrs, mask=inside, other=0.0)
-    k_ptr += kv_head * k_head_stride + dim
-    v_ptr += kv_head * v_head_stride + dim
-    table_row = tl.load(rows_ptr + entry, mask=is_entry, other=0).to(tl.int64)
-    table_ptr += table_row * table_stride
-    local = query * heads + head  # index in the tile's rows of all heads
-    first_part = part_row.to(tl.int64) * heads + kv_head * group
-    sums_ptr += first_part * head_dim
-    weights_ptr += first_part * 2
+        dim = tl.arange(0, DIM)[None, :]
+        column = tl.arange(0, BLOCK)
+        inside = is_row[:, None] & (dim < head_dim)
+        tile_q_ptr = q_ptr + tile_start.to(tl.int64) * q_stride
+        tile_q_ptr += kv_head * group * q_head_stride
+        q_ptrs = tile_q_ptr + query[:, None] * q_stride + head[:, None] * q_head_stride + dim
+        q = tl.load(q_ptrs, mask=inside, other=0.0)
+        keys_ptr = k_ptr + kv_head * k_head_stride + dim
+        values_ptr = v_ptr + kv_head * v_head_stride + dim
+        table_row = tl.load(rows_ptr + entry, mask=is_entry, other=0).to(tl.int64)
+        slots_ptr = table_ptr + table_row * table_stride
+        local = query * heads + head  # index in the tile's rows of all heads
+        first_part = part_row.to(tl.int64) * heads + kv_head * group
+        part_sums_ptr = sums_ptr + first_part * head_dim
+        part_weights_ptr = weights_ptr + first_part * 2
 
-    all_top, all_total, all_sums = no_keys(ROWS, DIM)
-    for split in range(first_split, split_end):
-        top, total, sums = no_keys(ROWS, DIM)
-        split_end_block = tl.minimum(split * SPLIT + SPLIT, end_block)
-        begin_block = tl.maximum(split * SPLIT, first_block)
-        begin = begin_block * BLOCK + column
-        next_slot = tl.load(table_ptr + begin, mask=begin < tile_seen, other=0)
-        for block in range(begin_block, split_end_block):
-            position = block * BLOCK + column
-            in_context = position < tile_seen
-            if HAS_WINDOW:
-                in_context &= position >= tile_first
-            slot = next_slot.to(tl.int64)
-            next_slot = tl.load(
-                table_ptr + position + BLOCK, mask=position + BLOCK < tile_seen, other=0
-            )
-            there = in_context[:, None] & (dim < head_dim)
-            k = tl.load(k_ptr + slot[:, None] * k_stride, mask=there, other=0.0)
-            v = tl.load(v_ptr + slot[:, None] * v_stride, mask=there, other=0.0)
-            visible = position[None, :] < seen[:, None]
-            if HAS_WINDOW:
-                visible &= position[None, :] >= first_seen[:, None]
-            top, total, sums = _attend(q, k, v, visible, top, total, sums, scale, cap, HAS_CAP)
-        if HAS_NODES:
-            first_own = tl.maximum(own_block, split * SPLIT)
-            end_own = tl.minimum(last_block, split * SPLIT + SPLIT)
-            for block in range(first_own, end_own):
-                own = (block - own_block) * BLOCK + column
-                node = node_start + first_index + first_node - run_len
-                next_len = tl.load(node_lens_ptr + node, mask=first_node < tile_len, other=0)
+        all_top, all_total, all_sums = no_keys(ROWS, DIM)
+        for split in range(first_split, split_end):
+            top, total, sums = no_keys(ROWS, DIM)
+            split_end_block = tl.minimum(split * SPLIT + SPLIT, end_block)
+            begin_block = tl.maximum(split * SPLIT, first_block)
+            begin = begin_block * BLOCK + column
+            next_slot = tl.load(slots_ptr + begin, mask=begin < tile_seen, other=0)
+            for block in range(begin_block, split_end_block):
+                position = block * BLOCK + column
+                in_context = position < tile_seen
+                if HAS_WINDOW:
+                    in_context &= position >= tile_first
+                slot = next_slot.to(tl.int64)
                 next_slot = tl.load(
-                    node_slots_ptr + node.to(tl.int64) * (2 * BLOCK) + own,
-                    mask=own < next_len,
-                    other=0,
+                    slots_ptr + position + BLOCK, mask=position + BLOCK < tile_seen, other=0
                 )
-                for i in range(first_node, tile_len):
-                    own_len, slot = next_len, next_slot.to(tl.int64)
-                    node += 1
-                    next_len = tl.load(node_lens_ptr + node, mask=i + 1 < tile_len, other=0)
+                there = in_context[:, None] & (dim < head_dim)
+                k = tl.load(keys_ptr + slot[:, None] * k_stride, mask=there, other=0.0)
+                v = tl.load(values_ptr + slot[:, None] * v_stride, mask=there, other=0.0)
+                visible = position[None, :] < seen[:, None]
+                if HAS_WINDOW:
+                    visible &= position[None, :] >= first_seen[:, None]
+                top, total, sums = _attend(q, k, v, visible, top, total, sums, scale, cap, HAS_CAP)
+            if HAS_NODES:
+                first_own = tl.maximum(own_block, split * SPLIT)
+                end_own = tl.minimum(last_block, split * SPLIT + SPLIT)
+                for block in range(first_own, end_own):
+                    own = (block - own_block) * BLOCK + column
+                    node = node_start + first_index + first_node - run_len
+                    next_len = tl.load(node_lens_ptr + node, mask=first_node < tile_len, other=0)
                     next_slot = tl.load(
                         node_slots_ptr + node.to(tl.int64) * (2 * BLOCK) + own,
                         mask=own < next_len,
                         other=0,
                     )
-                    is_own = own < own_len
-                    if HAS_WINDOW:
-                        is_own &= own >= own_len - window
-                    there = is_own[:, None] & (dim < head_dim)
-                    k = tl.load(k_ptr + slot[:, None] * k_stride, mask=there, other=0.0)
-                    v = tl.load(v_ptr + slot[:, None] * v_stride, mask=there, other=0.0)
-                    visible = is_own[None, :] & (query == i)[:, None]
-                    # Weights of zero are not enough: zero times infinity is NaN.
-                    new_top, new_total, new_sums = _attend(
-                        q, k, v, visible, top, total, sums, scale, cap, HAS_CAP
-                    )
-                    top = tl.where(query == i, new_top, top)
-                    total = tl.where(query == i, new_total, total)
-                    sums = tl.where((query == i)[:, None], new_sums, sums)
-        if first_split > 0:
-            tl.store(sums_ptr + (local[:, None] * head_dim + dim), sums, mask=inside)
-            tl.store(weights_ptr + local * 2, top, mask=is_row)
-            tl.store(weights_ptr + local * 2 + 1, total, mask=is_row)
-            sums_ptr += tile_len * heads * head_dim
-            weights_ptr += tile_len * heads * 2
-        else:
-            all_top, all_total, all_sums = fold(all_top, all_total, all_sums, top, total, sums)
+                    for i in range(first_node, tile_len):
+                        own_len, slot = next_len, next_slot.to(tl.int64)
+                        node += 1
+                        next_len = tl.load(node_lens_ptr + node, mask=i + 1 < tile_len, other=0)
+                        next_slot = tl.load(
+                            node_slots_ptr + node.to(tl.int64) * (2 * BLOCK) + own,
+                            mask=own < next_len,
+                            other=0,
+                        )
+                        is_own = own < own_len
+                        if HAS_WINDOW:
+                            is_own &= own >= own_len - window
+                        there = is_own[:, None] & (dim < head_dim)
+                        k = tl.load(keys_ptr + slot[:, None] * k_stride, mask=there, other=0.0)
+                        v = tl.load(values_ptr + slot[:, None] * v_stride, mask=there, other=0.0)
+                        visible = is_own[None, :] & (query == i)[:, None]
+                        # Weights of zero are not enough: zero times infinity is NaN.
+                        new_top, new_total, new_sums = _attend(
+                            q, k, v, visible, top, total, sums, scale, cap, HAS_CAP
+                        )
+                        top = tl.where(query == i, new_top, top)
+                        total = tl.where(query == i, new_total, total)
+                        sums = tl.where((query == i)[:, None], new_sums, sums)
+            if first_split > 0:
+                tl.store(part_sums_ptr + (local[:, None] * head_dim + dim), sums, mask=inside)
+                tl.store(part_weights_ptr + local * 2, top, mask=is_row)
+                tl.store(part_weights_ptr + local * 2 + 1, total, mask=is_row)
+                part_sums_ptr += tile_len * heads * head_dim
+                part_weights_ptr += tile_len * heads * 2
+            else:
+                all_top, all_total, all_sums = fold(all_top, all_total, all_sums, top, total, sums)
 
-    if first_split == 0:
-        if part_row >= 0:
-            tl.store(sums_ptr + (local[:, None] * head_dim + dim), all_sums, mask=inside)
-            tl.store(weights_ptr + local * 2, all_top, mask=is_row)
-            tl.store(weights_ptr + local * 2 + 1, all_total, mask=is_row)
-        else:
-            of_all = kv_head * group + head
-            mean = _mean(all_top, all_total, all_sums, sinks_ptr, of_all, is_row, HAS_SINKS)
-            mean = tl.where(is_entry, mean, 0.0)
-            out_ptr += (tile_start.to(tl.int64) * heads + kv_head * group) * head_dim
-            out_ptrs = out_ptr + (local[:, None] * head_dim + dim)
-            tl.store(out_ptrs, mean.to(out_ptr.dtype.element_ty), mask=inside)
+        if first_split == 0:
+            if part_row >= 0:
+                tl.store(part_sums_ptr + (local[:, None] * head_dim + dim), all_sums, mask=inside)
+                tl.store(part_weights_ptr + local * 2, all_top, mask=is_row)
+                tl.store(part_weights_ptr + local * 2 + 1, all_total, mask=is_row)
+            else:
+                of_all = kv_head * group + head
+                mean = _mean(all_top, all_total, all_sums, sinks_ptr, of_all, is_row, HAS_SINKS)
+                mean = tl.where(is_entry, mean, 0.0)
+                tile_out_ptr = (
+                    out_ptr + (tile_start.to(tl.int64) * heads + kv_head * group) * head_dim
+                )
+                out_ptrs = tile_out_ptr + (local[:, None] * head_dim + dim)
+                tl.store(out_ptrs, mean.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["chunks"])
 def _fold_kernel(
-    sums_ptr, weights_ptr, sinks_ptr, out_ptr, folds_ptr, heads, kv_heads, head_dim, chunks,
-    HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    sums_ptr, weights_ptr, sinks_ptr, out_ptr, folds_ptr, counts_ptr, heads, kv_heads, head_dim,
+    chunks, HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     chunk, program = tl.program_id(0) % chunks, tl.program_id(0) // chunks
+    if program // kv_heads >= tl.load(counts_ptr + 1):
+        return
     fold_ptr, kv_head = folds_ptr + program // kv_heads * 4, program % kv_heads
     tile_len = tl.load(fold_ptr + 1)
     if chunk * ROWS // GROUP >= tile_len:

@@ -1,23 +1,23 @@
 """The work list of a step's attention on a GPU: made once per step, read by every layer.
 
 A tile is at most `tile_queries` query rows of one entry. Its keys are split, and an item is a
-number of consecutive splits of a tile, for one program per kv head. The program of a tile with one
-item writes the output. Tiles with several items are cut: a second kernel folds their splits. The
-first item's splits are folded as they come and make one part; each later split is a part of its
-own.
+number of consecutive splits of a tile. As many programs as run at once, per kv head, take items in
+turns. An item that is all of its tile writes the output. Tiles with several items are cut: a second
+kernel folds their splits. The first item's splits are folded as they come and make one part; each
+later split is a part of its own.
 
 The device makes the list, since it knows the lengths of contexts. So a graph that is captured once
-serves every step of its bucket, and the levels of a draft's trees, whose plans never are on the
-host, have lists too. The host only knows bounds (`list_sizes`), from the shapes of the plan and the
-longest possible run; memory and grids depend on nothing else.
+serves every step of as many rows, and the levels of a draft's trees, whose plans never are on the
+host, have lists too. The host only knows bounds (`list_sizes`), from the shapes of the plan; memory
+and grids depend on nothing else.
 
-An item has so many splits that items of equal length would fill the device `_WAVES` times: the
-device then balances items of different lengths. The number doubles while the parts exceed their
-memory. With draft nodes, tiles are halved as long as the halved tiles make at most half as many
-items as there are programs at once, because the nodes of a tile walk their own keys one after
-another.
+An item has as many splits as make the list end first: the rounds of its programs times the splits
+of an item, and the time of the second kernel if any tile is cut. Lists of more parts than memory
+holds, and with more than `_WAVES` items for each program beside those of whole tiles, are left out.
+With draft nodes, tiles are halved as long as the halved tiles make at most half as many items as
+there are programs, because the nodes of a tile walk their own keys one after another.
 
-Legend: B entries, I items, F tiles that are cut.
+Legend: B entries, I items, F tiles that are cut, C candidates for an item's splits.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ from rollout.ops.paged_attention.plan import BLOCK, AttentionPlan
 
 SPLIT_BLOCKS = 8
 _WAVES = 4
+_FOLD_QUARTERS = 3
+"""The time of the second kernel, in quarters of a split's: by times of an H100 between a third of a
+split at one request and a whole one at 32."""
 
 
 class Limits(NamedTuple):
@@ -55,9 +58,8 @@ class ListSizes(NamedTuple):
 def list_sizes(plan: AttentionPlan, rows: int, limits: Limits) -> ListSizes:
     """Bounds for plans of these shapes with ``rows`` query rows, padding included."""
     entries, nodes = plan.rows_B.numel(), plan.node_slots_N.numel()
-    longest = plan.req_to_token.shape[1] if plan.longest is None else plan.longest
     # A path's nodes follow the run. Padding sees nothing but has an item.
-    splits = triton.cdiv(longest + BLOCK - 1, SPLIT_BLOCKS * BLOCK)
+    splits = triton.cdiv(plan.req_to_token.shape[1] + BLOCK - 1, SPLIT_BLOCKS * BLOCK)
     tiles = min(rows, rows // limits.tile_queries + entries + 1)
     items = min(tiles * splits, tiles + _WAVES * limits.programs)
     if nodes:  # tiles are narrower only if that makes few items, beside those of padding
@@ -73,7 +75,7 @@ def list_sizes(plan: AttentionPlan, rows: int, limits: Limits) -> ListSizes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkList:
-    """The items and folds of one step. After the last one only the length, 0, is defined."""
+    """The items and folds of one step. What lies behind the last ones is undefined."""
 
     rows: int  # query rows, padding included
     limits: Limits
@@ -83,6 +85,12 @@ class WorkList:
     items_I6: torch.Tensor
     # int32: first query row, number of query rows, first row of the parts, number of parts.
     folds_F4: torch.Tensor
+    counts_2: torch.Tensor  # int32: items, folds
+
+    @property
+    def programs(self) -> int:
+        """Programs per kv head that take the items in turns."""
+        return min(self.sizes.items, self.limits.programs)
 
 
 def list_of_step(plan: AttentionPlan, rows: int, limits: Limits) -> WorkList:
@@ -96,13 +104,15 @@ def work_list(plan: AttentionPlan, rows: int, limits: Limits, sizes: ListSizes) 
     """Make the list of a plan. ``sizes``: those of `list_sizes`, or larger ones."""
     like, nodes = plan.q_offsets_B1, plan.node_slots_N.numel()
     items_I6, folds_F4 = like.new_empty((sizes.items, 6)), like.new_empty((sizes.folds, 4))
+    counts_2 = like.new_empty(2)
     _work_list_kernel[(1,)](
         plan.q_offsets_B1, plan.starts_B, plan.run_lens_B, plan.node_offsets_B1,
-        items_I6, folds_F4, plan.rows_B.numel(), rows, *sizes, limits.tile_queries, limits.programs,
-        HAS_NODES=nodes > 0, SPLIT=SPLIT_BLOCKS * BLOCK, BLOCK=BLOCK, WAVES=_WAVES, num_warps=4,
-        enable_fp_fusion=False,
+        items_I6, folds_F4, counts_2, plan.rows_B.numel(), rows, sizes.part_rows,
+        limits.tile_queries, limits.programs,
+        HAS_NODES=nodes > 0, SPLIT=SPLIT_BLOCKS * BLOCK, BLOCK=BLOCK, WAVES=_WAVES,
+        FOLD_QUARTERS=_FOLD_QUARTERS, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-    return WorkList(rows, limits, sizes, items_I6, folds_F4)
+    return WorkList(rows, limits, sizes, items_I6, folds_F4, counts_2)
 
 
 @triton.jit
@@ -121,67 +131,81 @@ def _entry(
 
 
 @triton.jit
-def _wanted(
+def _splits_of_all(
     q_offsets_ptr, starts_ptr, run_lens_ptr, node_offsets_ptr, num_entries, num_rows, queries,
-    length, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Splits of all tiles of ``queries`` rows, and rows of all parts with ``length`` splits an
-    item.
-
-    Both assume that every row sees the keys of its entry's last row.
-    """
+    """Splits of all tiles of ``queries`` rows, padding aside, as if every row saw the keys of its
+    entry's last row."""
     lane = tl.arange(0, 128)
-    splits_of_all = tl.zeros((128,), tl.int32)
-    part_rows = tl.zeros((128,), tl.int32)
-    for first_entry in range(0, num_entries + 1, 128):
+    found = tl.zeros((128,), tl.int32)
+    for first_entry in range(0, num_entries, 128):
         first, end, start, run_len, nodes = _entry(
             q_offsets_ptr, starts_ptr, run_lens_ptr, node_offsets_ptr, first_entry + lane,
             num_entries, num_rows,
         )  # fmt: skip
-        rows = tl.where(first_entry + lane < num_entries, end - first, 0)  # without padding
+        rows = tl.where(first_entry + lane < num_entries, end - first, 0)
         splits = tl.cdiv(start + run_len + tl.minimum(nodes, BLOCK - 1), SPLIT)
-        splits_of_all += tl.cdiv(rows, queries) * tl.maximum(splits, 1)
-        part_rows += tl.where(splits > length, rows * (splits - length + 1), 0)
-    return tl.sum(splits_of_all), tl.sum(part_rows)
+        found += tl.cdiv(rows, queries) * tl.maximum(splits, 1)
+    return tl.sum(found)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_entries", "num_rows", "max_items", "max_folds", "max_part_rows", "queries",
-        "programs",
-    ]
-)  # fmt: skip
-def _work_list_kernel(
-    q_offsets_ptr, starts_ptr, run_lens_ptr, node_offsets_ptr, items_ptr, folds_ptr,
-    num_entries, num_rows, max_items, max_folds, max_part_rows, queries, programs,
-    HAS_NODES: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, WAVES: tl.constexpr,
+@triton.jit
+def _item_splits(
+    q_offsets_ptr, starts_ptr, run_lens_ptr, node_offsets_ptr, num_entries, num_rows, queries,
+    programs, max_part_rows,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, WAVES: tl.constexpr, FOLD_QUARTERS: tl.constexpr,
 ):  # fmt: skip
-    splits_of_all, _ = _wanted(
-        q_offsets_ptr, starts_ptr, run_lens_ptr, node_offsets_ptr, num_entries, num_rows, queries,
-        1, SPLIT, BLOCK,
-    )  # fmt: skip
+    """Splits of an item, a power of two, with which the list ends first; of equal ones the most."""
+    lane = tl.arange(0, 64)
+    length = (1 << tl.arange(0, 16))[None, :]  # the largest cuts no tile
+    items = tl.zeros((64, 16), tl.int32)
+    part_rows = tl.zeros((64, 16), tl.int32)
+    most = tl.zeros((64,), tl.int32)
+    for first_entry in range(0, num_entries, 64):
+        first, end, start, run_len, nodes = _entry(
+            q_offsets_ptr, starts_ptr, run_lens_ptr, node_offsets_ptr, first_entry + lane,
+            num_entries, num_rows,
+        )  # fmt: skip
+        rows = tl.where(first_entry + lane < num_entries, end - first, 0)[:, None]
+        splits = tl.cdiv(start + run_len + tl.minimum(nodes, BLOCK - 1), SPLIT)
+        splits = tl.maximum(splits, 1)[:, None]
+        items += tl.cdiv(rows, queries) * tl.cdiv(splits, length)
+        part_rows += tl.where(splits > length, rows * (splits - length + 1), 0)
+        most = tl.maximum(most, tl.max(tl.where(rows > 0, splits, 0), axis=1))
+    items_C, part_rows_C = tl.sum(items, axis=0), tl.sum(part_rows, axis=0)
+    longest = tl.max(most)
+    candidate_C = tl.arange(0, 16)
+    length_C = 1 << candidate_C
+    quarters_C = 4 * tl.cdiv(items_C, programs) * tl.minimum(length_C, longest)
+    quarters_C += tl.where(length_C < longest, FOLD_QUARTERS, 0)
+    fits_C = (part_rows_C <= max_part_rows) & (items_C - tl.min(items_C) <= WAVES * programs)
+    quarters_C = tl.where(fits_C, quarters_C, 2**30)
+    is_best_C = quarters_C == tl.min(quarters_C)
+    return 1 << tl.max(tl.where(is_best_C, candidate_C, 0))
+
+
+@triton.jit(do_not_specialize=["num_entries", "num_rows", "max_part_rows", "queries", "programs"])
+def _work_list_kernel(
+    q_offsets_ptr, starts_ptr, run_lens_ptr, node_offsets_ptr, items_ptr, folds_ptr, counts_ptr,
+    num_entries, num_rows, max_part_rows, queries, programs,
+    HAS_NODES: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, WAVES: tl.constexpr,
+    FOLD_QUARTERS: tl.constexpr,
+):  # fmt: skip
     if HAS_NODES:
         is_wide = queries > 1
         while is_wide:
-            halved, _ = _wanted(
+            halved = _splits_of_all(
                 q_offsets_ptr, starts_ptr, run_lens_ptr, node_offsets_ptr, num_entries, num_rows,
-                queries // 2, 1, SPLIT, BLOCK,
+                queries // 2, SPLIT, BLOCK,
             )  # fmt: skip
             is_wide = 2 * halved <= programs
             queries = tl.where(is_wide, queries // 2, queries)
-            splits_of_all = tl.where(is_wide, halved, splits_of_all)
             is_wide = is_wide & (queries > 1)
-    length = tl.maximum(tl.cdiv(splits_of_all, WAVES * programs), 1)
-    _, part_rows = _wanted(
+    length = _item_splits(
         q_offsets_ptr, starts_ptr, run_lens_ptr, node_offsets_ptr, num_entries, num_rows, queries,
-        length, SPLIT, BLOCK,
+        programs, max_part_rows, SPLIT, BLOCK, WAVES, FOLD_QUARTERS,
     )  # fmt: skip
-    while part_rows > max_part_rows:
-        length *= 2
-        _, part_rows = _wanted(
-            q_offsets_ptr, starts_ptr, run_lens_ptr, node_offsets_ptr, num_entries, num_rows,
-            queries, length, SPLIT, BLOCK,
-        )  # fmt: skip
 
     lane = tl.arange(0, 256)
     items_before, folds_before, rows_before = 0, 0, 0
@@ -219,9 +243,5 @@ def _work_list_kernel(
         items_before += tl.sum(items)
         folds_before += tl.sum(is_cut.to(tl.int32))
         rows_before += tl.sum(parts * rows)
-    for first_item in range(items_before, max_items, 256):
-        item = first_item + lane
-        tl.store(items_ptr + item * 6 + 2, 0, mask=item < max_items)
-    for first_fold in range(folds_before, max_folds, 256):
-        fold = first_fold + lane
-        tl.store(folds_ptr + fold * 4 + 1, 0, mask=fold < max_folds)
+    tl.store(counts_ptr, items_before)
+    tl.store(counts_ptr + 1, folds_before)

@@ -27,8 +27,8 @@ from rollout.runner.graphs.host_capture import HostCapture
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """The results of a forward: hidden states [T, E], features [T, F], routes [T, C]."""
 
-Forward = Callable[[StepArrays[torch.Tensor], int], Results]
-"""A forward: takes a step's inputs and its longest run."""
+Forward = Callable[[StepArrays[torch.Tensor]], Results]
+"""A forward of a step's inputs."""
 
 _RESULTS = ("hidden_TE", "features_TF", "routes_TC")
 
@@ -86,7 +86,7 @@ class ForwardGraphs:
         bucket = None if self.graph_runner.is_idle else self.buckets.bucket(step)
         if bucket is None:
             return None
-        padded = step.padded(rows=bucket.rows, entries=bucket.entries, nodes=bucket.nodes)
+        padded = step.padded(rows=bucket.rows, entries=bucket.rows, nodes=bucket.nodes)
         inputs = self.graph_runner.send(padded)
         if inputs is None:
             self.is_warm = False
@@ -97,7 +97,7 @@ class ForwardGraphs:
         """Run the padded step. The results are valid until the next one."""
 
         def named() -> Tensors:
-            results = forward(sent.inputs, sent.bucket.longest)
+            results = forward(sent.inputs)
             return dict(zip(_RESULTS, results, strict=True))
 
         key, variant = (sent.bucket, sent.variant), sent.variant
@@ -139,10 +139,9 @@ def graphs_of_model(
         return None
     buckets = Buckets(
         max_rows=min(config.graph_rows, _host_rows(linears)) if on_host else config.graph_rows,
-        max_context_len=spec.max_context_len,
         minimum_rows=minimum_rows,
         fine=on_host and not all(linear.multiplies_tiles for linear in linears),
-        pads_entries=on_host,
+        always_nodes=on_host,
     )
     return ForwardGraphs(
         buckets,

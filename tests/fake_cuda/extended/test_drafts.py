@@ -32,13 +32,10 @@ class NoLevels:
 
     def apply(self, tensors, rows_G) -> None: ...
 
-    def longest(self, rows_G) -> int:
-        return 1
-
     def roots(self, inputs) -> torch.Tensor:
         return torch.empty(len(inputs["rows"]), 1, HIDDEN, device="cuda")
 
-    def run(self, level, nodes, above, inputs, longest):
+    def run(self, level, nodes, above, inputs):
         assert nodes.tokens_GN.shape == (len(inputs["rows"]), level * TOPK)
         return above.expand(-1, TOPK, -1), above
 

@@ -17,7 +17,7 @@ def test_a_step_of_verls_defaults_takes_little(gpu: FakeGpu, tmp_path) -> None:
     steps = DummyRun(model)
     rows, sampled = STEP_TOKENS + RUNNING * NODES, RUNNING * (1 + NODES)
     with LiveBytes() as forward:
-        hidden_TE = steps.forward(rows, nodes=rows, longest=model.spec.max_context_len)
+        hidden_TE = steps.forward(rows, nodes=rows)
     with LiveBytes() as sampling:
         steps.sample(hidden_TE, sampled)
     sizes = {

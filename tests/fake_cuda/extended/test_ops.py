@@ -46,7 +46,6 @@ def test_attention_over_long_contexts(gpu: FakeGpu, entries, run_len, nodes) -> 
         node_offsets_B1=on_gpu(entries + 1, **ints),
         node_masks_N=on_gpu(entries * nodes, dtype=torch.int64),
         node_slots_N=on_gpu(entries * nodes, **ints),
-        longest=CONTEXT,
     )
     q_THD = on_gpu(entries * (run_len + nodes), 32, DIM)
     pools = on_gpu(2, SLOTS, KV_HEADS, DIM)

@@ -27,7 +27,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 WHOLE = {"programs": 1, "part_rows": 0}  # an item per tile
 CUT = {"programs": 4096, "part_rows": 1 << 20}  # per split; tiles of nodes have one row
-SOME = {"programs": 1, "part_rows": 1 << 20}  # items of several splits
+SOME = {"programs": 7, "part_rows": 1 << 20}  # items of several splits
 
 
 def listed(variant=PLAIN, **limits):

@@ -49,9 +49,7 @@ def listed(
     work = work_list(on(device, plan), rows, limits, roomy)
     items = [Item(*fields) for fields in work.items_I6.tolist()]
     folds = [Fold(*fields) for fields in work.folds_F4.tolist()]
-    num_items, num_folds = (sum(each.rows > 0 for each in some) for some in (items, folds))
-    assert not any(each.rows for each in items[num_items:])
-    assert not any(each.rows for each in folds[num_folds:])
+    num_items, num_folds = work.counts_2.tolist()
     return items[:num_items], folds[:num_folds], sizes
 
 
@@ -116,13 +114,27 @@ def random_step(rng: random.Random) -> tuple[AttentionPlan, int]:
         nodes = rng.choice([0, rng.randint(0, 20), 63])
         entries.append(Entry(rng.randint(0, most), run_len, [0] * nodes))
         kept.append(rng.choice([run_len + nodes, rng.randint(0, run_len + nodes)]))
-    plan = plan_of(entries, longest=max((e.start + e.run_len for e in entries), default=1))
+    plan = plan_of(entries)
+    longest = max((e.start + e.run_len for e in entries), default=1)
+    plan.req_to_token = torch.zeros(1, longest, dtype=torch.int32)
     plan.q_offsets_B1 = torch.tensor([0, *kept]).cumsum(0).int()
     return plan, sum(kept) + rng.choice([1, 7, 100])
 
 
+def kinds(items: list[Item]) -> set[str]:
+    """Whether tiles of several splits are whole, cut into single splits or into longer items."""
+    found = set()
+    for item in items:
+        size = item.end_split - item.first_split
+        if item.part_row < 0:
+            found |= {"whole"} if size > 1 else set()
+        elif not item.first_split:
+            found |= {"single"} if size == 1 else {"longer"}
+    return found
+
+
 def test_lists_of_any_step_are_whole_and_within_their_sizes(device) -> None:
-    rng = random.Random(0)
+    rng, found = random.Random(0), set()
     for _ in range(30):
         plan, rows = random_step(rng)
         limits = Limits(
@@ -130,4 +142,19 @@ def test_lists_of_any_step_are_whole_and_within_their_sizes(device) -> None:
             programs=rng.choice([1, 3, 33, 500]),
             part_rows=rng.choice([0, 50, 1000, 10**6]),
         )
-        check(plan, rows, limits, device)
+        found |= kinds(check(plan, rows, limits, device))
+    assert found == {"whole", "single", "longer"}
+
+
+def test_only_what_makes_the_list_end_sooner_is_cut(device) -> None:
+    def items(contexts: list[int], programs: int) -> list[Item]:
+        plan = plan_of([Entry(context - 1, 1) for context in contexts])
+        plan.req_to_token = torch.zeros(1, max(contexts), dtype=torch.int32)
+        limits = Limits(tile_queries=16, programs=programs, part_rows=10**6)
+        return check(plan, len(contexts), limits, device)
+
+    assert kinds(items([4 * SPLIT] * 32, programs=33)) == {"whole"}  # a round of four splits
+    assert kinds(items([4 * SPLIT] * 64, programs=33)) == {"whole"}  # two, of 66 places
+    assert kinds(items([4 * SPLIT] * 40, programs=33)) == {"single"}  # two, of which one is empty
+    assert kinds(items([4 * SPLIT], programs=33)) == {"single"}
+    assert len(items([64 * SPLIT] + [4 * SPLIT] * 31, programs=33)) > 60  # one walk of 64 else
