@@ -1,8 +1,9 @@
 """Weights through CUDA IPC, between processes that share a GPU.
 
 As `shared_memory`, but the buffer is on the device and its handle what the CUDA driver calls it.
-It has never been run on a GPU: `_exported` and `_mapped`, the two calls of torch it rests on, were
-written by reading, the rest is tested with memory of the CPU in their place.
+It has never been run on a GPU: `_exported` and `_mapped`, the two calls of torch it rests on, and
+`exporting_device` were written by reading, the rest is tested with memory of the CPU in their
+place.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ from rollout.weights.source import NamedTensors, closed_iterator
 
 KIND = "cuda_ipc"
 
+_EXPANDABLE = b"e"
+"""What torch writes behind a memory handle's version byte for memory of expandable segments. Such
+memory is shared by file descriptors, which containers mostly forbid."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedBuffer:
@@ -51,6 +56,11 @@ class ExportedBuffer:
     counter_offset: int
     event: bytes
     event_sync: bool
+
+    @property
+    def identity(self) -> tuple[str, bytes, int]:
+        """Equal for handles of one buffer."""
+        return self.device_uuid, self.memory, self.storage_offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +115,17 @@ class CudaIpcSender:
     Every tensor is copied into it: no receiver ever maps the trainer's own memory. A tensor larger
     than ``bucket_bytes`` makes it grow. It is kept for the next update. A context manager; `close`
     frees it.
+
+    ``device``: of the buffer; default: that of the first tensor.
     """
 
-    def __init__(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
-        self._bucket_bytes = checked_bucket_bytes(bucket_bytes)
+    num_buffers = 1
+
+    def __init__(
+        self, bucket_bytes: int = DEFAULT_BUCKET_BYTES, device: torch.device | None = None
+    ) -> None:
+        self.bucket_bytes = checked_bucket_bytes(bucket_bytes)
+        self.device = device
         self._buffer: torch.Tensor | None = None  # uint8 [header and a bucket]
         # Once a buffer: each export is one more wrapper around its storage, for torch to unwind.
         self._exported: ExportedBuffer | None = None
@@ -119,7 +136,9 @@ class CudaIpcSender:
 
         Raises InvalidInputError for tensors that are not on a GPU, EngineStateError after `close`.
         """
-        stream = buckets(named_tensors, self._bucket_bytes, buffer=self._next_flat)
+        stream = buckets(
+            named_tensors, self.bucket_bytes, device=self.device, buffer=self._next_flat
+        )
         with closed_iterator(stream) as packed:
             for bucket in packed:
                 self._require_open()
@@ -156,34 +175,69 @@ class CudaIpcSender:
         self.close()
 
 
-def check_handles(handles: Mapping[str, CudaIpcHandle]) -> None:
-    """Raises InvalidInputError, naming the field, unless every handle's bucket is there now."""
-    first: dict[tuple[str, bytes, int], str] = {}
-    for field, handle in handles.items():
-        buffer = handle.buffer
-        identity = (buffer.device_uuid, buffer.memory, buffer.storage_offset)
-        if identity in first:
+class CudaIpcReceiver:
+    """Maps the buffers that handles name, each once until `release`: a mapping takes as long as the
+    copy of some hundred MiB."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[tuple[str, bytes, int], torch.Tensor] = {}
+
+    def check(self, handles: Mapping[str, CudaIpcHandle]) -> None:
+        """Raises InvalidInputError, naming the field, unless every handle's bucket is there now."""
+        first: dict[tuple[str, bytes, int], str] = {}
+        for field, handle in handles.items():
+            identity = handle.buffer.identity
+            if identity in first:
+                raise InvalidInputError(
+                    field, handle.buffer.memory.hex(),
+                    f"is of the same buffer as {first[identity]}, which holds the last bucket of "
+                    "all: hand over the iterator itself",
+                )  # fmt: skip
+            first[identity] = field
+        for field, handle in handles.items():
+            self._current(handle, field)
+
+    def tensors(self, handle: CudaIpcHandle, field: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and views of the sender's buffer, whose reads are complete when this ends.
+
+        Raises InvalidInputError where the bucket is not there, WeightUpdateError if the sender
+        refilled the buffer meanwhile.
+        """
+        buffer = self._current(handle, field)
+        yield from FlattenedBucket(buffer[HEADER_BYTES:], handle.layout).unflatten()
+        _finish(buffer.device)
+        refuse_refilled(handle.nonce, _nonce(buffer), "its buffer")
+
+    def release(self) -> None:
+        """Let go of every buffer."""
+        self._mapped.clear()
+
+    def _current(self, handle: CudaIpcHandle, field: str) -> torch.Tensor:
+        identity = handle.buffer.identity
+        if identity not in self._mapped:
+            self._mapped[identity] = _mapped(handle.buffer, field)
+        buffer = self._mapped[identity]
+        if buffer.numel() < HEADER_BYTES + handle.layout.num_bytes:
             raise InvalidInputError(
-                field, identity[1].hex(),
-                f"is of the same buffer as {first[identity]}, which holds the last bucket of all: "
-                "hand over the iterator itself",
+                f"{field}.layout.num_bytes", handle.layout.num_bytes,
+                f"is more than the buffer's {buffer.numel()} bytes",
             )  # fmt: skip
-        first[identity] = field
-    for field, handle in handles.items():
-        refuse_replaced(handle.nonce, _nonce(_mapped(handle.buffer, field)), field)
+        refuse_replaced(handle.nonce, _nonce(buffer), field)
+        return buffer
 
 
-def cuda_tensors(handle: CudaIpcHandle, field: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and views of the sender's buffer, whose reads are complete when this ends.
+def exporting_device() -> str | None:
+    """The UUID of this process's current GPU where its memory can be exported now; None on other
+    devices than NVIDIA's and under expandable segments."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return None
+    exported = _exported(torch.empty(1, dtype=torch.uint8, device="cuda"))
+    return None if exported.memory[1:2] == _EXPANDABLE else exported.device_uuid
 
-    Raises InvalidInputError where the bucket is not there, WeightUpdateError if the sender refilled
-    the buffer meanwhile.
-    """
-    buffer = _mapped(handle.buffer, field)
-    refuse_replaced(handle.nonce, _nonce(buffer), field)
-    yield from FlattenedBucket(buffer[HEADER_BYTES:], handle.layout).unflatten()
-    _finish(buffer.device)
-    refuse_refilled(handle.nonce, _nonce(buffer), "its buffer")
+
+def is_visible(device_uuid: str) -> bool:
+    """Whether this process sees the GPU, and can map what is exported on it."""
+    return device_uuid in _visible_uuids()
 
 
 def _stamp(buffer: torch.Tensor, nonce: bytes) -> None:
@@ -230,10 +284,12 @@ def _mapped(exported: ExportedBuffer, field: str) -> torch.Tensor:
 
 
 def _device(uuid: str, field: str) -> torch.device:
-    present = [
-        str(torch.cuda.get_device_properties(index).uuid)
-        for index in range(torch.cuda.device_count())
-    ]
-    if uuid not in present:
-        raise InvalidInputError(field, uuid, f"must be a GPU of this process: {present}")
-    return torch.device("cuda", present.index(uuid))
+    visible = _visible_uuids()
+    if uuid not in visible:
+        raise InvalidInputError(field, uuid, f"must be a GPU of this process: {visible}")
+    return torch.device("cuda", visible.index(uuid))
+
+
+def _visible_uuids() -> list[str]:
+    count = torch.cuda.device_count()
+    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]

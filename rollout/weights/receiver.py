@@ -79,12 +79,15 @@ class WeightReceiver:
                 return None
         finally:
             if isinstance(source, HandleSource):
+                if not weights.is_under_way:
+                    self.handles.release_devices()
                 self._ranks.all_gather_int(0)  # the sender may refill what all have read
 
     def end(self, weight_version: int | None = None) -> UpdateCounts:
         """Commit the open update. ``weight_version``: for a caller that began without knowing it;
         one that is in use is refused, and the update stays open."""
         weights = self.weights
+        self.handles.release_devices()
         if weight_version is not None:
             weights.renumber(checked_int(weight_version, "weight_version", minimum=0))
         if weights.is_loading:
@@ -98,6 +101,7 @@ class WeightReceiver:
     def abandon(self, reason: str) -> None:
         """Give up the open update, if there is one."""
         self.weights.abandon(reason)
+        self.handles.release_devices()
 
     def decline(self, source: WeightSource, reason: str) -> None:
         """Tell the sender that nothing of what it announced will be taken."""

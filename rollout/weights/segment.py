@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import re
@@ -27,6 +28,8 @@ import torch
 from rollout.errors import InvalidInputError, WeightUpdateError
 from rollout.validation import checked_hex
 
+log = logging.getLogger(__name__)
+
 _FOLDER = Path("/dev/shm")
 
 NONCE_BYTES = 16
@@ -34,6 +37,8 @@ HEADER_BYTES = 64
 """The nonce, and room so that what follows is aligned as entries are."""
 
 NO_BUCKET = bytes(NONCE_BYTES)
+
+_READ_ONLY = 8  # cudaHostRegisterReadOnly
 
 
 def host_memory() -> str:
@@ -90,6 +95,17 @@ class _Mapped:
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             # The tensor holds on to the map: it is unmapped with the last view.
             self.flat = torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
+        if torch.cuda.is_initialized():
+            self._pin(_READ_ONLY if access == mmap.ACCESS_READ else 0)
+
+    def _pin(self, flags: int) -> None:
+        """Have the GPU copy from and to it without a detour through the driver's own memory."""
+        cudart, address = torch.cuda.cudart(), self.flat.data_ptr() - HEADER_BYTES
+        status = cudart.cudaHostRegister(address, HEADER_BYTES + self.flat.numel(), flags)
+        if status == cudart.cudaError.success:
+            weakref.finalize(self, cudart.cudaHostUnregister, address)
+        else:
+            log.info("segment %s stays pageable: %s", self.name, status)
 
     @property
     def nonce(self) -> bytes:

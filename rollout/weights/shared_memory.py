@@ -28,7 +28,7 @@ from rollout.weights.bucket_layout import (
     checked_bucket_bytes,
     manifest_of_layouts,
 )
-from rollout.weights.cuda_ipc import CudaIpcHandle, cuda_tensors
+from rollout.weights.cuda_ipc import CudaIpcHandle, CudaIpcReceiver
 from rollout.weights.manifest import Manifest
 from rollout.weights.segment import (
     MappedSegment,
@@ -94,7 +94,8 @@ class SharedMemorySender:
 
     def __init__(self, bucket_bytes: int = CACHED_BUCKET_BYTES, *, num_segments: int = 2) -> None:
         count = checked_int(num_segments, "num_segments", minimum=1, maximum=64)
-        self._segment_bytes = checked_bucket_bytes(checked_bucket_bytes(bucket_bytes) // count)
+        self.num_buffers = count
+        self.bucket_bytes = checked_bucket_bytes(checked_bucket_bytes(bucket_bytes) // count)
         self._segments: list[OwnedSegment | None] = [None] * count
         self._filled = -1  # index of the segment filled last
         self._closed = False
@@ -106,7 +107,7 @@ class SharedMemorySender:
         Ask for it only when every receiver has loaded the one whose place it takes. Raises
         WeightUpdateError where shared memory is full, EngineStateError after `close`.
         """
-        stream = buckets(named_tensors, self._segment_bytes, buffer=self.next_flat)
+        stream = buckets(named_tensors, self.bucket_bytes, buffer=self.next_flat)
         with closed_iterator(stream) as packed:
             for bucket in packed:
                 yield self.handle(bucket.layout)
@@ -233,6 +234,7 @@ class HandleReceiver:
 
     def __init__(self) -> None:
         self._segments = SharedMemoryReceiver()
+        self._buffers = CudaIpcReceiver()
 
     @contextmanager
     def opened(self, source: HandleSource) -> Iterator[WeightTensors]:
@@ -258,7 +260,7 @@ class HandleReceiver:
         for field, handle in stored:
             if isinstance(handle, SharedMemoryHandle):
                 self._segments.check(handle, field)
-        cuda_ipc.check_handles(
+        self._buffers.check(
             {field: handle for field, handle in stored if isinstance(handle, CudaIpcHandle)}
         )
         return _HandleTensors(self, stored, is_stored=True)
@@ -267,11 +269,16 @@ class HandleReceiver:
         """The names and tensors of one handle's bucket."""
         if isinstance(handle, SharedMemoryHandle):
             return self._segments.tensors(handle, field)
-        return cuda_tensors(handle, field)
+        return self._buffers.tensors(handle, field)
+
+    def release_devices(self) -> None:
+        """Let go of senders' memory on GPUs, which they may want back after an update."""
+        self._buffers.release()
 
     def release(self) -> None:
         """Let go of every sender's memory. The next handle maps it again."""
         self._segments.release()
+        self._buffers.release()
 
 
 class _HandleTensors(WeightTensors):

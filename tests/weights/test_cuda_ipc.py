@@ -8,9 +8,13 @@ import pytest
 import torch
 
 from rollout.errors import InvalidInputError, WeightUpdateError
+from rollout.parallel import SingleRank
 from rollout.weights import cuda_ipc
 from rollout.weights.cuda_ipc import CudaIpcHandle, CudaIpcSender, ExportedBuffer
-from rollout.weights.shared_memory import HandleReceiver
+from rollout.weights.receiver import WeightReceiver
+from rollout.weights.shared_memory import HandleReceiver, HandleSource
+from rollout.weights.transaction import WeightTransaction
+from tests.helpers.plain_part import PlainPart
 
 TENSORS = {f"t{i}": torch.full((16,), float(i)) for i in range(6)}
 
@@ -49,6 +53,29 @@ def test_a_stream_of_handles(exported):
         assert list(found) == list(TENSORS)
         assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
     assert len(exported) == 1, "one buffer, shared once, for every bucket of every update"
+
+
+def test_a_buffer_is_mapped_once_for_an_update(exported, monkeypatch):
+    part = PlainPart({name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()})
+    receiver = WeightReceiver(
+        WeightTransaction({"target": part}), torch.device("cpu"), SingleRank()
+    )
+    mapped, fields = cuda_ipc._mapped, []
+    monkeypatch.setattr(cuda_ipc, "_mapped", lambda *given: fields.append(1) or mapped(*given))
+    with CudaIpcSender(128) as sender:
+        for one_call in (True, False, False):
+            fields.clear()
+            if one_call:
+                receiver.update(HandleSource(sender.handles(TENSORS.items())), {})
+            else:
+                receiver.begin(None, {})
+                for handle in sender.handles(TENSORS.items()):
+                    receiver.update(HandleSource(handle), {})
+                receiver.end()
+            assert len(fields) == 1
+            assert all(torch.equal(part.own[name], tensor) for name, tensor in TENSORS.items())
+            for tensor in part.own.values():
+                tensor.zero_()
 
 
 def test_large_tensors_and_views_are_copied_into_the_senders_own_buffer(exported):

@@ -14,6 +14,7 @@ from verl.workers.rollout.base import BaseRollout
 from rollout.errors import InvalidInputError
 from rollout.trainers.verl.options import server_name
 from rollout.weights.adapter_folder import adapter_scaling, update_name
+from rollout.weights.cuda_ipc import CudaIpcSender, exporting_device
 from rollout.weights.shared_memory import SharedMemorySender
 
 SEGMENTS = 4
@@ -35,6 +36,7 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl is untyped here
         self.is_leader_rank = rank == 0
         self.sleep_level = 2
         self._handle: Any = None
+        self._shared: SharedMemorySender | None = None  # kept: new segments take as long as a copy
 
     async def resume(self, tags: list[str]) -> None:
         """``tags``: weights, kv_cache."""
@@ -70,14 +72,22 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl is untyped here
             if kwargs.get("base_sync_done"):
                 options["lora_scaling"] = adapter_scaling(peft_config)
             weights = _renamed(weights)
-        megabytes = self.config.checkpoint_engine.update_weights_bucket_megabytes
-        await send_weights(
-            self._server,
-            weights,
-            global_steps=global_steps,
-            bucket_bytes=megabytes << 20,
-            **options,
-        )
+        sender = await self._sender()
+        try:
+            await send_weights(self._server, weights, sender, global_steps=global_steps, **options)
+        finally:
+            if sender is not self._shared:
+                sender.close()  # the trainer's GPU has other uses for it
+
+    async def _sender(self) -> Sender:
+        """CUDA IPC where the server sees this worker's GPU, else shared memory."""
+        bucket_bytes = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
+        device_uuid = exporting_device()
+        if device_uuid is not None and await self._server.sees_gpu.remote(device_uuid):
+            return CudaIpcSender(bucket_bytes, torch.device("cuda", torch.cuda.current_device()))
+        if self._shared is None:
+            self._shared = SharedMemorySender(bucket_bytes, num_segments=SEGMENTS)
+        return self._shared
 
     @property
     def _server(self) -> Any:
@@ -87,6 +97,7 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl is untyped here
         return self._handle
 
 
+Sender = SharedMemorySender | CudaIpcSender
 WorkerWeights = Iterable[tuple[str, torch.Tensor]] | AsyncIterator[tuple[str, torch.Tensor]]
 
 
@@ -108,9 +119,9 @@ async def _renamed(weights: WorkerWeights) -> AsyncIterator[tuple[str, torch.Ten
 async def send_weights(
     server: Any,
     weights: WorkerWeights,
+    sender: Sender,
     *,
     global_steps: int | None,
-    bucket_bytes: int,
     lora_scaling: float | None = None,
 ) -> None:
     """One update of ``server``, a Ray actor, as one transaction; ``weights`` run to their end.
@@ -119,23 +130,22 @@ async def send_weights(
     is taken all the same before its error is raised. Where ``weights`` fail, the server is told,
     and serves nothing until a later update succeeds.
 
-    ``bucket_bytes``: of shared memory, in segments that are filled while others are read.
+    ``sender``: packs them; those of its buffers that are free are filled while others are read.
     ``lora_scaling``: the weights are LoRA adapters, scaled so.
     """
     update = _Update(server)
     await update.call("begin_weight_update", lora_scaling)
     try:
-        with SharedMemorySender(bucket_bytes, num_segments=SEGMENTS) as sender:
-            loading: deque[Any] = deque()
-            try:
-                async for handle in _handles(sender, weights, bucket_bytes):
-                    loading.append(update.start("load_weights", handle))
-                    if len(loading) == SEGMENTS:  # the next bucket takes the first one's place
-                        await update.wait(loading[0])
-                        loading.popleft()
-            finally:  # they read what goes with the sender
-                for each in loading:
-                    await update.wait(each)
+        loading: deque[Any] = deque()
+        try:
+            async for handle in _handles(sender, weights):
+                loading.append(update.start("load_weights", handle))
+                if len(loading) == sender.num_buffers:  # the next takes the first one's place
+                    await update.wait(loading[0])
+                    loading.popleft()
+        finally:  # they read what the sender may free
+            for each in loading:
+                await update.wait(each)
     except BaseException as error:
         await update.call("abandon_weight_update", f"the sending worker failed: {error!r}")
         raise
@@ -168,29 +178,28 @@ class _Update:
         await self.wait(self.start(method, *arguments))
 
 
-async def _handles(
-    sender: SharedMemorySender, weights: WorkerWeights, bucket_bytes: int
-) -> AsyncIterator[dict[str, Any]]:
+async def _handles(sender: Sender, weights: WorkerWeights) -> AsyncIterator[dict[str, Any]]:
     if not isinstance(weights, AsyncIterator):
         for handle in sender.handles(weights):
             yield handle
         return
-    async for some in _copied(weights, bucket_bytes // SEGMENTS):
+    device = sender.device if isinstance(sender, CudaIpcSender) else torch.device("cpu")
+    async for some in _copied(weights, sender.bucket_bytes, device):
         for handle in sender.handles(some):
             yield handle
 
 
 async def _copied(
-    weights: AsyncIterator[tuple[str, torch.Tensor]], num_bytes: int
+    weights: AsyncIterator[tuple[str, torch.Tensor]], num_bytes: int, device: torch.device | None
 ) -> AsyncIterator[list[tuple[str, torch.Tensor]]]:
-    """Copies of the tensors on the CPU, in lists of about ``num_bytes``."""
+    """Copies of the tensors on a device, in lists of about ``num_bytes``."""
     some: list[tuple[str, torch.Tensor]] = []
     size = 0
     async for name, tensor in weights:
         if some and size + tensor.nbytes > num_bytes:
             yield some
             some, size = [], 0
-        some.append((name, tensor.detach().to("cpu", copy=True)))
+        some.append((name, tensor.detach().to(device, copy=True)))
         size += tensor.nbytes
     if some:
         yield some

@@ -27,6 +27,7 @@ from rollout.trainers.served_engine import ServedEngine
 from rollout.trainers.verl.options import NAME, OWN, ServerOptions, server_options
 from rollout.trainers.verl.sampling import RequestStart, engine_params
 from rollout.types import FinishReason, Rollout
+from rollout.weights.cuda_ipc import is_visible
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
@@ -187,6 +188,10 @@ class Server:
 
     # Weights
 
+    async def sees_gpu(self, device_uuid: str) -> bool:
+        """Whether handles of `CudaIpcSender` for a buffer on this GPU can be loaded."""
+        return is_visible(device_uuid)
+
     async def begin_weight_update(self, lora_scaling: float | None = None) -> None:
         """``lora_scaling``: of LoRA adapters that come without their weights.
 
@@ -196,7 +201,7 @@ class Server:
         await self._engine.call(lambda engine: engine.begin_weight_update(**options))
 
     async def load_weights(self, handle: dict[str, Any]) -> None:
-        """``handle``: of a bucket in the shared memory of a `SharedMemorySender`.
+        """``handle``: of a bucket of a `SharedMemorySender` or a `CudaIpcSender`.
 
         Raises WeightUpdateError also where an earlier bucket of the update has failed.
         """

@@ -6,6 +6,7 @@ import asyncio
 import os
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -25,7 +26,11 @@ from rollout.trainers.verl.adapter import SEGMENTS, ServerAdapter, send_weights
 from rollout.trainers.verl.options import NAME, REFUSED, server_name
 from rollout.trainers.verl.sampling import RequestSeeds
 from rollout.trainers.verl.server import Server
-from rollout.weights.shared_memory import SharedMemoryHandle, SharedMemoryReceiver
+from rollout.weights.shared_memory import (
+    SharedMemoryHandle,
+    SharedMemoryReceiver,
+    SharedMemorySender,
+)
 
 pytestmark = [pytest.mark.timeout(6600), pytest.mark.usefixtures("own_ray")]
 RESPONSE = 300
@@ -359,27 +364,40 @@ def numbered(count):
     return {f"weight {index}": torch.full((4096,), float(index)) for index in range(count)}
 
 
-async def send(reader, weights):
+async def send(reader, weights, segments=SEGMENTS):
     """Send a bucket for each tensor; the reader takes one whenever the sender waits for it."""
-    sending = asyncio.ensure_future(
-        send_weights(reader, weights.items(), global_steps=1, bucket_bytes=SEGMENTS * 4 * 4096)
-    )
-    while not sending.done():
-        for _ in range(20):  # the sender gets as far as it can
-            await asyncio.sleep(0)
-        assert reader.started - len(reader.found) <= SEGMENTS
-        reader.turns.release()
-    await sending
+    with SharedMemorySender(segments * 4 * 4096, num_segments=segments) as sender:
+        sending = asyncio.ensure_future(
+            send_weights(reader, weights.items(), sender, global_steps=1)
+        )
+        while not sending.done():
+            for _ in range(20):  # the sender gets as far as it can
+                await asyncio.sleep(0)
+            assert reader.started - len(reader.found) <= segments
+            reader.turns.release()
+        await sending
 
 
-def test_a_segment_is_filled_again_only_after_it_was_read():
+@pytest.mark.parametrize("segments", [SEGMENTS, 1])
+def test_a_buffer_is_filled_again_only_after_it_was_read(segments):
     async def run():
         reader, weights = LateReader(), numbered(3 * SEGMENTS + 1)
-        await send(reader, weights)
+        await send(reader, weights, segments)
         assert reader.found.keys() == weights.keys()
         assert all(torch.equal(reader.found[name], weights[name]) for name in weights)
 
     asyncio.run(run())
+
+
+def test_segments_are_kept_for_the_next_update(launch, model_config, tensors):
+    launch(20)
+    adapter = adapter_of(model_config, 0, replica_rank=20)
+    held = []
+    for step in (1, 2):
+        asyncio.run(adapter.update_weights(tensors, global_steps=step))
+        files = {os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()}
+        held.append({file for file in files if file.startswith("/dev/shm/specrollout-")})
+    assert held[0] == held[1] != set()
 
 
 def test_after_a_bucket_that_fails_no_other_is_sent():
