@@ -119,7 +119,7 @@ gpu-session: $(STAMP)  ## checks and times on a GPU, in runs/gpu: nine minutes (
 # What a bare GPU machine without a registry lacks, a few MiB to be brought along; see docs/gpu.md.
 # Kernels are looked up by Python's and Triton's versions, so these are the GPU machine's.
 GPU_BUNDLE := build/gpu-bundle
-GPU_PACKAGES ?= "msgspec>=0.19" "nanobind-backend>=1.0"
+GPU_PACKAGES ?= "msgspec>=0.19" "nanobind-backend>=1.0" "torch-memory-saver>=0.0.10"
 GPU_PYTHON ?= python3.12
 GPU_TORCH ?= torch==2.11.0 triton==3.6.0
 GPU_VENV := build/venv-gpu

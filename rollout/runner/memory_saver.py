@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from rollout.errors import EngineStateError, WeightUpdateError
 from rollout.memory.sizing import free_bytes
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.runner.graphs.graph_runner import GraphRunner
+from rollout.runner.kept_addresses import KeptAddresses
 from rollout.types import MemoryTag
 from rollout.weights.parts import WeightParts
 from rollout.weights.transaction import WeightTransaction
@@ -25,7 +26,7 @@ _NEEDED = (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)
 
 
 class MemoryPool(Protocol):
-    """Memory that comes and goes with the KV cache: keys and values, recurrent states."""
+    """Memory that comes and goes: a model's weights, keys and values, recurrent states."""
 
     def release(self) -> int:
         """The bytes freed. Only ``allocate`` may come next."""
@@ -63,17 +64,20 @@ class MemorySaver:
         kv_pools: Sequence[MemoryPool],
         *,
         graphs: GraphRunner | None = None,
+        addresses: KeptAddresses | None = None,
         device: torch.device | None = None,
     ) -> None:
         """
         Args:
             kv_pools: of the target, its states too, and of every draft that has one.
             graphs: of the target.
+            addresses: whose regions weights and pools were made in; default: none are kept.
             device: a GPU whose free memory is measured and logged.
         """
         self._weights = weights
         self._kv_pools = list(kv_pools)
         self._graphs = [] if graphs is None else [graphs]
+        self.addresses = addresses or KeptAddresses()
         self._device = device
         self._backup: WeightBackup | None = None
         self._pinned: dict[str, torch.Tensor] = {}  # kept: to pin memory takes as long as to copy
@@ -121,8 +125,8 @@ class MemorySaver:
         lost, except those of frozen parts, which no trainer sends. Raises what
         `require_held` raises; then nothing was released.
 
-        Graphs are dropped with any memory, since they hold its addresses: without their own tag
-        they are captured again by themselves, with it not before `resume`.
+        Graphs are dropped with any memory, since they hold its addresses, unless those are kept:
+        without their own tag they are captured again by themselves, with it not before `resume`.
         """
         self.require_held(tags)
         freed = dict.fromkeys(tags, 0)
@@ -131,16 +135,19 @@ class MemorySaver:
             parts = self._weights.parts
             names = frozenset(parts) if keep_weights else parts.frozen
             self._backup = WeightBackup(parts, names, self._pinned) if names else None
-        for graphs in self._graphs:
-            dropped = graphs.drop()
-            if MemoryTag.GRAPHS in tags:
-                graphs.is_paused = True
-                freed[MemoryTag.GRAPHS] += dropped
+        if MemoryTag.GRAPHS in tags or not self.addresses.are_kept:
+            for graphs in self._graphs:
+                dropped = graphs.drop()
+                if MemoryTag.GRAPHS in tags:
+                    graphs.is_paused = True
+                    freed[MemoryTag.GRAPHS] += dropped
         if MemoryTag.WEIGHTS in tags:
             self._weights.is_resident = False
-            freed[MemoryTag.WEIGHTS] = sum(part.release() for part in self._weights.parts.values())
+            freed[MemoryTag.WEIGHTS] = self._release(
+                MemoryTag.WEIGHTS, self._weights.parts.values()
+            )
         if MemoryTag.KV_CACHE in tags:
-            freed[MemoryTag.KV_CACHE] = sum(pool.release() for pool in self._kv_pools)
+            freed[MemoryTag.KV_CACHE] = self._release(MemoryTag.KV_CACHE, self._kv_pools)
         self.released |= frozenset(tags)
         _return_freed_memory()
         if (after := self._free_bytes()) is not None and before is not None:
@@ -152,6 +159,22 @@ class MemorySaver:
                 after >> 20,
             )
         return freed
+
+    def _release(self, tag: MemoryTag, owners: Iterable[MemoryPool]) -> int:
+        """Give back what a tag's owners hold; returns the bytes."""
+        if not self.addresses.are_kept:
+            return sum(owner.release() for owner in owners)
+        before = self._free_bytes()
+        self.addresses.pause(tag)
+        after = self._free_bytes()
+        return 0 if before is None or after is None else max(0, after - before)
+
+    def _allocate(self, tag: MemoryTag, owners: Iterable[MemoryPool]) -> None:
+        if self.addresses.are_kept:
+            self.addresses.resume(tag)
+        else:
+            for owner in owners:
+                owner.allocate()
 
     def resume(self, tags: Collection[MemoryTag]) -> None:
         """Allocate again what the tags name. The KV cache comes back empty.
@@ -165,8 +188,7 @@ class MemorySaver:
             if tag is MemoryTag.WEIGHTS:
                 self._resume_weights()
             elif tag is MemoryTag.KV_CACHE:
-                for pool in self._kv_pools:
-                    pool.allocate()
+                self._allocate(tag, self._kv_pools)
             else:
                 for graphs in self._graphs:
                     graphs.is_paused = False
@@ -174,8 +196,7 @@ class MemorySaver:
 
     def _resume_weights(self) -> None:
         weights, parts = self._weights, self._weights.parts
-        for part in parts.values():
-            part.allocate()
+        self._allocate(MemoryTag.WEIGHTS, parts.values())
         weights.is_resident = True
         backup, self._backup = self._backup, None
         if lost := frozenset(parts) - (backup.names if backup else frozenset()):

@@ -29,7 +29,7 @@ from rollout.models.draft_model import DraftModel
 from rollout.ops import gpu
 from rollout.ops.transfers import upload
 from rollout.runner.graphs.graph_runner import GraphRunner
-from rollout.types import Batch, DraftTrees, Request, Scheduled
+from rollout.types import Batch, DraftTrees, MemoryTag, Request, Scheduled
 from spec_workers.draft_tree import only_roots, spread
 from spec_workers.neural.draft_extend import DraftExtension
 from spec_workers.neural.draft_kv import DraftKv
@@ -83,9 +83,8 @@ class NeuralDrafter:
         self._num_steps = num_steps
         self._topk = topk
         rows, nodes_per_tree = target.memory.req_to_token.max_rows, topk * (num_steps - 1)
-        self.runners = [
-            DraftRunner(
-                model,
+        with gpu.on(first.device), target.memory_saver.addresses.region(MemoryTag.KV_CACHE):
+            kvs = [
                 DraftKv(
                     target.memory,
                     target.kv_pool,
@@ -94,12 +93,18 @@ class NeuralDrafter:
                     dtype=model.dtype,
                     device=model.device,
                     horizon=k + 1,
-                ),
+                )
+                for k, model in enumerate(models)
+            ]
+        self.runners = [
+            DraftRunner(
+                model,
+                kv,
                 number=k,
                 minimum_rows=target.minimum_rows,
                 nodes_per_tree=nodes_per_tree,
             )
-            for k, model in enumerate(models)
+            for k, (model, kv) in enumerate(zip(models, kvs, strict=True))
         ]
         like = torch.empty(0, dtype=first.dtype, device=first.device)
         self._state = DraftState(rows, len(models), first.spec.hidden_size, like)

@@ -27,11 +27,14 @@ from rollout.memory.window_slots import WindowSizes
 from rollout.models.causal_lm import CausalLM
 from rollout.models.experts_config import ExpertsSpec
 from rollout.models.spec import ModelSpec
+from rollout.ops import gpu
 from rollout.parallel import RankGroup
 from rollout.runner.dummy_run import DummyRun
+from rollout.runner.kept_addresses import KeptAddresses
 from rollout.runner.memory_saver import MemoryPool
 from rollout.runner.profile_run import activation_bytes, warm_up
 from rollout.scheduler.step_limits import StepLimits
+from rollout.types import MemoryTag
 from spec_workers.target.draft_sizing import DraftBytes
 
 log = logging.getLogger(__name__)
@@ -58,12 +61,14 @@ def target_memory(
     model: CausalLM,
     ranks: RankGroup,
     *,
+    addresses: KeptAddresses,
     draft_bytes: DraftBytes,
     reserved_bytes: int,
 ) -> TargetMemory:
     """The target's memory. Ranks that run one model get equally many slots, as they schedule alike.
 
     Args:
+        addresses: whose region the pools are made in.
         draft_bytes: the bytes that a draft's keys and values are going to take.
         reserved_bytes: the part of the free memory that steps need.
 
@@ -116,22 +121,23 @@ def target_memory(
         None if routes is None else RoutesPool(routes, num_slots),
         windows,
     )
-    kv_pool = KvPool(
-        num_layers=len(spec.attention_layers),
-        num_slots=num_slots,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        has_values=spec.latent is None,
-        window_layers=spec.local_layers,
-        num_window_slots=None if windows is None else windows.num_slots,
-        dtype=dtype,
-        device=device,
-    )
     state_pool = None
-    if spec.linear_attention is not None and states is not None:
-        state_pool = StatePool(
-            spec.linear_attention, num_slots=states.num_slots, dtype=dtype, device=device
+    with gpu.on(device), addresses.region(MemoryTag.KV_CACHE):
+        kv_pool = KvPool(
+            num_layers=len(spec.attention_layers),
+            num_slots=num_slots,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            has_values=spec.latent is None,
+            window_layers=spec.local_layers,
+            num_window_slots=None if windows is None else windows.num_slots,
+            dtype=dtype,
+            device=device,
         )
+        if spec.linear_attention is not None and states is not None:
+            state_pool = StatePool(
+                spec.linear_attention, num_slots=states.num_slots, dtype=dtype, device=device
+            )
     return TargetMemory(index=index, kv_pool=kv_pool, state_pool=state_pool)
 
 

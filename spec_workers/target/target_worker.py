@@ -11,10 +11,12 @@ from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.checkpoint import Progress
 from rollout.models.loader import resolve_device
 from rollout.models.spec import ModelSpec
+from rollout.ops import gpu
 from rollout.parallel import local_rank, open_ranks
 from rollout.runner.dummy_run import DummyRun
 from rollout.runner.graphs import graphs_of_model
 from rollout.runner.graphs.capture import Capture
+from rollout.runner.kept_addresses import KeptAddresses
 from rollout.runner.memory_saver import MemorySaver
 from rollout.runner.model_runner import Forwarded, ModelRunner
 from rollout.sampling.sampler import Sampled, TreeSampler, TreeSamples
@@ -25,6 +27,7 @@ from rollout.types import (
     DraftTrees,
     EntryResult,
     FinishReason,
+    MemoryTag,
     Request,
     TokenExtras,
 )
@@ -71,7 +74,9 @@ class TargetWorker:
         self.ranks = open_ranks(config.parallel, device)
         with self.ranks.all_or_none("while it started"):
             check_settings(self.ranks.all, config, device)
-            self.model = open_model(config, device, self.ranks, progress)
+            addresses = KeptAddresses.on(device)
+            with gpu.on(device), addresses.region(MemoryTag.WEIGHTS):
+                self.model = open_model(config, device, self.ranks, progress)
             self.model_dtype, self.model_device = self.model.dtype, self.model.device
             self.vocab_size = self.model.spec.vocab_size
             self.max_context_len = self.model.spec.max_context_len
@@ -84,7 +89,8 @@ class TargetWorker:
             )
             steps = DummyRun(self.model, features, exact=config.exact)
             memory = target_memory(
-                config, limits, self.model, self.ranks.all, draft_bytes=draft_bytes,
+                config, limits, self.model, self.ranks.all, addresses=addresses,
+                draft_bytes=draft_bytes,
                 reserved_bytes=bytes_of_steps(config.memory, limits, steps, draft_nodes),
             )  # fmt: skip
             self.memory, self.kv_pool = memory.index, memory.kv_pool
@@ -94,6 +100,7 @@ class TargetWorker:
                 self.weights,
                 memory.pools,
                 graphs=None if self.graphs is None else self.graphs.graph_runner,
+                addresses=addresses,
                 device=device,
             )
             self.runner = ModelRunner(

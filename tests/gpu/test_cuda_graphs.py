@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rollout import RolloutEngine, SamplingParams
+from rollout.runner.kept_addresses import KeptAddresses
 from tests.helpers.compared import numbers
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11] * 9, [5, 6, 7, 12], [40, 41]]
@@ -48,7 +49,8 @@ def test_updates_in_place_reach_what_was_captured(tiny_model_path) -> None:
 
 
 @pytest.mark.parametrize("tags", [["kv_cache"], ["weights"], ["kv_cache", "weights", "graphs"]])
-def test_what_sleeps_may_wake_elsewhere(tiny_model_path, eager, tags) -> None:
+def test_what_sleeps_may_wake_elsewhere(tiny_model_path, eager, tags, monkeypatch) -> None:
+    monkeypatch.setattr(KeptAddresses, "on", lambda device: KeptAddresses())
     engine = make(tiny_model_path)
     assert generated(engine) == eager
     engine.release_memory(tags)
@@ -57,6 +59,21 @@ def test_what_sleeps_may_wake_elsewhere(tiny_model_path, eager, tags) -> None:
     engine.resume_memory()
     assert generated(engine) == eager
     assert engine.worker.target.graphs.graph_runner.num_graphs > 0
+    del blocker
+
+
+def test_graphs_survive_sleep_at_kept_addresses(tiny_model_path, eager) -> None:
+    pytest.importorskip("torch_memory_saver")
+    engine = make(tiny_model_path)
+    assert engine.worker.memory_saver.addresses.are_kept
+    assert generated(engine) == eager
+    captured = engine.worker.target.graphs.graph_runner.num_graphs
+    freed = engine.release_memory()
+    assert freed["kv_cache"] >= 1 << 24
+    blocker = torch.full((1 << 24,), 7.0, device="cuda")
+    engine.resume_memory()
+    assert generated(engine) == eager
+    assert engine.worker.target.graphs.graph_runner.num_graphs == captured
     del blocker
     held = engine.worker.target.graphs.graph_runner.num_bytes
     assert engine.release_memory(["graphs"]) == {"graphs": held}

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
 from rollout import RolloutEngine, SamplingParams
+from rollout.config import engine_config
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
+from rollout.runner.kept_addresses import KeptAddresses
 from tests.helpers.compared import outcome
+from tests.helpers.replaying import ReplayingCapture, plain_factory
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [5, 6, 7, 12]]
 PARAMS = SamplingParams(temperature=0.9, max_new_tokens=24, seed=3, n=2, ignore_eos=True)
@@ -189,6 +194,58 @@ def test_weights_may_be_updated_before_the_kv_cache_is_back(engine, tiny_model_p
     assert engine.weights_digest() == other.weights_digest()
     assert generated(engine) == generated(other)
     assert engine.weight_version == 7
+
+
+class PausingSaver:
+    """Stands for torch-memory-saver: what is paused holds NaN, at its addresses."""
+
+    def __init__(self) -> None:
+        self.regions: list[str] = []
+        self.paused: set[str] = set()
+        self.engine: RolloutEngine | None = None
+
+    @contextmanager
+    def region(self, tag):
+        self.regions.append(tag)
+        yield
+
+    def pause(self, tag):
+        self.paused.add(tag)
+        target = self.engine.worker.target
+        if tag.endswith("kv_cache"):
+            for tensor in target.kv_pool.keys + target.kv_pool.values:
+                tensor.fill_(torch.nan)
+        else:
+            for name, values in weights_of(target.model):
+                target.model.weight_loaders()[name].write(torch.full_like(values, torch.nan))
+
+    def resume(self, tag):
+        self.paused.remove(tag)
+
+
+def test_graphs_survive_where_addresses_are_kept(tiny_model_path, monkeypatch):
+    saver, capture = PausingSaver(), ReplayingCapture()
+    monkeypatch.setattr(KeptAddresses, "on", lambda device: KeptAddresses(saver))
+    factory = plain_factory(capture)
+    engine = RolloutEngine.from_config(engine_config(tiny_model_path, {"max_running": 4}), factory)
+    saver.engine = engine
+    assert [tag.split()[-1] for tag in saver.regions] == ["weights", "kv_cache"]
+    graphs, before = engine.worker.target.graphs.graph_runner, generated(engine)
+    whole, captured = weights_of(engine.worker.target.model), len(capture.captures)
+    for keep in (True, False):
+        engine.release_memory(keep_weights=keep)
+        assert saver.paused == set(saver.regions)
+        engine.resume_memory()
+        assert not saver.paused
+        if not keep:
+            engine.update_weights_from_tensor(whole)
+        assert generated(engine) == before
+    assert len(capture.captures) == captured == graphs.num_graphs > 0
+    engine.release_memory(ALL)
+    assert graphs.num_graphs == 0
+    engine.resume_memory()
+    assert generated(engine) == before
+    engine.check_integrity()
 
 
 def test_the_corpus_survives(engine, tmp_path):
