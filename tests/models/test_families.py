@@ -16,7 +16,7 @@ from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.loader import load_model
 from rollout.models.mxfp4 import dequantised
 from rollout.models.spec import ModelSpec
-from rollout.ops.grouped_matmul import RowGroups
+from rollout.ops.group_rows import group_rows
 from rollout.weights.source import TensorSource
 from rollout.weights.transaction import WeightTransaction
 from rollout.weights.update_options import UpdateOptions
@@ -110,7 +110,7 @@ def test_biases_of_experts(stacked):
     for expert in range(4):
         product.weight_rows(expert, 0, 5).write(weights[expert])
         product.bias_rows(expert, 0, 5).write(biases[expert])
-    found = product(x, RowGroups.of(experts, 4)).view(4, 2, 5)
+    found = product(x, group_rows(experts, 4)).view(4, 2, 5)
     wanted = torch.einsum("ti,txoi->txo", x, weights[experts]) + biases[experts]
     torch.testing.assert_close(found, wanted)
 

@@ -35,4 +35,7 @@ def test_a_tile_that_is_left_out_is_replaced() -> None:
         assert second in tiles_up_to(BF16, rows, 4096, PROCESSORS, {first})
     last = tiles(BF16)[0]
     assert tile_for(BF16, 2304, 4096, PROCESSORS, set(tiles(BF16)) - {last}) == last
-    assert set(tiles_up_to(torch.float32, 500, 4096, PROCESSORS)) == set(tiles(torch.float32))
+    wide, narrow = tiles(torch.float32)
+    assert set(tiles_up_to(torch.float32, 500, 4096, PROCESSORS)) == {wide}
+    assert tile_for(torch.float32, 32, 129, PROCESSORS) == narrow  # a router
+    assert tile_for(torch.float32, 32, 4096, PROCESSORS, {wide}) == narrow

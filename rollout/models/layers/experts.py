@@ -23,7 +23,7 @@ from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.ops.combine_experts import combine_experts
 from rollout.ops.glu import silu_mul
-from rollout.ops.grouped_matmul import RowGroups
+from rollout.ops.group_rows import group_rows
 from rollout.ops.matmul.tiles import Tile
 from rollout.ops.routing import route
 from rollout.parallel.partition import even_parts, gather_rows
@@ -132,7 +132,7 @@ class Experts:
         )
         if routes is not None:
             routes.record(self.index, experts_TX[own])
-        groups = RowGroups.of(experts_TX, spec.num_experts)
+        groups = group_rows(experts_TX, spec.num_experts)
         left_out = self.left_out_tiles
         inner_SF = self._activation(self.gate_up(hidden_TE, groups, left_out))
         inner_SF = self._group.all_gather_columns(inner_SF, self._features)

@@ -27,11 +27,3 @@ class RowGroups:
         order_S = torch.arange(len(places_S), dtype=torch.int32, device=places_S.device)
         places_S[self.pairs_S] = order_S
         return torch.searchsorted(self.offsets_N1, places_S, right=True) - 1
-
-    @staticmethod
-    def of(experts_TX: torch.Tensor, num_experts: int) -> RowGroups:
-        """Sort the pairs of ``experts_TX``, integers in [0, N). Does not wait for the device."""
-        sorted_S, pairs_S = experts_TX.flatten().sort(stable=True)
-        bounds_N1 = torch.arange(num_experts + 1, dtype=sorted_S.dtype, device=sorted_S.device)
-        offsets_N1 = torch.searchsorted(sorted_S, bounds_N1, out_int32=True)
-        return RowGroups(pairs_S=pairs_S, offsets_N1=offsets_N1)

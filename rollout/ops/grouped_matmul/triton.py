@@ -7,6 +7,7 @@ device knows how many rows an expert has; programs read it there.
 from __future__ import annotations
 
 from collections.abc import Set
+from math import ceil, sqrt
 
 import torch
 import triton
@@ -18,6 +19,7 @@ from rollout.ops.matmul.tiles import TWO_BLOCK_TILES, Tile, tile_for
 from rollout.ops.matmul.triton import tile_product
 
 _MAX_ROWS = 256
+_QUANTILE = 1.28  # standard deviations of a normal distribution's ninth decile
 
 
 def grouped_matmul(
@@ -28,8 +30,10 @@ def grouped_matmul(
 ) -> torch.Tensor:
     num_experts, outputs, _ = weights_NOI.shape
     num_pairs = len(groups.pairs_S)
-    # The mean, rounded to a power of two: warm-up steps of 1, 2, 4, ... rows then run every tile.
-    rows_of_one = min(_MAX_ROWS, triton.next_power_of_2(num_pairs // num_experts))
+    # What nine experts of ten have at most where rows choose at random. A power of two: warm-up
+    # steps of 1, 2, 4, ... rows then run every tile.
+    mean = num_pairs / num_experts
+    rows_of_one = min(_MAX_ROWS, triton.next_power_of_2(ceil(mean + _QUANTILE * sqrt(mean))))
     all_outputs = outputs * min(num_experts, num_pairs)
     processors = multiprocessors(x_MI.device)
     unused = TWO_BLOCK_TILES | left_out if left_out else TWO_BLOCK_TILES

@@ -76,6 +76,8 @@ def make_tile(height: int, outputs: int, programs: int = 1, *, even: bool = Fals
     )  # fmt: skip
 
 
+_NARROW, _FEW_OUTPUTS = 16, 1024  # a tile of so many outputs is for products of at most so many
+
 _TILES_16_BIT = (
     *(make_tile(height, 64, even=True) for height in (16, 32, 48, 96)),
     make_tile(64, 64, 2, even=True),
@@ -84,7 +86,11 @@ _TILES_16_BIT = (
     *(make_tile(height, 128) for height in (80, 128, 144, 160, 192, 256, 288)),
     *(make_tile(height, 256) for height in (128, 144, 160)),
 )
-_TILES_FLOAT32 = (Tile(rows=32, outputs=64, features=32, warps=4, stages=2, programs=2),)
+_TILES_FLOAT32 = (
+    Tile(rows=32, outputs=64, features=32, warps=4, stages=2, programs=2),
+    # For products of few outputs, such as routers: more programs, and more features under way.
+    Tile(rows=16, outputs=_NARROW, features=128, warps=4, stages=3, programs=2),
+)
 TWO_BLOCK_TILES = frozenset(tile for tile in _TILES_16_BIT if tile.more_rows)
 
 # Bytes and FLOP per nanosecond of one multiprocessor, and how times add up: fitted to 482 products
@@ -167,6 +173,7 @@ def _tile_for(
     return min(
         (tile for tile in tiles(dtype) if tile not in left_out),
         key=lambda tile: (
+            tile.outputs == _NARROW and outputs > _FEW_OUTPUTS,
             _is_wasteful(tile, rows),
             feature_ns(tile, rows, outputs, processors),
             tile.padded_rows(rows),
