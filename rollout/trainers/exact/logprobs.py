@@ -1,0 +1,39 @@
+"""The logprobs of chosen tokens as the sampler gives them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from rollout.errors import InvalidInputError
+from rollout.ops import categorical
+from rollout.trainers.exact.functions import exactly
+
+
+def token_logprobs(
+    logits_BTV: torch.Tensor, ids_BT: torch.Tensor, temperature: float = 1.0
+) -> torch.Tensor:
+    """The engine's logprobs [B, T], float32, of tokens by logits [B, T, V] of `exact_forward`.
+
+    Args:
+        ids_BT: int64, the token after each position.
+        temperature: of the requests; 0 gives those of temperature 1, as greedy requests have.
+
+    Raises InvalidInputError for a temperature that is none.
+    """
+    if not (isinstance(temperature, int | float) and 0 <= temperature < math.inf):
+        raise InvalidInputError("temperature", temperature, "must be a finite number >= 0")
+    heat, tokens_R = temperature or 1.0, ids_BT.flatten()
+
+    def op(logits_BTV: torch.Tensor) -> torch.Tensor:
+        rows_RV = logits_BTV.flatten(0, -2)
+        heats_R = torch.full((len(rows_RV),), temperature, device=rows_RV.device)
+        return categorical.token_logprobs(rows_RV, heats_R, tokens_R).view(ids_BT.shape)
+
+    def plain(logits_BTV: torch.Tensor) -> torch.Tensor:
+        wide = torch.promote_types(logits_BTV.dtype, torch.float32)
+        logprobs_BTV = (logits_BTV.to(wide) / heat).log_softmax(-1)
+        return logprobs_BTV.gather(-1, ids_BT[..., None]).squeeze(-1)
+
+    return exactly(op, plain, logits_BTV)
