@@ -16,6 +16,7 @@ import os
 import random
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -34,6 +35,7 @@ from transformers import AutoModelForCausalLM
 from rollout import Rollout, RolloutEngine, SamplingParams
 from rollout.trainers import RolloutHook
 from rollout.trainers.deepspeed import prepare_deepspeed
+from rollout.trainers.exact import exact_forward
 from spec_workers.draft_training.co_training import CoTrainer
 from spec_workers.draft_training.config import CoTrainingConfig
 
@@ -74,6 +76,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--clip", type=float, default=0.2, help="ratios count within 1 - CLIP and 1 + CLIP")
     add("--held-out", type=int, default=48, help="problems to evaluate on, before and after")
     add("--seed", type=int, default=0, help="of problems and samples")
+    add("--exact", action="store_true", help="train by the engine's bits: every first ratio is 1")
     add("--threads", type=int, default=1, help="CPU threads per process")
     add("--output", type=Path, default=Path("runs/grpo.jsonl"), help="the log, JSON lines")
     args = parser.parse_args()
@@ -212,7 +215,7 @@ def update(trainer: Any, samples: list[Sample], num_tokens: int, args: argparse.
         advantages += [advantage] * len(rollout.token_ids)
     behaviour_N, advantages_N = torch.tensor(engine_logprobs), torch.tensor(advantages)
 
-    logprobs_N = tree.logprobs(trainer, nodes, args.temperature)
+    logprobs_N = tree.logprobs(trainer, nodes, args.temperature, exact=args.exact)
     ratios_N = torch.exp(logprobs_N - behaviour_N)
     clipped_N = ratios_N.clamp(1 - args.clip, 1 + args.clip)
     surrogate = torch.minimum(ratios_N * advantages_N, clipped_N * advantages_N).sum() / num_tokens
@@ -237,6 +240,9 @@ def main() -> None:
     trainer = make_trainer(args)
     engine = make_engine(args) if dist.get_rank() == 0 else None  # others only train
     hook = RolloutHook(engine, trainer)
+    contexts = ExitStack()
+    if args.exact:
+        contexts.enter_context(exact_forward(trainer))
     params = SamplingParams(
         temperature=args.temperature, max_new_tokens=args.max_new_tokens, n=args.samples
     )
@@ -287,6 +293,7 @@ def main() -> None:
         if co_trainer is not None:
             log.write("drafts", **compare_drafts(engine, first_draft, task, params, args.held_out))
         log.write("end", weights=engine.weights_digest())
+    contexts.close()
     dist.barrier()
     dist.destroy_process_group()
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from rollout.trainers.exact import token_logprobs
+
 
 class TokenTree:
     """Sequences laid out as one: a node for each token that differs in what comes before it.
@@ -37,12 +39,18 @@ class TokenTree:
         return len(self._tokens)
 
     def logprobs(
-        self, model: torch.nn.Module, nodes: Sequence[int], temperature: float = 1.0
+        self,
+        model: torch.nn.Module,
+        nodes: Sequence[int],
+        temperature: float = 1.0,
+        *,
+        exact: bool = False,
     ) -> torch.Tensor:
         """Logprob of the token at each of ``nodes``, given the tokens on the way to it.
 
         ``model`` is a transformers causal language model, or one wrapped. None of ``nodes``, N of
-        them, is a first token. Returns float32 [N], with gradients.
+        them, is a first token. ``exact``: within `exact_forward`, the engine's logprobs. Returns
+        float32 [N], with gradients.
         """
         mask_TT = torch.eye(self.num_nodes, dtype=torch.bool)
         positions_T = torch.zeros(self.num_nodes, dtype=torch.long)
@@ -59,6 +67,8 @@ class TokenTree:
             logits_to_keep=rows_R,
             use_cache=False,
         ).logits[0]
-        logprobs_RV = torch.log_softmax(logits_RV.float() / temperature, dim=-1)
         tokens_N = torch.tensor([self._tokens[node] for node in nodes])
+        if exact:
+            return token_logprobs(logits_RV[row_of_N], tokens_N, temperature)
+        logprobs_RV = torch.log_softmax(logits_RV.float() / temperature, dim=-1)
         return logprobs_RV[row_of_N, tokens_N]

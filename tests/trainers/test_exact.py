@@ -113,6 +113,31 @@ def test_logprobs_are_the_rollouts_bit_for_bit(case, side) -> None:
         assert own.tolist() == expected
 
 
+def test_a_tree_of_tokens_has_the_bits_of_its_sequences(case) -> None:
+    parents, tokens, nodes, ids = [], [], [], {}
+    for sequence in case.sequences:
+        parent = -1
+        for token in sequence:
+            if (parent, token) not in ids:
+                ids[parent, token] = len(tokens)
+                tokens.append(token)
+                parents.append(parent)
+            parent = ids[parent, token]
+        nodes.append(parent)
+    mask = torch.eye(len(tokens), dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    batch = {"input_ids": torch.tensor([tokens]), "position_ids": (mask.sum(1) - 1)[None]}
+    model = case.model()
+    with exact_forward(model), torch.no_grad():
+        logits = model(**batch, attention_mask=mask[None, None]).logits[0]
+    for sequence, node, expected in zip(case.sequences, nodes, case.logprobs, strict=True):
+        path = mask[node].nonzero()[:, 0]
+        found = token_logprobs(logits[path[:-1]], torch.tensor(sequence[1:]), TEMPERATURE)
+        assert found[-len(expected) :].tolist() == expected
+
+
 def test_a_perturbed_weight_shows(one) -> None:
     model = one.model()
     with torch.no_grad(), exact_forward(model):

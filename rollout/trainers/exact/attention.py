@@ -37,7 +37,7 @@ def attend(
         cos_NR, sin_NR = cos_sin_PR[layout.positions_N].to(_wide(q_NHD)).chunk(2, dim=-1)
         q_NHD, k_NKD = rotated(q_NHD, cos_NR, sin_NR), rotated(k_NKD, cos_NR, sin_NR)
         found = [
-            _plain_attention(q_LHD, k_LKD, v_LKD, scale, variant)
+            _plain_attention(q_LHD, k_LKD, v_LKD, scale, variant, layout)
             for q_LHD, k_LKD, v_LKD in zip(
                 *(each.split(layout.lens) for each in (q_NHD, k_NKD, v_NKD)), strict=True
             )
@@ -62,6 +62,7 @@ def _plain_attention(
     v_LKD: torch.Tensor,
     scale: float,
     variant: AttentionVariant,
+    layout: SequenceLayout,
 ) -> torch.Tensor:
     length, group = len(q_LHD), q_LHD.shape[1] // k_LKD.shape[1]
     q_HLD, k_HLD, v_HLD = (
@@ -70,23 +71,27 @@ def _plain_attention(
     )
     if variant.soft_cap is None:
         mask_LL = None
-        if variant.window is not None and variant.window < length:
-            mask_LL = _visible(length, variant.window, q_LHD.device)
+        if layout.visible_NN is not None or (variant.window or length) < length:
+            mask_LL = _visible(length, variant.window, layout)
         out_HLD = scaled_dot_product_attention(
             q_HLD[None], k_HLD[None], v_HLD[None], mask_LL, is_causal=mask_LL is None, scale=scale
         )[0]
         return out_HLD.transpose(0, 1)
     wide = _wide(q_LHD)
     scores_HLL = q_HLD.to(wide) @ k_HLD.to(wide).transpose(1, 2) * (scale / variant.soft_cap)
-    visible_LL = _visible(length, variant.window or length, q_LHD.device)
+    visible_LL = _visible(length, variant.window, layout)
     capped_HLL = (scores_HLL.tanh() * variant.soft_cap).masked_fill(~visible_LL, -torch.inf)
     return (capped_HLL.softmax(-1) @ v_HLD.to(wide)).to(q_LHD.dtype).transpose(0, 1)
 
 
-def _visible(length: int, window: int, device: torch.device) -> torch.Tensor:
-    behind_LL = torch.arange(length, device=device)
-    behind_LL = behind_LL[:, None] - behind_LL
-    return (behind_LL >= 0) & (behind_LL < window)
+def _visible(length: int, window: int | None, layout: SequenceLayout) -> torch.Tensor:
+    """The keys that each row of a sequence, or of a tree, sees."""
+    positions_L = layout.positions_N
+    if layout.visible_NN is None:
+        positions_L = torch.arange(length, device=positions_L.device)
+    behind_LL = positions_L[:, None] - positions_L
+    visible_LL = behind_LL >= 0 if layout.visible_NN is None else layout.visible_NN
+    return visible_LL if window is None else visible_LL & (behind_LL < window)
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:

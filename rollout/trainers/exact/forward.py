@@ -44,7 +44,8 @@ def exact_forward(model: nn.Module) -> Iterator[None]:
 
     Args:
         model: a transformers model of `ARCHITECTURES`, or what wraps one (DeepSpeed's engine, DDP,
-            FSDP). Batches may be padded on either side, with a mask, or packed, with positions.
+            FSDP). Batches may be padded on either side, with a mask, or packed, with
+            positions; a batch of one may be a tree, with a mask of four dimensions.
 
     Raises UnsupportedModelError for another model and for a module that is not known,
     InvalidInputError for dropout, ExactnessError where this machine's products are not exact.
@@ -67,7 +68,9 @@ def exact_forward(model: nn.Module) -> Iterator[None]:
 
 
 def _unwrapped(model: Any) -> Any:
-    while not hasattr(model, "get_decoder") and hasattr(model, "module"):
+    from transformers import PreTrainedModel
+
+    while not isinstance(model, PreTrainedModel) and hasattr(model, "module"):
         model = model.module
     return model
 

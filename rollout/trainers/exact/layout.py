@@ -1,4 +1,5 @@
-"""Where the sequences of a batch lie: padded on either side, or packed one after the other.
+"""Where the sequences of a batch lie: padded on either side, packed one after the other, or as the
+paths of a tree.
 
 Legend: B sequences of the batch, T their length with padding, S sequences, N their tokens.
 """
@@ -25,56 +26,71 @@ class SequenceLayout:
     slots_N: torch.Tensor  # int64; slot 0 is nobody's
     lens: list[int]
     plan: AttentionPlan
+    visible_NN: torch.Tensor | None = None  # of a tree of tokens, which is one "sequence"
 
     @staticmethod
     def of(
         shape: tuple[int, int],
-        mask_BT: torch.Tensor | None,
+        mask: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         device: torch.device,
     ) -> SequenceLayout:
         """
         Args:
             shape: B and T.
-            mask_BT: whether a row is a token; None: every one is.
+            mask: [B, T], whether a row is a token; [1, 1, T, T], the rows that each row of a tree
+                sees: those on the way to it, in order, and itself; None: every row is a token.
             position_ids: [B, T] or [1, T]; looked at without a mask: sequences that are packed
                 begin where they do not go on by one.
 
-        Raises InvalidInputError for a mask with gaps.
+        Raises InvalidInputError for another shape, for a mask with gaps, and for a tree of one.
         """
+        if mask is not None and mask.dim() == 4:
+            return SequenceLayout._of_tree(shape, mask, device)
         batch, length = shape
-        if mask_BT is None:
+        if mask is None:
             starts, lens = _packed(batch, length, position_ids)
+        elif tuple(mask.shape) == shape:
+            starts, lens = _masked(mask.cpu().numpy().astype(bool))
         else:
-            starts, lens = _masked(mask_BT.cpu().numpy().astype(bool))
+            raise InvalidInputError("attention_mask", list(mask.shape), f"must be {list(shape)}")
         rows_N = ranges(starts, lens)
-        whole = len(rows_N) == batch * length
         offsets_S1 = offsets_of(lens)
-        slots_N = np.arange(1, len(rows_N) + 1)
-        table = np.zeros((len(lens), max(lens, default=0) + 1), dtype=np.int32)
-        for row, (first, own) in enumerate(zip(offsets_S1, lens, strict=False)):
-            table[row, :own] = slots_N[first : first + own]
-
-        def ints(values: NDArray) -> torch.Tensor:
-            return torch.from_numpy(values.astype(np.int32)).to(device)
-
-        none = ints(np.zeros(0))
-        plan = AttentionPlan(
-            req_to_token=ints(table),
-            rows_B=ints(np.arange(len(lens))),
-            q_offsets_B1=ints(offsets_S1),
-            starts_B=ints(np.zeros(len(lens))),
-            run_lens_B=ints(lens),
-            node_offsets_B1=ints(np.zeros(len(lens) + 1)),
-            node_masks_N=none.long(),
-            node_slots_N=none,
-        )
+        slots = np.arange(1, len(rows_N) + 1)
+        paths = [slots[first : first + own] for first, own in zip(offsets_S1, lens, strict=False)]
+        is_whole = len(rows_N) == batch * length
         return SequenceLayout(
-            rows_N=None if whole else torch.from_numpy(rows_N).to(device),
+            rows_N=None if is_whole else torch.from_numpy(rows_N).to(device),
             positions_N=torch.from_numpy(ranges(np.zeros_like(lens), lens)).to(device),
-            slots_N=torch.from_numpy(slots_N).to(device),
+            slots_N=torch.from_numpy(slots).to(device),
             lens=lens.tolist(),
-            plan=plan,
+            plan=_plan(paths, np.zeros_like(lens), device),
+        )
+
+    @staticmethod
+    def _of_tree(
+        shape: tuple[int, int], mask: torch.Tensor, device: torch.device
+    ) -> SequenceLayout:
+        length = shape[1]
+        if tuple(mask.shape) != (1, 1, length, length) or shape[0] != 1:
+            raise InvalidInputError(
+                "attention_mask", list(mask.shape), f"must be {[1, 1, length, length]}"
+            )
+        visible_NN = mask[0, 0].bool()
+        seen = visible_NN.cpu().numpy()
+        if not seen.diagonal().all() or np.triu(seen, 1).any():
+            raise InvalidInputError(
+                "attention_mask", "a tree", "each row must see itself, and none behind it"
+            )
+        lens = seen.sum(axis=1).astype(np.int64)
+        paths = np.split(seen.nonzero()[1] + 1, lens.cumsum()[:-1])
+        return SequenceLayout(
+            rows_N=None,
+            positions_N=torch.from_numpy(lens - 1).to(device),
+            slots_N=torch.arange(1, length + 1, device=device),
+            lens=[length],
+            plan=_plan(paths, lens - 1, device),
+            visible_NN=visible_NN.to(device),
         )
 
     def taken(self, of_rows: torch.Tensor) -> torch.Tensor:
@@ -88,6 +104,31 @@ class SequenceLayout:
         return of_tokens.new_zeros(num_rows, *of_tokens.shape[1:]).index_copy(
             0, self.rows_N, of_tokens
         )
+
+
+def _plan(
+    paths: list[NDArray[np.int64]], starts: NDArray[np.int64], device: torch.device
+) -> AttentionPlan:
+    """A step of entries, each with the slots of its path; those from its start on are its rows."""
+    lens = np.array([len(path) for path in paths], dtype=np.int64)
+    table = np.zeros((len(paths), lens.max(initial=0) + 1), dtype=np.int32)
+    for row, path in zip(table, paths, strict=True):
+        row[: len(path)] = path
+
+    def ints(values: NDArray) -> torch.Tensor:
+        return torch.from_numpy(values.astype(np.int32)).to(device)
+
+    none = ints(np.zeros(0))
+    return AttentionPlan(
+        req_to_token=ints(table),
+        rows_B=ints(np.arange(len(paths))),
+        q_offsets_B1=ints(offsets_of(lens - starts)),
+        starts_B=ints(starts),
+        run_lens_B=ints(lens - starts),
+        node_offsets_B1=ints(np.zeros(len(paths) + 1)),
+        node_masks_N=none.long(),
+        node_slots_N=none,
+    )
 
 
 def _packed(

@@ -14,7 +14,8 @@ from rollout.trainers.exact.functions import exactly
 def token_logprobs(
     logits_BTV: torch.Tensor, ids_BT: torch.Tensor, temperature: float = 1.0
 ) -> torch.Tensor:
-    """The engine's logprobs [B, T], float32, of tokens by logits [B, T, V] of `exact_forward`.
+    """The engine's logprobs [B, T], float32, of tokens by logits [B, T, V] of `exact_forward`; any
+    other leading dimensions do too.
 
     Args:
         ids_BT: int64, the token after each position.

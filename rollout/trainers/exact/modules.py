@@ -83,24 +83,20 @@ class Sequences:
         return self._tables[self.spec.rope_of(layer)]
 
     def layout(
-        self, hidden_BTE: torch.Tensor, mask_BT: torch.Tensor | None, position_ids: Any
+        self, hidden_BTE: torch.Tensor, mask: torch.Tensor | None, position_ids: Any
     ) -> SequenceLayout:
-        """The layout of a batch. Raises InvalidInputError for a mask of another shape, or with
-        gaps, and for sequences longer than the model's."""
+        """The layout of a batch. Raises what `SequenceLayout.of` does, and InvalidInputError for
+        sequences longer than the model's."""
         if self._last is not None:
-            mask, positions, layout = self._last
-            if mask is mask_BT and positions is position_ids:
+            last_mask, positions, layout = self._last
+            if last_mask is mask and positions is position_ids:
                 return layout
         shape = (hidden_BTE.shape[0], hidden_BTE.shape[1])
-        if mask_BT is not None and mask_BT.shape != shape:
-            raise InvalidInputError("attention_mask", list(mask_BT.shape), f"must be {list(shape)}")
-        layout = SequenceLayout.of(shape, mask_BT, position_ids, hidden_BTE.device)
-        if max(layout.lens, default=0) > self.spec.max_context_len:
-            raise InvalidInputError(
-                "input_ids", max(layout.lens), f"the model's positions end at "
-                f"{self.spec.max_context_len}",
-            )  # fmt: skip
-        self._last = mask_BT, position_ids, layout
+        layout = SequenceLayout.of(shape, mask, position_ids, hidden_BTE.device)
+        longest, limit = layout.plan.req_to_token.shape[1] - 1, self.spec.max_context_len
+        if longest > limit:
+            raise InvalidInputError("input_ids", longest, f"the model's positions end at {limit}")
+        self._last = mask, position_ids, layout
         return layout
 
 
