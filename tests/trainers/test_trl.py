@@ -22,6 +22,7 @@ from rollout.cluster.config import ClusterConfig
 from rollout.errors import InvalidInputError
 from rollout.trainers.trl import specrollout_generation
 from rollout.trainers.trl.engine_options import model_folder
+from rollout.trainers.trl.exact import ExactLogprobs
 from rollout.trainers.trl.generation import SpecGeneration
 from tests.cluster.thread_pool import ThreadPool
 from tests.helpers.trl_runs import assert_same_run, by_generation, run, spec_options
@@ -198,3 +199,17 @@ def test_a_model_from_the_hub_is_found_in_its_cache(
     assert Path(model_folder(named)).samefile(model)
     with pytest.raises(InvalidInputError, match="someone/other"):
         model_folder(SimpleNamespace(name_or_path="someone/other", config=SimpleNamespace()))
+
+
+class ExactTrainer(ExactLogprobs, grpo_trainer.GRPOTrainer):
+    pass
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_exact_training_samples_from_the_policy_it_trains(model, tmp_path, temperature) -> None:
+    options = {"temperature": temperature, "max_steps": 2, "beta": 0.0}
+    record = run(by_generation(model, tmp_path, trainer=ExactTrainer, **options))
+    assert len(record.column("loss")) == 2
+    for statistic in ("min", "mean", "max"):
+        assert record.column(f"sampling/importance_sampling_ratio/{statistic}") == [1.0, 1.0]
+    assert record.column("sampling/sampling_logp_difference/max") == [0.0, 0.0]
