@@ -12,7 +12,7 @@ import torch
 from verl.workers.rollout.base import BaseRollout
 
 from rollout.errors import InvalidInputError
-from rollout.trainers.verl.options import server_name
+from rollout.trainers.verl.options import NAME, server_name
 from rollout.weights.adapter_folder import adapter_scaling, update_name
 from rollout.weights.cuda_ipc import CudaIpcSender, exporting_device
 from rollout.weights.shared_memory import SharedMemorySender
@@ -35,6 +35,10 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl is untyped here
         self.replica_rank = replica if replica_rank == -1 else replica_rank
         self.is_leader_rank = rank == 0
         self.sleep_level = 2
+        if (config.engine_kwargs.get(NAME) or {}).get("exact_training"):
+            from rollout.trainers.verl.exact import train_exactly
+
+            train_exactly()
         self._handle: Any = None
         self._shared: SharedMemorySender | None = None  # kept: new segments take as long as a copy
 

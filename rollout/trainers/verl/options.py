@@ -12,6 +12,7 @@ from rollout.errors import InvalidInputError, UnknownOptionError
 from rollout.hub import model_folder
 from rollout.trainers.tensor_parallel import tensor_parallel
 from rollout.trainers.verl.sampling import ResponseLimits
+from rollout.validation import checked_flag
 
 NAME = "specrollout"
 _FIELD = "actor_rollout_ref.rollout"
@@ -93,7 +94,7 @@ class ServerOptions:
         try:
             return engine_config(self.model_path, dict(self.engine))
         except UnknownOptionError as error:
-            remedy = f"{error.remedy}, spec, spec_options, sleep_level"
+            remedy = f"{error.remedy}, spec, spec_options, sleep_level, exact_training"
             raise InvalidInputError(f"{OWN}.{error.field}", error.value, remedy) from None
 
     def worker_factory(self) -> WorkerFactory:
@@ -130,6 +131,7 @@ def server_options(
         raise InvalidInputError(f"{OWN}.parallel", own["parallel"], f"is set by {SIZE}")
     spec, spec_options = own.pop("spec", "ngram"), own.pop("spec_options", None) or {}
     sleep_level = own.pop("sleep_level", 2)
+    checked_flag(own.pop("exact_training", False), f"{OWN}.exact_training")  # of the workers
     if sleep_level not in (1, 2):
         remedy = "1 keeps the weights in a copy, 2 drops them until the next update"
         raise InvalidInputError(f"{OWN}.sleep_level", sleep_level, remedy)

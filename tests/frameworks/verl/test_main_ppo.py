@@ -71,6 +71,20 @@ def test_two_replicas_and_one_of_two_ranks(checkpoint, tmp_path):
     assert grad_norms[1] == pytest.approx(grad_norms[0], rel=1e-4)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_exact_training_samples_from_the_policy_it_trains(checkpoint, tmp_path, ranks):
+    mode = () if ranks == 1 else ("trainer.v1.trainer_mode=colocate_async", NO_LEARNING)
+    outcome = run_main_ppo(
+        checkpoint,
+        tmp_path,
+        f"{ROLLOUT}.tensor_model_parallel_size={ranks}",
+        f"+{ROLLOUT}.engine_kwargs.specrollout.exact_training=true",
+        *mode,
+        workers=2,
+    )
+    assert [step["training/rollout_probs_diff_max"] for step in outcome.steps] == [0.0, 0.0]
+
+
 def test_colocate_async_on_a_replica_of_two_ranks(checkpoint, tmp_path):
     outcome = run_main_ppo(
         checkpoint,
