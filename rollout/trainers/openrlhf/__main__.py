@@ -15,7 +15,11 @@ from rollout.errors import EngineStateError, RolloutError
 from rollout.trainers.openrlhf import stand_ins
 from rollout.trainers.openrlhf.arguments import TrainerArguments, read_arguments
 from rollout.trainers.openrlhf.options import OwnOptions, split_arguments
-from rollout.trainers.openrlhf.stand_ins import BACKEND_VARIABLE, TIMEOUT_VARIABLE
+from rollout.trainers.openrlhf.stand_ins import (
+    BACKEND_VARIABLE,
+    EXACT_VARIABLE,
+    TIMEOUT_VARIABLE,
+)
 
 _OPENRLHF_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "true",
@@ -68,6 +72,7 @@ def _start_ray(options: OwnOptions, trainer: TrainerArguments) -> None:
     }
     environment[BACKEND_VARIABLE] = trainer.sync_backend
     environment[TIMEOUT_VARIABLE] = str(options.sync_timeout)
+    environment[EXACT_VARIABLE] = str(int(options.exact_training))
     ray.init(
         runtime_env={"env_vars": environment, "worker_process_setup_hook": stand_ins.SETUP_HOOK}
     )

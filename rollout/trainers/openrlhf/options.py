@@ -45,10 +45,12 @@ class OwnOptions:
     overrides: dict[str, Any] = field(default_factory=dict)  # fields of EngineConfig's parts
     sync_timeout: float = 300.0  # seconds the next parameter of an update may take to come
     keep_kv: bool = False  # requests in flight keep the KV of older weights over an update
+    exact_training: bool = False  # the trainer's logprobs are the engine's, bit for bit
 
     def __post_init__(self) -> None:
         checked_seconds(self.sync_timeout, f"{PREFIX}sync_timeout")
         checked_flag(self.keep_kv, f"{PREFIX}keep_kv")
+        checked_flag(self.exact_training, f"{PREFIX}exact_training")
         for name, argument in _GIVEN_BY_OPENRLHF.items():
             if name in self.overrides:
                 raise InvalidInputError(
@@ -66,10 +68,10 @@ def split_arguments(arguments: Sequence[str]) -> tuple[OwnOptions, list[str]]:
     """The launcher's own options, and the other arguments for OpenRLHF. ``--specrollout.a 1`` and
     ``--specrollout.a=1`` are one.
 
-    A name of the engine's configuration goes there, ``spec``, ``sync_timeout`` and ``keep_kv`` to
-    `OwnOptions`, any other to the worker that ``spec`` names. Values are read as YAML scalars.
-    If a name is given twice the last counts. Raises InvalidInputError for an unknown name or a
-    missing value.
+    A name of the engine's configuration goes there, ``spec``, ``sync_timeout``, ``keep_kv`` and
+    ``exact_training`` to `OwnOptions`, any other to the worker that ``spec`` names. Values are read
+    as YAML scalars. If a name is given twice the last counts. Raises InvalidInputError for an
+    unknown name or a missing value.
     """
     given: dict[str, Any] = {}
     rest: list[str] = []
@@ -84,7 +86,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[OwnOptions, list[str]]:
             if not value or value.startswith("--"):
                 raise InvalidInputError(f"{PREFIX}{name}", value, "needs a value")
         given[name] = yaml.safe_load(value)
-    own = {"spec", "sync_timeout", "keep_kv"} & given.keys()
+    own = {"spec", "sync_timeout", "keep_kv", "exact_training"} & given.keys()
     options = OwnOptions(
         **{name: given[name] for name in own},
         overrides={name: given[name] for name in given.keys() & _ENGINE_FIELDS},

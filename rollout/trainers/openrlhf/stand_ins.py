@@ -25,8 +25,9 @@ from rollout.weights.group import WeightGroup
 
 BACKEND_VARIABLE = "SPECROLLOUT_SYNC_BACKEND"
 TIMEOUT_VARIABLE = "SPECROLLOUT_SYNC_TIMEOUT"
-"""Environment variables of every Ray worker, set by the launcher: OpenRLHF's trainer hands on
-neither backend nor timeout."""
+EXACT_VARIABLE = "SPECROLLOUT_EXACT_TRAINING"
+"""Environment variables of every Ray worker, set by the launcher: OpenRLHF's trainer hands on none
+of backend, timeout and whether its models train exactly (1)."""
 
 GROUP = "openrlhf"
 """The name of the weight group, whose rank 0 is the trainer and whose others are engines' ranks."""
@@ -101,12 +102,17 @@ def is_installed(package: str) -> bool:
 
 
 def install() -> None:
-    """Put the stand-ins into this process. An installed flash_attn is left alone."""
+    """Put the stand-ins into this process, and have its models train exactly if they are to. An
+    installed flash_attn is left alone."""
     modules = _vllm()
     if not is_installed("flash_attn"):
         modules |= _flash_attn()
     for name, contents in modules.items():
         _install_module(name, contents)
+    if os.environ.get(EXACT_VARIABLE) == "1":
+        from rollout.trainers.openrlhf.exact import train_exactly
+
+        train_exactly()
 
 
 def _vllm() -> dict[str, dict[str, Any]]:

@@ -70,6 +70,14 @@ def test_zero_2_in_bfloat16(task):
     assert_follows_the_trainer(run_trainer(task, "--ds.zero_stage 2"), within=0.03)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_exact_training_samples_from_the_policy_it_trains(task, stage):
+    setting = f"--specrollout.exact_training true --ds.zero_stage {stage}"
+    run = run_trainer(task, setting)
+    assert_follows_the_trainer(run, within=1e-9)
+    assert column(run, "vllm_kl") == [0.0] * 3
+
+
 def test_a_colocated_engine_of_two_ranks_sleeps_and_agents_take_turns(task):
     """The ranks are on the GPUs of two actors."""
     run = run_trainer(
