@@ -4,8 +4,7 @@ import pytest
 
 from rollout.errors import IntegrityError
 from rollout.memory.kv_cache_manager import KVCacheManager
-from rollout.types import Scheduled
-from tests.helpers.requests import int32, make_request
+from tests.helpers.requests import int32
 
 
 def admit(memory: KVCacheManager, tokens: list[int]) -> tuple[int, int]:
@@ -54,38 +53,6 @@ def test_extend_evicts_and_stops_where_nothing_is_left():
     assert memory.extend(row, 14) == 10
     assert memory.extend(row, 14) == 10
     assert memory.usage.used == 10
-    memory.check_integrity()
-
-
-def test_extend_gives_back_what_a_failed_step_left():
-    memory = KVCacheManager(10, 1, 16, prefix_cache=True)
-    row = compute(memory, [1, 2])
-    [drafts] = memory.reserve_drafts([3])
-    request = make_request([1, 2], request_id=0)
-    request.row = row
-    memory.commit([Scheduled(request=request, start=0, run_len=2, draft_slots=drafts)], [[1, 3]])
-    memory.end_step()
-    assert memory.slots.available == 6
-    assert memory.extend(row, 2) == 2
-    assert memory.slots.available == 8
-    memory.check_integrity()
-
-
-def test_share_moves_duplicates_over_to_the_tree():
-    memory = KVCacheManager(20, 2, 16, prefix_cache=True)
-    tokens = [1, 2, 3]
-    one, other = compute(memory, tokens), compute(memory, tokens)
-    memory.share(one, tokens)
-    assert memory.slots.available == 14
-    memory.share(other, tokens)
-    assert memory.slots.available == 17, "the other's copies are freed"
-    table = memory.req_to_token.table
-    assert table[one, :3].tolist() == table[other, :3].tolist()
-    assert memory.usage.cached == 0, "locked by both"
-    memory.release(one, [])
-    assert memory.usage.cached == 0, "locked by the other"
-    memory.release(other, [])
-    assert memory.usage.cached == 3
     memory.check_integrity()
 
 
