@@ -4,6 +4,8 @@ import pytest
 
 from rollout.errors import IntegrityError
 from rollout.memory.kv_cache_manager import KVCacheManager
+from rollout.memory.prefix_cache import PrefixCache
+from rollout.memory.slots import SlotAllocator
 from tests.helpers.requests import int32
 
 
@@ -56,6 +58,21 @@ def test_extend_evicts_and_stops_where_nothing_is_left():
     memory.check_integrity()
 
 
+def test_the_prefix_that_was_used_least_recently_goes_first_from_its_end():
+    memory = KVCacheManager(12, 2, 16, prefix_cache=True)
+    first, second, third = [1, 2, 3], [4, 5, 6], [7, 8, 9]
+    for tokens in (first, second):
+        memory.release(compute(memory, tokens), tokens)
+    row, _ = admit(memory, [*first, 0])
+    memory.release(row, [])  # it was read and nothing else
+    memory.release(compute(memory, third), third)
+    for evicted, held in ((2, [3, 1, 3]), (2, [2, 0, 3]), (3, [0, 0, 2])):
+        assert memory.prefix_cache.evict(evicted) == evicted
+        found = [memory.cached_len(int32([*tokens, 0])) for tokens in (first, second, third)]
+        assert found == held
+    memory.check_integrity()
+
+
 def test_integrity_finds_a_row_that_left_its_prefix():
     memory = KVCacheManager(20, 2, 16, prefix_cache=True)
     memory.release(compute(memory, [1, 2, 3]), [1, 2, 3])
@@ -63,3 +80,12 @@ def test_integrity_finds_a_row_that_left_its_prefix():
     memory.req_to_token.table[row, 1] += 1
     with pytest.raises(IntegrityError, match="shared prefix"):
         memory.check_integrity()
+
+
+def test_integrity_finds_a_wrong_lock_count():
+    allocator = SlotAllocator(10)
+    cache = PrefixCache(allocator.free)
+    _, node = cache.insert(int32([1, 2]), allocator.allocate(2))
+    cache.lock(node)
+    with pytest.raises(IntegrityError, match="1 locks, 0 holders"):
+        cache.check_integrity([])
