@@ -245,7 +245,7 @@ fuzz: $(STAMP)  ## fuzz the corpus under sanitizers for FUZZ_SECONDS (600)
 bench: $(STAMP) $(MODEL)/config.json $(PROMPTS)  ## all benchmarks (demo-draft, demo-mtp first; BENCH=--quick: small ones); JSON in runs/bench
 	mkdir -p runs/bench
 	for bench in benchmarks/bench_*.py; do \
-	  $(BIN)/python $$bench $(BENCH) --json runs/bench/$$(basename $$bench .py).json || exit 1; \
+	  $(BIN)/python $$bench $(BENCH) --json runs/bench/$$(basename $$bench .py).jsonl || exit 1; \
 	done
 
 .PHONY: clean

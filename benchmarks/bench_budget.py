@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.command import POSITIVE, Command, Part, Parts
+from harness.command import Command, Part, Parts
 from harness.engines import forget, hold, make_engine, warm_up
 from harness.prompts import OPEN_PROMPTS, chat, reasoning_prompts
 from harness.rows import Row, row
@@ -76,8 +76,6 @@ def open_rows(options: argparse.Namespace, spec: str) -> Iterator[Row]:
         work = open_work(options, batch, options.tokens, options.pairs + _WARMUP)
         times = hold(Comparison(*engines), work, name)
         yield from rows_of(name, times, 0.98)
-        steady = PairedTimes(times.plain_P[_WARMUP:], times.speculative_P[_WARMUP:])
-        yield from rows_of(f"{name}, gate steady", steady, 0.99)
 
 
 def teach(engines: Sequence[RolloutEngine], work: Work, epochs: int) -> None:
@@ -161,9 +159,9 @@ def make_command() -> Command:
     command.model()
     command.threads(2)
     command.option("--draft", Path("drafts/eagle3"), type=Path, help="an EAGLE draft of the target")
-    command.option("--pairs", 16, quick=1, limits=POSITIVE, help="stretches of each row")
-    command.option("--tokens", 48, quick=4, limits=POSITIVE, help="most of a rollout")
-    command.option("--step-tokens", 128, quick=8, limits=POSITIVE, help="the same, of a GRPO step")
+    command.option("--pairs", 16, quick=1, help="stretches of each row")
+    command.option("--tokens", 48, quick=4, help="most of a rollout")
+    command.option("--step-tokens", 128, quick=8, help="the same, of a GRPO step")
     return command
 
 

@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 import psutil
-from harness.command import POSITIVE, Command, parts_of
+from harness.command import Command, parts_of
 from harness.prompts import reasoning_prompts
 from harness.rows import Row, row
 
@@ -185,8 +185,8 @@ PARTS = {"same": same_rows, "overhead": overhead_rows, "sharing": sharing_rows}
 def make_command() -> Command:
     command = Command(__doc__)
     command.model()
-    command.option("--prompts", 6, quick=2, limits=POSITIVE)
-    command.option("--tokens", 96, quick=16, limits=POSITIVE, help="per rollout, at most")
+    command.option("--prompts", 6, quick=2)
+    command.option("--tokens", 96, quick=16, help="per rollout, at most")
     command.repeats(3)
     return command
 

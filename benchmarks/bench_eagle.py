@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.command import POSITIVE, Command, Part, Parts
+from harness.command import Command, Part, Parts
 from harness.engines import PLAIN, fixed, forget, hold, make_engine, warm_up
 from harness.prompts import held_out_prompts
 from harness.rows import Row, row
@@ -281,9 +281,9 @@ def make_command() -> Command:
     command.option("--mtp", "drafts/mtp", help="an MTP chain, or none")
     held_out = Path("runs/demo/prompts.jsonl")
     command.option("--prompts", held_out, type=Path, help="held-out ones, JSON lines")
-    command.option("--num-prompts", 18, quick=2, limits=POSITIVE)
-    command.option("--tokens", 128, quick=6, limits=POSITIVE, help="of a rollout, at most")
-    command.option("--steps", 20, quick=1, limits=POSITIVE, help="of GRPO, for co-training")
+    command.option("--num-prompts", 18, quick=2)
+    command.option("--tokens", 128, quick=6, help="of a rollout, at most")
+    command.option("--steps", 20, quick=1, help="of GRPO, for co-training")
     command.threads(2)
     command.repeats(2)
     return command

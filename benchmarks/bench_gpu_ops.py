@@ -2,7 +2,6 @@
 what torch has for them, alone and as one of several tensor-parallel ranks?
 
     python benchmarks/bench_gpu_ops.py [--ranks 1 2 4 8] [--json FILE]
-    python benchmarks/bench_gpu_ops.py --sweep            # which tiles should products have?
 
 A floor is what the GPU needs at least: the bytes that have to move, or the arithmetic, whichever
 takes longer, at the rates that this device is measured to have. Calls are captured in a graph, each
@@ -21,12 +20,11 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from harness.command import POSITIVE, Command, Parts
+from harness.command import Command, Parts
 from harness.roofline import Ceilings
 from harness.rows import Row, not_run, row
 from harness.shapes import SHAPES
 from op_case import Case, Workload, copies, each, make_padded_plan, microseconds, normal
-from tile_sweep import sweep
 from triton import TritonError
 
 from rollout.ops.matmul import matmul
@@ -127,12 +125,6 @@ def timed_rows(options: argparse.Namespace, ranks: int) -> Iterator[Row]:
                 yield row(f"{name}: time / torch", ours / theirs, "ratio")
 
 
-@torch.inference_mode()
-def sweep_rows() -> Iterator[Row]:
-    torch.manual_seed(0)
-    yield from sweep(products())
-
-
 def rows_without_gpu() -> Iterator[Row]:
     print("no GPU here: nothing was run")
     yield not_run("matmul qkv 1 rows: floor / time", "ratio", 0.7)
@@ -141,15 +133,12 @@ def rows_without_gpu() -> Iterator[Row]:
 def parts(options: argparse.Namespace) -> Parts:
     if not torch.cuda.is_available():
         return {"no GPU": rows_without_gpu}
-    if options.sweep:
-        return {"sweep": sweep_rows}
     return {f"ranks {ranks}": partial(timed_rows, options, ranks) for ranks in options.ranks}
 
 
 def make_command() -> Command:
     command = Command(__doc__)
-    command.option("--ranks", [1], nargs="+", limits=POSITIVE, help="that share a model")
-    command.flag("--sweep", "time the tiles that products could have, and nothing else")
+    command.option("--ranks", [1], nargs="+", help="that share a model")
     return command
 
 

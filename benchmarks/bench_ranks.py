@@ -2,7 +2,7 @@
 what to run? Bars: 2 ranks on 2 cores decode at batch 1 at least 1.4 times as fast as one rank on
 one, and telling takes at most 3 % of a step at batch 8.
 
-    python benchmarks/bench_ranks.py --cores 0 1 --json ranks.json
+    python benchmarks/bench_ranks.py --cores 0 1 --json ranks.jsonl
 
 Ranks are processes on this machine with a core of `--cores` and one thread each, which run as those
 of a job do: rank 0 tells the others what to run. By default the model is of the demo's size, with
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from harness.command import POSITIVE, Command, Parts
+from harness.command import Command, Parts
 from harness.rows import Row, row
 from harness.shapes import SHAPES, write_checkpoint
 from harness.timing import paired, rotated
@@ -174,8 +174,8 @@ def make_command() -> Command:
     command = Command(__doc__)
     command.option("--shape", [], choices=SHAPES, action="append", help="of the model")
     command.option("--cores", [0, 1], nargs="+", help="one for each rank")
-    command.option("--steps", 100, quick=3, limits=POSITIVE, help="of a turn")
-    command.option("--turns", 9, quick=1, limits=POSITIVE, help="of each number of ranks")
+    command.option("--steps", 100, quick=3, help="of a turn")
+    command.option("--turns", 9, quick=1, help="of each number of ranks")
     return command
 
 

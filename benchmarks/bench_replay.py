@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from forced import Recording, Step, force_draft, force_target, new_policy, steps, waves
-from harness.command import POSITIVE, Command, Parts
+from harness.command import Command, Parts
 from harness.engines import forget
 from harness.rows import Row, row
 from harness.shapes import (
@@ -183,12 +183,12 @@ def make_command() -> Command:
     command = Command(__doc__)
     add_shape_options(command)
     add_trace_option(command)
-    command.option("--active", [64], nargs="+", limits=POSITIVE, help="rollouts at once")
+    command.option("--active", [64], nargs="+", help="rollouts at once")
     command.option(
         "--spec", ["none", "ngram"], nargs="+", help="none first: the others are compared with it"
     )
-    command.option("--nodes", 8, limits=POSITIVE, help="most draft nodes per request")
-    command.option("--steps", 2, quick=1, limits=POSITIVE, help="of the trace, from the first on")
+    command.option("--nodes", 8, help="most draft nodes per request")
+    command.option("--steps", 2, quick=1, help="of the trace, from the first on")
     return command
 
 

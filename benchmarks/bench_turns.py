@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import median
 
-from harness.command import POSITIVE, Command, parts_of
+from harness.command import Command, parts_of
 from harness.engines import make_engine, warm_up
 from harness.prompts import chat
 from harness.rows import Row, row
@@ -119,9 +119,9 @@ def _first_token(rollout: Rollout) -> float:
 def make_command() -> Command:
     command = Command(__doc__)
     command.model()
-    command.option("--conversations", 4, quick=1, limits=POSITIVE, help="one after the other")
-    command.option("--turns", 8, quick=3, limits=(2, 64), help="of each")
-    command.option("--tokens", 48, quick=8, limits=POSITIVE, help="most of an answer")
+    command.option("--conversations", 4, quick=1, help="one after the other")
+    command.option("--turns", 8, quick=3, help="of each")
+    command.option("--tokens", 48, quick=8, help="most of an answer")
     command.threads(2)
     return command
 

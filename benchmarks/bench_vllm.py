@@ -47,14 +47,10 @@ PLAIN_BARS = {"batch 1": 1.15, "batch 8": 1.3, "batch 32": 1.3, "group job": 1.3
 SECOND_EPOCH_BAR = 1.5  # of the better of vLLM's own methods, at temperature 0.7
 
 
-class Prompts:
+def encoded(model: Path, prompts: Sequence[Prompt]) -> list[list[int]]:
     """Prompts as token ids, the same for both engines."""
-
-    def __init__(self, model: Path) -> None:
-        self._encoder = PromptEncoder.from_pretrained(model, ModelSpec.read(model).vocab_size)
-
-    def of(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        return [self._encoder.encode(prompt) for prompt in prompts]
+    encoder = PromptEncoder.from_pretrained(model, ModelSpec.read(model).vocab_size)
+    return [encoder.encode(prompt) for prompt in prompts]
 
 
 def equal_counts(done: Mapping[str, Done]) -> bool:
@@ -79,9 +75,8 @@ def ratio(title: str, done: Mapping[str, Done], own: str, other: str, bar: float
 
 def plain_rows(options: argparse.Namespace, engines: Engines) -> Iterator[Row]:
     """Plain decoding, the first tokens included."""
-    prompts = Prompts(options.model)
-    tasks = prompts.of(reasoning_prompts(24))
-    open_ones = prompts.of([chat(text) for text in OPEN_PROMPTS])
+    tasks = encoded(options.model, reasoning_prompts(24))
+    open_ones = encoded(options.model, [chat(text) for text in OPEN_PROMPTS])
     some = partial(Job, tokens=options.tokens)
     jobs = {
         "batch 1": some(prompts=open_ones[:4], width=1),
@@ -110,7 +105,7 @@ def second_epoch_rows(
     """The second epoch of a job whose first one everybody has generated."""
     names = list(engine_options(options))
     offset = 0 if temperature < 1 else 4  # prompts that the other temperature has not taught
-    prompts = Prompts(options.model).of(reasoning_prompts(8))[offset : offset + 4]
+    prompts = encoded(options.model, reasoning_prompts(8))[offset : offset + 4]
     tokens = max(2, options.tokens // 2)
     job = partial(Job, tokens=tokens, samples=4, temperature=temperature, width=4)
     engines.run(names, [job(prompts=prompts, seed=1)])
@@ -128,7 +123,7 @@ VLLMS_METHODS = (VLLM_NGRAM, SUFFIX)
 
 def repeated_text_rows(options: argparse.Namespace, engines: Engines) -> Iterator[Row]:
     """Greedy text that repeats its prompt."""
-    prompts = Prompts(options.model).of([chat(text) for text in REPETITIVE_PROMPTS])
+    prompts = encoded(options.model, [chat(text) for text in REPETITIVE_PROMPTS])
     job = partial(Job, tokens=options.tokens, temperature=0.0, width=1)
     jobs = [job(prompts=[prompt]) for prompt in prompts] * options.repeats
     done = engines.run(list(engine_options(options)), jobs)
@@ -155,7 +150,7 @@ def make_command() -> Command:
     command.model()
     command.threads(2)
     command.repeats(2)
-    command.option("--tokens", 96, quick=8, limits=(2, 512), help="of a sample")
+    command.option("--tokens", 96, quick=8, help="of a sample")
     command.option("--vllm-python", Path("build/venv-vllm/bin/python"), type=Path,
                    help="of the environment that has vLLM and this package")  # fmt: skip
     command.option("--device", "cpu", help="of both engines")

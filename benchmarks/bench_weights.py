@@ -1,12 +1,10 @@
-"""Question: how fast is a weight update by each transport beside a plain copy_ of the same bytes,
-and how much memory does either end hold meanwhile?
+"""Question: how fast is a weight update by each transport beside a plain copy_ of the same bytes?
 
     python benchmarks/bench_weights.py [--threads 1] [--rounds 7] [--json FILE]
 
 A figure is a whole update, checks and commit included, of an engine that has run before; the median
 of rounds in which all transports take turns. The engine is a process of its own, and this one the
-trainer. Peak extra memory is sampled in first updates, before any buffer is held. Bars: 0.7 of
-copy_'s speed in process, 0.4 through shared memory; one bucket, or the largest tensor, of memory.
+trainer. Bars: 0.7 of copy_'s speed in process, 0.4 through shared memory.
 
 `--only "two ranks"` compares an engine of two ranks with one of one rank, and needs no model: give
 it three cores. Bar: two take at most 1.15x the time of one.
@@ -15,16 +13,14 @@ it three cores. Bar: two take at most 1.15x the time of one.
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 
-from harness.command import POSITIVE, Command, parts_of
+from harness.command import Command, parts_of
 from harness.rows import Row, row
 from harness.shapes import SHAPES, write_checkpoint
 from harness.timing import Call, in_turns, paired
@@ -43,68 +39,23 @@ from rollout.weights.bucket import CACHED_BUCKET_BYTES
 
 MIB = 2**20
 BUCKET_BYTES = (CACHED_BUCKET_BYTES, 16 * MIB)
-SLACK = 8 * MIB  # what the allocator and Python do with a few hundred names
 BARS = {(IN_PROCESS, None): 0.7, (SHARED, CACHED_BUCKET_BYTES): 0.4}  # of the speed of copy_
 RANKS_BAR = 1.15  # of an update to one rank
 SHAPE = replace(SHAPES["demo"], num_heads=8, num_kv_heads=2, vocab_size=49_151)
 """The demo model's sizes, as far as two ranks can split it; neither half of its tables is even."""
 
 
-class HeldMemory:
-    """Memory that the trainer and the engine hold beyond what they did, sampled meanwhile.
-
-    Pages the engine maps of the trainer's segments are the trainer's.
-    """
-
-    def __init__(self, engine_pid: int) -> None:
-        self._fields = {os.getpid(): ("RssAnon", "RssShmem"), engine_pid: ("RssAnon",)}
-        self._before = self._bytes()
-        self.peak = 0  # of one process: what a trainer's host or an engine's must have to spare
-        self._is_done = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-
-    def _bytes(self) -> list[int]:
-        found = []
-        for pid, fields in self._fields.items():
-            lines = [line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
-            found.append(sum(int(line[1]) * 1024 for line in lines if line[0][:-1] in fields))
-        return found
-
-    def _sample(self) -> None:
-        while not self._is_done.wait(0.001):
-            held = [now - before for now, before in zip(self._bytes(), self._before, strict=True)]
-            self.peak = max(self.peak, *held)
-
-    def __enter__(self) -> HeldMemory:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._is_done.set()
-        self._thread.join()
-
-
 def transport_rows(options: argparse.Namespace) -> Iterator[Row]:
     weights = HeldWeights(options.model)
-    largest = max(spec.num_bytes for spec in weights.manifest().values())
     with WeightEngine(1, options.threads, options.model, weights, num_segments=2) as engine:
-        pid = engine.processes[0].pid
-        assert pid is not None
         engine.update(COPY)  # touches its buffers
         engine.update(IN_PROCESS)
         for size in (None, *BUCKET_BYTES):
             ways = (IN_PROCESS, DISK) if size is None else (FLATTENED, SHARED, GLOO)
             suffix = "" if size is None else f", {size // MIB} MiB buckets"
-            # A tensor larger than one of the two segments makes that one grow.
-            allowed = SLACK + (0 if size is None else max(size, largest + size // 2))
             calls: dict[str, Call] = {
                 way: partial(engine.update, way, size or CACHED_BUCKET_BYTES) for way in ways
             }
-            for way, call in calls.items():
-                with HeldMemory(pid) as held:
-                    call()
-                label = f"{way}{suffix}, peak extra memory"
-                yield row(label, held.peak / MIB, "MiB", allowed / MIB, at_most=True)
             calls = {COPY: partial(engine.update, COPY), **calls}
             seconds = {way: median(each) for way, each in in_turns(calls, options.rounds).items()}
             for way, each in seconds.items():
@@ -143,7 +94,7 @@ def make_command() -> Command:
     command = Command(__doc__)
     command.model()
     command.threads(1)
-    command.option("--rounds", 7, quick=1, limits=POSITIVE, help="that medians are taken of")
+    command.option("--rounds", 7, quick=1, help="that medians are taken of")
     return command
 
 

@@ -26,9 +26,6 @@ SETTLING = 6
 
 TIMED = 30
 
-MIN_CONTEXT = 2 * (SETTLING + TIMED)
-"""Least tokens of a request: no prompt is shorter than the steps that it decodes for."""
-
 STEP_TOKENS = 2048
 """Prompt tokens of one step."""
 

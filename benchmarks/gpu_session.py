@@ -39,7 +39,6 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build"
 OK, NOT_BEGUN = "ok", "not begun"
 
-_MAX_LOG_BYTES = 16 << 20
 _MIN_SECONDS = 15.0
 """A stage for which less is left is not begun."""
 
@@ -165,14 +164,6 @@ def has_gpu() -> bool:
     return code == 0
 
 
-def trim(log: Path, max_bytes: int = _MAX_LOG_BYTES) -> None:
-    """Cut the middle out of a log that is too long."""
-    if log.stat().st_size > max_bytes:
-        text, part = log.read_bytes(), max_bytes // 2 - 100
-        left_out = f"\n... {len(text) - 2 * part} bytes are left out ...\n".encode()
-        log.write_bytes(text[:part] + left_out + text[-part:])
-
-
 def main() -> None:
     arguments = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -203,7 +194,6 @@ def main() -> None:
     seconds = options.seconds or sum(stage.seconds for stage in stages)
     output = options.output.resolve()
     outcomes = run(stages, output, seconds, "" if on_gpu else "--quick")
-    trim(output / "session.log")
     for each in outcomes:
         print(f"{each.name:14}{each.seconds:6.0f} s  {each.status:16}{len(each.missed)} missed")
     if any(each.status != OK for each in outcomes):

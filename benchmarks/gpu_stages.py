@@ -39,7 +39,6 @@ CALLS = {
         Stage("profile", _benchmark("profile_step", " --traces {output}"), 90),
         Stage("step", _benchmark("bench_step"), 100),
         Stage("ops", _benchmark("bench_gpu_ops", " --ranks 1 2 4 8"), 60),
-        Stage("sleep", _benchmark("bench_sleep"), 40),
     ),
     "second": (  # four minutes
         Stage("setup", "benchmarks/gpu_setup.py", 20),

@@ -15,29 +15,22 @@ import torch
 from numpy.typing import NDArray
 from replaying import Drafter, Drafts
 
+_BEST = {"use_tree_spec": True, "max_spec_factor": 4.0, "min_token_prob": 0.02}
+"""The settings that suit suffix decoding best."""
+
 
 class SuffixDecodingDrafter:
     """arctic-inference's suffix decoding: a suffix tree per sequence and one of all responses, of
     which the better draft is taken."""
 
-    def __init__(self, *, tree: bool, factor: float, min_probability: float) -> None:
-        """
-        Args:
-            tree: draft trees; chains otherwise.
-            factor: nodes drafted per token of matched context, at most.
-            min_probability: nodes it holds less likely are not drafted.
-        """
+    name = "arctic, tree"
+
+    def __init__(self) -> None:
         from arctic_inference.suffix_decoding import (  # type: ignore[import-not-found]
             SuffixDecodingCache,
         )
 
-        self.name = "arctic, tree" if tree else "arctic, chain"
         self._cache = SuffixDecodingCache()
-        self._settings = {
-            "use_tree_spec": tree,
-            "max_spec_factor": factor,
-            "min_token_prob": min_probability,
-        }
         self._contexts: dict[int, NDArray[np.int32]] = {}  # the end of each sequence
 
     def set_weight_version(self, version: int) -> None:
@@ -51,7 +44,7 @@ class SuffixDecodingDrafter:
         offsets, tokens, parents = [0], list[int](), list[int]()
         for sequence_id in ids_B.tolist():
             draft = self._cache.speculate(
-                sequence_id, self._contexts[sequence_id], max_spec_tokens=budget, **self._settings
+                sequence_id, self._contexts[sequence_id], max_spec_tokens=budget, **_BEST
             )
             tokens += draft.token_ids
             parents += [parent + 1 for parent in draft.parents]
@@ -126,8 +119,7 @@ class PromptLookupDrafter:
 
 
 PEERS: dict[str, Callable[[], Drafter]] = {
-    # With the settings that suit it best, and as it comes
-    "arctic_inference": lambda: SuffixDecodingDrafter(tree=True, factor=4.0, min_probability=0.02),
+    "arctic_inference": SuffixDecodingDrafter,
     "transformers": PromptLookupDrafter,
 }
 """By the package that each needs."""

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from bench_step import step_kind
-from decoding import MIN_CONTEXT, TIMED, open_engine, start, step_seconds, stop
+from decoding import TIMED, open_engine, start, step_seconds, stop
 from harness.command import Command, Parts
 from harness.rows import Row, row
 from harness.shapes import Shape, add_shape_options, chosen_shapes, config_folder
@@ -124,8 +124,7 @@ def make_command() -> Command:
     command.option("--case", [], type=case, action="append", metavar="BATCH[+NODES]")
     command.option("--mode", ["exact", "fast"], nargs="+", choices=["exact", "fast"])
     usual = 2048 if torch.cuda.is_available() else 256
-    limits = (MIN_CONTEXT, float("inf"))
-    command.option("--context", usual, quick=80, limits=limits, help="tokens of a request")
+    command.option("--context", usual, quick=80, help="tokens of a request")
     command.option("--traces", type=Path, metavar="FOLDER", help="one file for each case")
     return command
 

@@ -2,7 +2,7 @@
 
     command = Command(__doc__)
     command.model()
-    command.option("--tokens", 96, quick=4, limits=POSITIVE, help="of a rollout")
+    command.option("--tokens", 96, quick=4, help="of a rollout")
     command.run("weight updates", parts)
 
 Every benchmark takes `--json FILE`, `--only PART` and `--quick`, the smallest size that still runs
@@ -13,22 +13,20 @@ from __future__ import annotations
 
 import argparse
 import copy
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from harness.rows import Row, finishing
+from harness.rows import Row, append_record, show
 
 Part = Callable[[], Iterable[Row]]
 Parts = Mapping[str, Part]
-
-POSITIVE = (1, math.inf)
 
 
 def parts_of(
@@ -44,9 +42,8 @@ class Command:
             description=description, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         self._defaults: dict[str, tuple[Any, Any]] = {}  # usual and quick, by key
-        self._limits: dict[str, tuple[float, float]] = {}
         self.option("--json", type=Path, metavar="FILE",
-                    help="write the rows too; .jsonl: append each as it comes")  # fmt: skip
+                    help="append the rows to JSON lines, each as it comes")  # fmt: skip
         self.option("--only", [], nargs="+", metavar="PART",
                     help="parts whose name contains one of these; default: all")  # fmt: skip
         self.flag("--quick", "the smallest size that runs all of it")
@@ -57,7 +54,6 @@ class Command:
         default: Any = None,
         *,
         quick: Any = None,
-        limits: tuple[float, float] = (-math.inf, math.inf),
         help: str = "",
         **settings: Any,
     ) -> None:
@@ -65,7 +61,6 @@ class Command:
 
         Args:
             quick: The default of a quick run; None: the usual one.
-            limits: The least and the largest value that are accepted.
             settings: More of argparse's.
         """
         sample = default[0] if isinstance(default, list) and default else default
@@ -76,7 +71,6 @@ class Command:
         self._parser.add_argument(name, default=argparse.SUPPRESS, help=help, **settings)
         key = name.removeprefix("--").replace("-", "_")
         self._defaults[key] = (default, default if quick is None else quick)
-        self._limits[key] = limits
 
     def flag(self, name: str, help: str) -> None:
         self._parser.add_argument(name, action="store_true", help=help)
@@ -86,23 +80,17 @@ class Command:
 
     def repeats(self, default: int) -> None:
         help = "measurements that the median is taken of"
-        self.option("--repeats", default, quick=1, limits=POSITIVE, help=help)
+        self.option("--repeats", default, quick=1, help=help)
 
     def threads(self, default: int) -> None:
         """Add `--threads`, which torch is told before anything runs."""
-        self.option("--threads", default, limits=POSITIVE, help="of each process")
+        self.option("--threads", default, help="of each process")
 
     def parse(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options = self._parser.parse_args(arguments)
         for key, (usual, quick) in self._defaults.items():
             if key not in options:
                 setattr(options, key, copy.copy(quick if options.quick else usual))
-            value = getattr(options, key)
-            least, largest = self._limits[key]
-            for each in value if isinstance(value, list) else [value]:
-                if isinstance(each, int | float) and not least <= each <= largest:
-                    name = key.replace("_", "-")
-                    self._parser.error(f"--{name}={each}: must be in [{least:g}, {largest:g}]")
         return options
 
     def run(
@@ -134,8 +122,14 @@ class Command:
             self._parser.error(
                 f"--only {' '.join(options.only)}: must be in one of: {'; '.join(known)}"
             )
-        with finishing(title.format_map(vars(options)), options.json) as rows:
+        rows: list[Row] = []
+        try:
             for name, part in chosen.items():
                 started = time.perf_counter()
-                rows.extend(part())
+                for row in part():
+                    rows.append(row)
+                    if options.json is not None:
+                        append_record(options.json, asdict(row))
                 print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
+        finally:
+            show(title.format_map(vars(options)), rows)

@@ -1,18 +1,17 @@
-"""Rows of figures: a table, a JSON file, or a file of JSON lines that grows as rows come.
+"""Rows of figures: a table, and a file of JSON lines that grows as rows come.
 
-A row that could not be measured has neither a value nor an answer to `ok`. A file that ends in
-`.jsonl` gets each row as soon as there is one, behind the lines it holds: a process that is killed
-loses at most the line it was writing. Lines between two `{"stage": ...}` marks of
-`gpu_session.py` are rows of the first mark's stage.
+A row that could not be measured has neither a value nor an answer to `ok`. The file gets each row
+as soon as there is one, behind the lines it holds: a process that is killed loses at most the line
+it was writing. Lines between two `{"stage": ...}` marks of `gpu_session.py` are rows of the first
+mark's stage.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,21 +36,6 @@ def row(
 
 def not_run(name: str, unit: str, bar: float | None = None) -> Row:
     return Row(name=name, value=None, unit=unit, bar=bar, ok=None)
-
-
-@contextmanager
-def finishing(title: str, path: Path | None) -> Iterator[list[Row]]:
-    """A list for rows; the rows it holds are shown and written however the block ends."""
-    rows: list[Row] = []
-    if path is not None and path.suffix == ".jsonl":
-        rows = _Streamed(path)
-    try:
-        yield rows
-    finally:
-        if path is not None and not isinstance(rows, _Streamed):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps([asdict(entry) for entry in rows], indent=1) + "\n")
-        show(title, rows)
 
 
 def show(title: str, rows: Iterable[Row]) -> None:
@@ -86,26 +70,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     lines = path.read_bytes().splitlines() if path.exists() else []
     for number, line in enumerate(lines, start=1):
         try:
-            record = json.loads(line)
+            found.append(json.loads(line))
         except ValueError:
             print(f"{path}, line {number}: torn, and left out", flush=True)
-            continue
-        if isinstance(record, dict):
-            found.append(record)
     return found
-
-
-class _Streamed(list[Row]):
-    """Rows that are in a file as soon as they are in the list."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._path = path
-
-    def append(self, entry: Row) -> None:
-        super().append(entry)
-        append_record(self._path, asdict(entry))
-
-    def extend(self, entries: Iterable[Row]) -> None:
-        for entry in entries:
-            self.append(entry)

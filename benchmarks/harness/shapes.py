@@ -204,9 +204,7 @@ def send_random_weights(engine: RolloutEngine) -> None:
         device = worker.model_device
         generator = torch.Generator(device).manual_seed(0)
         for name, loader in worker.target.model.weight_loaders().items():
-            if loader.required and name.endswith("bias"):
-                yield name, torch.zeros(loader.shape, dtype=torch.bfloat16, device=device)
-            elif loader.required:
+            if loader.required:
                 yield name, _normal(loader.shape, generator, device)
 
     engine.update_weights_from_tensor(tensors())

@@ -156,19 +156,6 @@ def test_pieces_join_into_the_documents_that_were_rolled_out(seed):
     assert corpus.counters()["open_sequences"] == 0
 
 
-def test_a_prompt_comes_once_for_siblings_that_begin_together():
-    replica = Replica(0, num_groups=1)
-    replica.begin(5)
-    for _ in range(3):
-        replica.step()
-    delta = replica.outbox.take()
-    assert delta.groups_C.tolist() == [0]
-    assert delta.context_tokens_M.tolist() == replica.running[0].tokens[:12]
-    assert (delta.contexts_B == 0).all()
-    replica.step()
-    assert replica.outbox.take().groups_C.size == 0
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_the_order_of_senders_does_not_matter(seed):
     rng = np.random.default_rng(seed)

@@ -77,19 +77,6 @@ def test_a_refused_update_leaves_running_requests_alone(engine):
     assert engine.scheduler.num_running == 1
 
 
-def test_requests_in_flight_go_on_under_the_new_weights(engine):
-    request = engine.submit(PROMPTS[0], replace(PARAMS, max_new_tokens=60))
-    for _ in range(3):
-        engine.step()
-    done = len(request.token_ids)
-    engine.update_weights_from_tensor(random_weights(engine, 2))
-    (rollout,) = run_out(engine)
-    assert rollout.weight_versions == [0] * done + [1] * (60 - done)
-    # From the cut on it is what an engine with the new weights makes of the same beginning.
-    scored = engine.score(PROMPTS[0], rollout.token_ids, PARAMS)
-    assert scored[done:] == rollout.logprobs[done:]
-
-
 def test_an_update_may_keep_the_kv_of_running_requests_but_no_cached_prefix(engine):
     engine.generate(PROMPTS, PARAMS)
     engine.submit(PROMPTS[1], replace(PARAMS, max_new_tokens=60))  # more than three steps emit

@@ -287,18 +287,6 @@ def test_a_pause_keeps_requests_waiting_and_what_it_aborts_comes_at_once(loop):
     assert tickets[1].future.result(HANG_SECONDS).token_ids == expected
 
 
-@pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_a_pause_and_its_end_cannot_be_seen_in_the_tokens(loop, mode):
-    expected = loop.submit(PROMPT, LONG).future.result(HANG_SECONDS).token_ids
-    with held(loop):
-        ticket = loop.submit(PROMPT, LONG)
-        step_until(loop, lambda e: e.scheduler.num_running == 1)
-        loop.call(lambda e: e.pause_generation(mode)).result(HANG_SECONDS)
-    assert not ticket.future.done()
-    loop.call(lambda e: e.continue_generation()).result(HANG_SECONDS)
-    assert ticket.future.result(HANG_SECONDS).token_ids == expected
-
-
 def test_a_step_that_raises_breaks_the_loop_and_says_why(engine, monkeypatch):
     loop = EngineLoop(engine)
     gate = Gate(loop)

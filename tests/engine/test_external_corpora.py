@@ -124,25 +124,6 @@ def test_on_request_it_is_drafted_from_when_it_is_asked_for(model):
         engine.publish_external_corpus("bad")
 
 
-def test_a_bad_document_fails_its_load_alone(engine, tmp_path):
-    file = tmp_path / "notes.jsonl"
-    file.write_text('"one two"\n{"text": 3}\n')
-    engine.add_external_corpus("good", documents=["three four"])
-    engine.add_external_corpus("bad", file_path=file)
-    bad, good = engine.wait_for_external_corpora(timeout=HANG_SECONDS)
-    assert (good.name, good.state) == ("good", ExternalState.PUBLISHED)
-    assert (bad.name, bad.state) == ("bad", ExternalState.FAILED)
-    assert "notes.jsonl:2={'text': 3}: must be a JSON string" in bad.error
-    assert engine.worker.counters()["corpus/external_failed"] == 1
-    file.write_text('"one two"\n')
-    engine.add_external_corpus("bad", file_path=file, wait=True)  # once it is mended
-    engine.remove_external_corpus("bad")
-    file.write_text("\n")
-    with pytest.raises(InvalidInputError, match=r"name='bad': could not be loaded: .*at least one"):
-        engine.add_external_corpus("bad", file_path=file, wait=True)
-    assert states(engine) == {"good": "published"}
-
-
 def test_names_and_sources_are_refused(engine):
     unnamed = [engine.add_external_corpus(token_chunks=[[1, 2]]) for _ in range(2)]
     assert len(set(unnamed)) == 2
@@ -189,26 +170,6 @@ def test_configured_corpora_load_beside_the_first_steps(model, tmp_path):
     closed.close()
     closed.generate(PROMPTS[:1], PARAMS)
     assert closed.external_corpora() == []
-
-
-WRONG = (
-    ({"external_corpora": ["a"]}, "external_corpora"),
-    ({"external_corpora": {"a": 3}}, "external_corpora.a"),
-    ({"external_corpora": {"": __file__}}, "external_corpora"),
-    ({"max_external_bytes": 0}, "max_external_bytes"),
-    ({"max_external_tokens": 1.5}, "max_external_tokens"),
-    ({"corpus_bytes": 1}, "corpus_bytes"),
-    ({"corpus_bytes": 1 << 62}, "corpus_bytes"),
-    ({"corpus_path": "no"}, "corpus_path"),
-    ({"corpus_path": __file__}, "corpus_path"),
-)
-
-
-def test_wrong_options_are_named(model):
-    for options, field in WRONG:
-        with pytest.raises(InvalidInputError) as refused:
-            make_engine(model, **options)
-        assert refused.value.field == f"spec.{field}", options
 
 
 def test_a_saved_corpus_goes_on_where_it_was(model, tmp_path):

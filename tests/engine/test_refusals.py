@@ -41,6 +41,9 @@ SAMPLING: dict[str, tuple[Any, ...]] = {
     "stop": ([""], "END", [3]),
     "stop_token_ids": (3, ["x"]),
     "logit_bias": ({1: float("inf")}, {0.5: 1.0}, [1]),
+    "sampling_mask": (True, 1),  # without a cut
+    "allowed_token_ids": ([2.0],),
+    "bad_words": ("word", [""]),
 }
 
 
@@ -109,6 +112,8 @@ PARAMETERS: tuple[tuple[str, Any], ...] = (
     ("sampling.stop", SamplingParams(stop=["x"])),
     ("sampling.stop_token_ids", SamplingParams(stop_token_ids=[97])),
     ("sampling.logit_bias", SamplingParams(logit_bias={-1: 1.0})),
+    ("sampling.allowed_token_ids", SamplingParams(allowed_token_ids=[97])),
+    ("sampling.logprob_token_ids", SamplingParams(logprob_token_ids=[-1])),
     ("sampling.routed_experts", SamplingParams(routed_experts=True)),
 )
 
@@ -186,6 +191,14 @@ ENGINES: list[tuple[dict[str, Any], str]] = [
     ({"spec_options": {"draft": 4}}, "spec.draft"),
     ({"spec_options": {"corpus_path": 5}}, "spec.corpus_path"),
     ({"spec_options": {"corpus_bytes": [5]}}, "spec.corpus_bytes"),
+    ({"spec_options": {"corpus_bytes": 1}}, "spec.corpus_bytes"),
+    ({"spec_options": {"corpus_bytes": 1 << 62}}, "spec.corpus_bytes"),
+    ({"spec_options": {"corpus_path": __file__}}, "spec.corpus_path"),
+    ({"spec_options": {"external_corpora": ["a"]}}, "spec.external_corpora"),
+    ({"spec_options": {"external_corpora": {"a": 3}}}, "spec.external_corpora.a"),
+    ({"spec_options": {"external_corpora": {"": __file__}}}, "spec.external_corpora"),
+    ({"spec_options": {"max_external_bytes": 0}}, "spec.max_external_bytes"),
+    ({"spec_options": {"max_external_tokens": 1.5}}, "spec.max_external_tokens"),
     ({"spec_options": {"budget": np.array([5, 6])}}, "spec.budget"),
     ({"parallel": 5}, "parallel"),
     ({"device": 5}, "model.device"),

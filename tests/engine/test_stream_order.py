@@ -103,16 +103,6 @@ def test_the_others_keep_their_order_when_some_are_aborted():
         assert run.released == expected, f"seed {seed}"
 
 
-def test_an_aborted_request_holds_nobody_up():
-    emitted = [4, 0, 0]
-    order = StreamOrder(3, 1, emitted.__getitem__)
-    order.end(1, 2)
-    order.end(2, 3)
-    assert order.release() == []
-    order.abort(0, 4)
-    assert order.release() == [1, 2]
-
-
 def request(request_id, length):
     return SimpleNamespace(request_id=request_id, tokens=[0] * (2 + length), prompt_len=2)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from tests.helpers.plain_eagle import PlainLayer, rms
 from tests.helpers.tiny_model import save_tiny_llama, write_checkpoint
 
 E, FFN, VOCAB, LAYERS, HEADS, KV_HEADS, D = 48, 80, 97, 2, 6, 2, 8
@@ -118,18 +119,6 @@ def save_tiny_mtp(
     return target, write_checkpoint(folder / "chain", config, tensors)
 
 
-def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
-
-
-def _rotated(x_LHD: torch.Tensor) -> torch.Tensor:
-    length, _, dim = x_LHD.shape
-    angles = torch.arange(length)[:, None] * THETA ** -(torch.arange(0, dim, 2) / dim)
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-    a, b = x_LHD.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-
-
 def plain_step(
     tensors: dict[str, torch.Tensor], layout: str, step: int,
     embedded_LE: torch.Tensor, hidden_LE: torch.Tensor,
@@ -141,23 +130,13 @@ def plain_step(
         for name in names_of(layout, step)
     )
 
-    def weight(name: str) -> torch.Tensor:
-        return tensors[f"{decoder}.{name}.weight"]
-
-    e, h = _norm(embedded_LE, tensors[embedding_norm]), _norm(hidden_LE, tensors[hidden_norm])
-    x = torch.cat([h, e] if layout == "mimo" else [e, h], dim=-1) @ tensors[projection].T
-    length = len(x)
-    y = _norm(x, weight("input_layernorm"))
-    q, k, v = (
-        (y @ weight(f"self_attn.{name}_proj").T).view(length, -1, D) for name in ("q", "k", "v")
+    heads, kv_heads = (
+        len(tensors[f"{decoder}.self_attn.{name}.weight"]) // D for name in ("q_proj", "k_proj")
     )
-    q, k = _rotated(q), _rotated(k)
-    k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
-    scores = torch.einsum("lhd,mhd->hlm", q, k) * D**-0.5
-    scores += torch.full((length, length), float("-inf")).triu(1)
-    attended = torch.einsum("hlm,mhd->lhd", scores.softmax(-1), v).reshape(length, -1)
-    x = x + attended @ weight("self_attn.o_proj").T
-    y = _norm(x, weight("post_attention_layernorm"))
-    gate = torch.nn.functional.silu(y @ weight("mlp.gate_proj").T)
-    x = x + (gate * (y @ weight("mlp.up_proj").T)) @ weight("mlp.down_proj").T
-    return _norm(x, tensors[final_norm])
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": D}
+    layer = PlainLayer(tensors, decoder, {"rms_norm_eps": EPS, "rope_theta": THETA} | sizes)
+    e, h = rms(embedded_LE, tensors[embedding_norm], EPS), rms(hidden_LE, tensors[hidden_norm], EPS)
+    x = torch.cat([h, e] if layout == "mimo" else [e, h], dim=-1) @ tensors[projection].T
+    x = x + layer.attention(layer.norm("input_layernorm", x), torch.arange(len(x)))
+    x = x + layer.mlp(layer.norm("post_attention_layernorm", x))
+    return rms(x, tensors[final_norm], EPS)

@@ -4,8 +4,9 @@ import pytest
 
 from rollout.errors import IntegrityError
 from rollout.memory.kv_cache_manager import KVCacheManager
-from rollout.types import Scheduled
-from tests.helpers.requests import int32, make_request
+from rollout.memory.prefix_cache import PrefixCache
+from rollout.memory.slots import SlotAllocator
+from tests.helpers.requests import int32
 
 
 def admit(memory: KVCacheManager, tokens: list[int]) -> tuple[int, int]:
@@ -57,35 +58,18 @@ def test_extend_evicts_and_stops_where_nothing_is_left():
     memory.check_integrity()
 
 
-def test_extend_gives_back_what_a_failed_step_left():
-    memory = KVCacheManager(10, 1, 16, prefix_cache=True)
-    row = compute(memory, [1, 2])
-    [drafts] = memory.reserve_drafts([3])
-    request = make_request([1, 2], request_id=0)
-    request.row = row
-    memory.commit([Scheduled(request=request, start=0, run_len=2, draft_slots=drafts)], [[1, 3]])
-    memory.end_step()
-    assert memory.slots.available == 6
-    assert memory.extend(row, 2) == 2
-    assert memory.slots.available == 8
-    memory.check_integrity()
-
-
-def test_share_moves_duplicates_over_to_the_tree():
-    memory = KVCacheManager(20, 2, 16, prefix_cache=True)
-    tokens = [1, 2, 3]
-    one, other = compute(memory, tokens), compute(memory, tokens)
-    memory.share(one, tokens)
-    assert memory.slots.available == 14
-    memory.share(other, tokens)
-    assert memory.slots.available == 17, "the other's copies are freed"
-    table = memory.req_to_token.table
-    assert table[one, :3].tolist() == table[other, :3].tolist()
-    assert memory.usage.cached == 0, "locked by both"
-    memory.release(one, [])
-    assert memory.usage.cached == 0, "locked by the other"
-    memory.release(other, [])
-    assert memory.usage.cached == 3
+def test_the_prefix_that_was_used_least_recently_goes_first_from_its_end():
+    memory = KVCacheManager(12, 2, 16, prefix_cache=True)
+    first, second, third = [1, 2, 3], [4, 5, 6], [7, 8, 9]
+    for tokens in (first, second):
+        memory.release(compute(memory, tokens), tokens)
+    row, _ = admit(memory, [*first, 0])
+    memory.release(row, [])  # it was read and nothing else
+    memory.release(compute(memory, third), third)
+    for evicted, held in ((2, [3, 1, 3]), (2, [2, 0, 3]), (3, [0, 0, 2])):
+        assert memory.prefix_cache.evict(evicted) == evicted
+        found = [memory.cached_len(int32([*tokens, 0])) for tokens in (first, second, third)]
+        assert found == held
     memory.check_integrity()
 
 
@@ -96,3 +80,12 @@ def test_integrity_finds_a_row_that_left_its_prefix():
     memory.req_to_token.table[row, 1] += 1
     with pytest.raises(IntegrityError, match="shared prefix"):
         memory.check_integrity()
+
+
+def test_integrity_finds_a_wrong_lock_count():
+    allocator = SlotAllocator(10)
+    cache = PrefixCache(allocator.free)
+    _, node = cache.insert(int32([1, 2]), allocator.allocate(2))
+    cache.lock(node)
+    with pytest.raises(IntegrityError, match="1 locks, 0 holders"):
+        cache.check_integrity([])

@@ -60,21 +60,6 @@ def test_states_are_kept_at_intervals_and_before_the_last_token():
     assert memory.cached_len(int32([50, 51])) == 0
 
 
-def test_a_chunk_that_ends_where_a_state_is_kept_shares_the_one_it_goes_on_with():
-    memory = make_memory()
-    tokens = list(range(10))
-    row, _ = memory.admit(int32(tokens), headroom=0)
-    entry = schedule(memory, row, tokens, 0, 4, prompt_len=10)
-    assert entry.states.checkpoints == {4: entry.states.run_end}
-    book(memory, entry)
-    assert memory.states.checkpoints.at(int(memory.req_to_token.table[row, 3])) != 0
-    assert memory.states.obtainable == 11, "pinned"
-    following = schedule(memory, row, tokens, 4, 10, prompt_len=10)
-    assert following.states.source == entry.states.run_end
-    book(memory, following)
-    assert memory.states.obtainable == 11, "its own now; the other can be evicted"
-
-
 def test_checkpoint_lengths():
     for start, end, prompt_len, lengths in (
         (0, 3, 9, []),
@@ -113,16 +98,6 @@ def test_checkpoints_go_alone_least_recently_used_first():
     assert memory.cached_len(int32([20, 21])) == 0, "the oldest, though its token is cached"
     assert memory.cached_len(int32([10, 11])) == 1
     assert memory.prefix_cache.match_len(int32([20])) == 1
-
-
-def test_no_more_requests_run_than_have_two_slots():
-    memory = make_memory(5, rows=3)
-    one = prefill(memory, [1, 2, 3])
-    prefill(memory, [4, 5, 6])
-    assert not memory.states.fits_another
-    assert memory.admit(int32([7, 8]), headroom=0) is None
-    memory.release(one, [])
-    assert memory.admit(int32([7, 8]), headroom=0) is not None
 
 
 def test_nodes_leave_room_for_runs_and_checkpoints():

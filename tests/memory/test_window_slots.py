@@ -81,22 +81,6 @@ def test_the_window_that_was_let_go_first_is_evicted_first() -> None:
     assert memory.windows.evicted > 0
 
 
-def test_a_prefix_that_lost_its_window_gets_it_from_who_computes_it_again() -> None:
-    memory = memory_of(200, 8)
-    tokens = list(range(40))
-    row, _ = run(memory, tokens)
-    memory.release(row, tokens)
-    memory.windows.forget(memory.prefix_cache.match_slots(int32(tokens)))
-    row, cached = run(memory, tokens)
-    assert cached == 0
-    memory.share(row, tokens)
-    memory.check_integrity()
-    assert memory.slots.available == 160, "its copies are freed"
-    memory.release(row, tokens)
-    memory.check_integrity()
-    assert memory.cached_len(int32([*tokens, 1])) == 40
-
-
 def test_a_chunk_is_cut_to_what_there_is_and_a_decode_has_one() -> None:
     memory = memory_of(27, 16)
     row, _ = memory.admit(int32(range(100)), headroom=0)

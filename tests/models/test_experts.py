@@ -9,7 +9,6 @@ from rollout.models.experts_config import ExpertsSpec
 from rollout.models.layers import grouped_linear
 from rollout.models.layers.experts import Experts
 from rollout.models.layers.row_invariance import make_row_invariant
-from rollout.models.layers.storage import allocate_storage, free_storage
 from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import mismatches
 from rollout.ops.matmul.tiles import tiles
@@ -149,36 +148,6 @@ def test_a_row_is_the_same_alone_and_in_any_company(packing) -> None:
     others = x.clone()
     others[1:] = torch.nan
     assert torch.equal(experts(others)[0], together[0])
-
-
-@pytest.mark.parametrize("stacked", [False, True], ids=["one by one", "stacked"])
-def test_fused_and_single_names_are_the_same_weights(stacked) -> None:
-    """Memory that was given back is filled by either form."""
-    first, second = tensors(shared=True), tensors(shared=True, seed=1)
-    experts = block(fused(first), stacked=stacked)
-    weight_loaders = experts.weight_loaders("mlp")
-    for name, tensor in (first | fused(first)).items():
-        assert torch.equal(weight_loaders[name].read(), tensor), name
-    assert {name for name, each in weight_loaders.items() if each.required} == set(first)
-    freed = sleep_and_wake(experts)
-    assert freed >= sum(tensor.nbytes for tensor in first.values())
-    write(experts, second)
-    for name, tensor in (second | fused(second)).items():
-        assert torch.equal(weight_loaders[name].read(), tensor), name
-    x = torch.randn(8, HIDDEN)
-    with torch.inference_mode():
-        assert torch.equal(experts(x), block(second, stacked=stacked)(x))
-
-
-def sleep_and_wake(experts: Experts) -> int:
-    """The bytes that were given back between."""
-    freed = sum(each.release() for each in experts.linears())
-    freed += sum(free_storage(tensor) for tensor in experts.plain_weights())
-    for tensor in experts.plain_weights():
-        allocate_storage(tensor)
-    for each in experts.linears():
-        each.allocate()
-    return freed
 
 
 def test_mismatches_name_what_is_missing_and_what_comes_twice() -> None:

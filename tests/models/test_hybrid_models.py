@@ -11,7 +11,6 @@ from transformers import (
 )
 
 from rollout.config import DType
-from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.loader import load_model
 from rollout.weights.source import TensorSource
 from rollout.weights.transaction import WeightTransaction
@@ -19,7 +18,6 @@ from rollout.weights.update_options import UpdateOptions
 from tests.helpers.dense_attention import (
     DenseStates,
     GrowingAttention,
-    features_of,
     logits_of,
 )
 from tests.helpers.tiny_hybrid import randomise, save_tiny_hybrid, tiny_hybrid
@@ -62,15 +60,6 @@ def test_decode_token_by_token(family, tmp_path):
         answer = theirs(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
         cache = answer.past_key_values
         close(model.logits(hidden), answer.logits[0])
-
-
-@torch.inference_mode()
-def test_features_are_the_residual_stream_and_the_final_norm(family, tmp_path):
-    model, theirs = load(save_tiny_hybrid(tmp_path, family)), tiny_hybrid(family)
-    features, tokens = AuxHiddenStates(layers=(0, 2, 3), final=True), torch.tensor(PROMPTS[0])
-    found = features_of(model, features, tokens)
-    hidden = theirs(tokens[None], output_hidden_states=True).hidden_states
-    close(found, torch.cat([hidden[0], hidden[2], hidden[3], hidden[4]], dim=-1)[0])
 
 
 @pytest.mark.parametrize(("dtype", "packing"), [(DType.float32, False), (DType.bfloat16, True)])

@@ -65,17 +65,6 @@ def test_a_part_of_a_fused_weight_is_rewritten_alone(dtype, packing):
     assert torch.equal(linear.bias_rows(0, 60).read(), values)
 
 
-def test_weights_keep_their_address():
-    for packing in (False, True):
-        linear, _, _ = filled(8, 8, packing=packing)
-        assert linear.writes_in_place
-        packed, plain = linear._packed, linear._weight_OI
-        linear.weight_rows(2, 5).write(torch.ones(3, 8))
-        linear.pack()
-        assert linear._packed is packed
-        assert linear._weight_OI is plain
-
-
 def test_a_tied_weight_follows_its_table_and_leaves_it_in_place():
     table = random(30, 12)
     linear = Linear(12, 30, dtype=torch.float32, device=CPU, table_OI=table)

@@ -76,26 +76,6 @@ def test_memory_is_bounded_when_full(max_bytes):
     corpus.check_integrity()
 
 
-def test_external_corpora_come_and_go():
-    corpus = Corpus(max_external_bytes=1 << 20)
-    corpus.add_external("b", [i32([1, 2, 3, 4, 5, 6])])
-    corpus.add_external("a", [i32([1, 2, 3, 4, 5, 7]), i32()])
-    corpus.add_external("empty", [])
-    assert corpus.external_names() == ["a", "b", "empty"]
-    assert {node.token for node in query(corpus, 0, [1, 2, 3, 4, 5], 8)} == {6, 7}
-    with pytest.raises(ValueError, match="name='a'"):
-        corpus.add_external("a", [i32([1])])
-    with pytest.raises(ValueError, match="max_external_bytes"):
-        corpus.add_external("big", [np.zeros(100_000, np.int32)])
-    assert corpus.external_names() == ["a", "b", "empty"]
-    corpus.reset()  # forgets rollouts, not these
-    corpus.remove_external("b")
-    assert [node.token for node in query(corpus, 0, [1, 2, 3, 4, 5], 8)] == [7]
-    with pytest.raises(ValueError, match="name='b'"):
-        corpus.remove_external("b")
-    corpus.check_integrity()
-
-
 def test_sequence_goes_on_when_its_page_is_the_next_to_go():
     def filled(pages):
         corpus = Corpus(max_bytes=SMALL)

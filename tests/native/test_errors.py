@@ -40,6 +40,8 @@ REFUSED = [  # call, what the message says
     (lambda c: c.query(0, i32([1]), 64, 0.0), "budget=64"),
     (lambda c: c.query(0, i32([3, 10]), 8, 0.0), r"tokens\[1\]=10"),
     (lambda c: c.add_external("x", [i32([1]), i32([1, -1])]), "tokens"),
+    (lambda c: [c.add_external("y", []) for _ in range(2)], "name='y'"),
+    (lambda c: c.add_external("big", [np.zeros(100_000, np.int32)]), "max_external_bytes"),
     (lambda c: c.publish_external("x", c.external_builder()), "builder=not"),
     (lambda c: c.remove_external("x"), "name='x'"),
     (lambda c: c.set_weight_version("3"), "version='3'"),
@@ -47,7 +49,7 @@ REFUSED = [  # call, what the message says
 
 
 def test_a_wrong_call_is_refused_by_name():
-    corpus = Corpus(max_bytes=1 << 20, vocab_size=10)
+    corpus = Corpus(max_bytes=1 << 20, max_external_bytes=1 << 20, vocab_size=10)
     corpus.open(1, 0, i32([1, 2, 3]))
     corpus.open(2, 0, i32([1, 2, 4]))
     for call, message in REFUSED:

@@ -134,6 +134,10 @@ def test_whatever_is_cut_off_is_made_again(config, suffix):
         if suffix == ".parquet":
             assert not journal.exists()
     before = path.read_bytes(), path.stat().st_mtime_ns
+    if suffix == ".parquet":
+        journal.write_bytes(content)  # killed just before it was removed
+        assert run(config).status is JobStatus.NOTHING_TO_DO
+        assert not journal.exists()
     assert run(config, spec="ngram").status is JobStatus.NOTHING_TO_DO
     assert (path.read_bytes(), path.stat().st_mtime_ns) == before
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -102,6 +103,19 @@ def test_places_that_cannot_be_written(tmp_path):
         Journal(path)
     with pytest.raises(OutputError, match="cannot be written"), output_lock(path):
         pass
+
+
+def test_lines_that_cannot_be_made_durable_are_told(tmp_path, monkeypatch):
+    def fails(_: int) -> None:
+        raise OSError(errno.EIO, "the disk fails")
+
+    journal, path = Journal(tmp_path / "rows.jsonl"), tmp_path / "others.jsonl"
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(OutputError, match="cannot be written: the disk fails"):
+        journal.close()
+    with pytest.raises(OutputError, match=r"others\.jsonl cannot be written"):
+        Journal(path)
+    assert path.read_bytes() == b""
 
 
 def cut(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from safetensors.torch import load_file
 
@@ -81,32 +80,6 @@ def test_a_gate_that_never_opens(tiny_model_path, new_weights, plain, fed_each_s
     assert engine.metrics().drafted == 0
 
 
-def test_a_step_that_fails_tells_the_corpus_nothing_twice(tiny_model_path, monkeypatch):
-    engine, untroubled = (make_engine(tiny_model_path, budget="fixed") for _ in range(2))
-    verify, random = engine.worker.target.verify, np.random.default_rng(4)
-
-    def sometimes(batch, trees):
-        if random.random() < 0.2:
-            raise RuntimeError("a hiccup")
-        return verify(batch, trees)
-
-    monkeypatch.setattr(engine.worker.target, "verify", sometimes)
-    failed = 0
-    for index, prompt in enumerate(PROMPTS):
-        for sample in range(PARAMS.n):
-            engine.submit(prompt, PARAMS, prompt_index=index, sample_index=sample)
-    while engine.has_unfinished:
-        try:
-            engine.step()
-        except RuntimeError:
-            failed += 1
-    assert failed > 5
-    untroubled.generate(PROMPTS, PARAMS)
-    for name in ("corpus/live_tokens", "corpus/open_sequences"):
-        assert engine.worker.counters()[name] == untroubled.worker.counters()[name]
-    engine.worker.corpus.check_integrity()
-
-
 def test_calibration_leaves_nothing_behind_and_fits_a_short_context(tiny_model_path, tmp_path):
     engine = make_engine(tiny_model_path, calibration_seconds=60)  # 64 forwards at most
     assert engine.worker.budget.curve.is_known
@@ -117,13 +90,3 @@ def test_calibration_leaves_nothing_behind_and_fits_a_short_context(tiny_model_p
     engine = make_engine(path, calibration_seconds=0.05)
     assert not engine.worker.budget.curve.is_known
     assert len(engine.generate([[5, 6, 7]], PARAMS)) == PARAMS.n
-
-
-def test_what_is_seen_adds_up(tiny_model_path):
-    engine = make_engine(tiny_model_path, calibration_seconds=0.05)
-    stats = [rollout.stats for rollout in engine.generate(PROMPTS, PARAMS)]
-    total = engine.metrics()
-    assert total.drafted == sum(each.drafted for each in stats)
-    assert total.accepted == sum(each.accepted for each in stats)
-    assert all(each.proposed >= each.drafted >= each.accepted for each in stats)
-    assert sum(each.predicted_ms for each in stats) > 0

@@ -246,16 +246,3 @@ def test_graphs_survive_where_addresses_are_kept(tiny_model_path, monkeypatch):
     engine.resume_memory()
     assert generated(engine) == before
     engine.check_integrity()
-
-
-def test_the_corpus_survives(engine, tmp_path):
-    generated(engine)
-    engine.save_corpus(tmp_path / "corpus")
-    before = engine.worker.counters()["corpus/live_tokens"]
-    assert before > 0
-    engine.release_memory()
-    assert engine.worker.counters()["corpus/live_tokens"] == before
-    engine.worker._calibration_seconds = 0.05
-    engine.load_corpus(tmp_path / "corpus")  # times no forwards now
-    engine.resume_memory()
-    assert engine.worker.counters()["corpus/live_tokens"] == before

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout import InvalidInputError, Rollout, RolloutEngine, SamplingParams
+from rollout import Rollout, RolloutEngine, SamplingParams
 from tests.helpers.text_model import save_byte_model
 
 PROMPTS = [[5, 6, 7], list(range(20, 40))]
@@ -128,19 +128,3 @@ def test_an_output_that_no_token_may_begin_ends_alone(engine) -> None:
     assert (stuck.finish_reason, stuck.token_ids) == ("error", [])
     assert "constraints" in stuck.error
     assert len(other.token_ids) == 4
-
-
-def test_what_means_nothing_is_refused(engine) -> None:
-    for name, fields in (
-        ("sampling_mask", {"sampling_mask": True}),
-        ("sampling_mask", {"sampling_mask": 1, "top_k": 2}),
-        ("allowed_token_ids", {"allowed_token_ids": [2.0]}),
-        ("allowed_token_ids", {"allowed_token_ids": [engine.vocab_size]}),
-        ("logprob_token_ids", {"logprob_token_ids": [-1]}),
-        ("bad_words", {"bad_words": "word"}),
-        ("bad_words", {"bad_words": [""]}),
-    ):
-        with pytest.raises(InvalidInputError) as refused:
-            engine.generate(PROMPTS, SamplingParams(**fields))
-        assert refused.value.field == f"sampling.{name}"
-        assert not engine.has_unfinished

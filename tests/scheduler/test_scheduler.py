@@ -1,13 +1,10 @@
 """One rule of the scheduler per test; test_scheduler_simulation.py checks them all together."""
 
 import numpy as np
-import pytest
 
-from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.scheduler import LengthForecast, Scheduler
 from rollout.scheduler.step_limits import StepLimits
-from rollout.scheduler.waiting import MAX_OVERTAKEN
 from rollout.types import (
     Batch,
     EntryResult,
@@ -77,17 +74,6 @@ class Bench:
         return entries
 
 
-def test_prompts_that_could_never_run_are_refused():
-    bench = Bench(slots=20, context=40)
-    with pytest.raises(InvalidInputError, match=r"len\(prompt\)=0"):
-        bench.scheduler.check_fits(bench.request([]))
-    with pytest.raises(InvalidInputError, match=r"len\(prompt\)=40: must have 1 to 39 tokens"):
-        bench.scheduler.check_fits(bench.request([1] * 40))
-    with pytest.raises(OutOfMemoryError, match="20 tokens needs 21 KV slots and there are 20"):
-        bench.scheduler.check_fits(bench.request([1] * 20))
-    bench.scheduler.check_fits(bench.request([1] * 19))
-
-
 def test_decodes_go_first_then_chunks_then_admissions():
     bench = Bench(step_tokens=20, chunk=16)
     short, long = bench.add([1] * 4), bench.add([2] * 30)
@@ -150,20 +136,6 @@ def test_longest_cached_prefix_is_admitted_first():
     cold, warm, warmer = bench.add([50] * 9), bench.add([*seen[:5], 60]), bench.add([*seen, 70])
     colder = bench.add([51] * 9)
     assert admission_order(bench) == [warmer, warm, cold, colder]
-
-
-def test_a_request_is_overtaken_only_so_often():
-    bench = Bench(running=1, chunk=32)
-    seen = list(range(20))
-    bench.step(finish=(bench.add(seen),))
-    cold = bench.add([50] * 9)
-    served = []
-    for number in range(2 * MAX_OVERTAKEN):
-        bench.add([*seen, 100 + number])
-        batch = bench.scheduler.schedule()
-        served.append(batch.entries[0].request)
-        bench.work(batch, finish=(served[-1],))
-    assert served.index(cold) == MAX_OVERTAKEN
 
 
 def test_a_request_is_not_expected_to_pass_its_limit_which_alone_ranks_nobody():

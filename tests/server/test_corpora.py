@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -14,6 +13,7 @@ import httpx
 import pytest
 
 from rollout.engine.protocol import Engine
+from tests.helpers.gated_list import GatedList
 from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.server.conftest import Live, post, run_server
 from tests.server.policies import output_ids
@@ -97,24 +97,10 @@ def test_a_corpus_that_cannot_be_loaded_leaves_nothing(client, root, tmp_path):
         assert listed(client) == {}
 
 
-class SlowChunks(list):
-    """Token ids of which all but the first chunk come when ``opened`` is set."""
-
-    def __init__(self, chunks: list[list[int]]) -> None:
-        super().__init__(chunks)
-        self.opened, self.reached = threading.Event(), threading.Event()
-
-    def __iter__(self):
-        yield self[0]
-        self.reached.set()
-        assert self.opened.wait(HANG_SECONDS)
-        yield from self[1:]
-
-
 @contextmanager
 def loading(live: Live, name: str) -> Iterator[None]:
     """A load that the engine has begun and that waits, as one of a large file would be seen."""
-    chunks = SlowChunks([[1, 2, 3]] * 30_000)
+    chunks = GatedList([[1, 2, 3]] * 30_000)
 
     def add(engine: Engine) -> str:
         return engine.add_external_corpus(name, token_chunks=chunks)

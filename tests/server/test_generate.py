@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 
 from rollout import SamplingParams
@@ -49,24 +46,6 @@ def test_a_batch_is_bitwise_that_of_offline_generation(client, generated):
     assert len(answers) == 36
     for answer, rollout in zip(answers, expected, strict=True):
         same(answer, rollout)
-
-
-def test_concurrent_requests_are_bitwise_those_of_offline_generation(live, generated):
-    """Answers and streams, in any order, each the only prompt of its call."""
-    jobs = [(prompt, seed, seed % 2) for prompt in PROMPTS[:4] for seed in (1, 2, 3, 4)]
-    random.Random(0).shuffle(jobs)
-
-    def run(job):
-        prompt, seed, stream = job
-        sampling = SAMPLING | {"seed": seed}
-        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
-        with live.client() as client:
-            return stream_of(client, **body)[-1] if stream else ask(client, **body)
-
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(run, jobs))
-    for (prompt, seed, _), answer in zip(jobs, answers, strict=True):
-        same(answer, generated([prompt], **SAMPLING | {"seed": seed})[0])
 
 
 def test_a_sample_can_be_asked_for_alone_and_from_its_middle(client, generated):

@@ -41,24 +41,6 @@ def create(live: Live, **asked: Any) -> Any:
     )
 
 
-def test_streams_have_the_texts_of_rollouts(live: Live, offline: RolloutEngine) -> None:
-    prompts = ["héllo wörld", "日本語 🙂"]
-    shared = {"seed": 1, "n": 3, "temperature": 0.8}
-    expected = offline.generate(prompts, SamplingParams(**shared, max_new_tokens=60))
-    assert any("\ufffd" in (rollout.text or "") for rollout in expected)
-    extra = {"return_token_ids": True}
-    asked = {"max_tokens": 60, "logprobs": 0, "stream": True, "extra_body": extra} | shared
-    choices = joined_parts(create(live, prompt=prompts, **asked))
-    assert len(choices) == 6
-    for index, rollout in enumerate(expected):
-        choice = choices[index]
-        assert choice["text"] == rollout.text
-        assert choice["token_ids"] == rollout.token_ids
-        logprobs = [each for part in choice["logprobs"] for each in part.token_logprobs]
-        assert logprobs == rollout.logprobs
-        assert choice["finish_reason"] == str(rollout.finish_reason)
-
-
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"enum": ["one", "other"]}, "b": {"type": "boolean"}},

@@ -61,30 +61,6 @@ async def pause(serving: Serving) -> None:
     await serving.call(lambda engine: engine.pause_generation("in_place"))
 
 
-def test_deltas_are_the_rollout_bit_by_bit(run):
-    async def scenario(serving):
-        params = SamplingParams(
-            temperature=0.9, max_new_tokens=400, ignore_eos=True, top_logprobs=2, entropy=True
-        )
-        whole = await serving.generate(samples(params))
-        parts = [[], []]
-        async with serving.stream(samples(params)) as deltas:
-            async for delta in deltas:
-                parts[delta.index].append(delta)
-        for rollout, own in zip(whole, parts, strict=True):
-            assert len(own) > 1
-            assert [delta.rollout is None for delta in own[:-1]] == [True] * (len(own) - 1)
-            last = own[-1].rollout
-            assert (last.token_ids, last.logprobs) == (rollout.token_ids, rollout.logprobs)
-            for name in ("token_ids", "logprobs", "weight_versions"):
-                assert [x for d in own for x in getattr(d.tokens, name)] == getattr(rollout, name)
-            for name in ("top_logprobs", "entropies"):
-                joined = [x for d in own for x in getattr(d.tokens.extras, name)]
-                assert joined == getattr(rollout.extras, name)
-
-    run(scenario)
-
-
 def test_a_reader_that_comes_late_gets_one_delta(run):
     async def scenario(serving):
         async with serving.stream(samples(SHORT, 1)) as deltas:

@@ -69,7 +69,8 @@ def joined(client: httpx.Client) -> Iterator[TorchTrainer]:
     """The trainer's end of a group that the server joins, and leaves in the end."""
 
     def join(address: dict[str, Any]) -> None:
-        ok(client.post("/init_weights_update_group", json=address | GROUP))
+        port = {"master_port": str(address["master_port"])}  # AReaL's is a text
+        ok(client.post("/init_weights_update_group", json=address | port | GROUP))
 
     with joined_trainer(join) as trainer:
         yield trainer

@@ -50,21 +50,6 @@ STEP_1 = {"draft.1": filled(2, value=7.0)}
 TARGET = {"embedding": filled(3, value=8.0)}
 
 
-def test_selectors_name_parts(chain):
-    selected = chain.parts.selected
-    assert selected("all") == {"target"}
-    assert selected("draft") == {"draft_step_0", "draft_step_1"}
-    assert selected("draft_step_1") == {"draft_step_1"}
-    single = WeightTransaction({"target": PlainPart({"a": torch.zeros(1)})})
-    with pytest.raises(InvalidInputError, match=r"selector.*: all, target$"):
-        single.parts.selected("draft")
-    single.parts.add("draft", PlainPart({"draft.b": torch.zeros(1)}))
-    assert single.parts.selected("all") == {"target", "draft"}
-    assert single.parts.selected("draft") == {"draft"}
-    with pytest.raises(InvalidInputError, match="all, draft, target"):
-        single.parts.selected("draft_step_0")
-
-
 def test_a_stream_of_the_target_is_all_there_is_to_send(chain):
     before = chain.digest("draft")
     whole = chain.digest("all")

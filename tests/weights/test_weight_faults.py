@@ -172,38 +172,6 @@ def test_an_update_that_is_left_open_cannot_be_seen_through(engine, policies):
     assert_serves(engine, other)
 
 
-@pytest.mark.parametrize("kind", ["generator", "shared_memory_calls", "distributed"])
-def test_requests_run_while_updates_come(engine, policies, tmp_path, kind):
-    """A good one, a bad one, a good one: no request is lost, each token carries its version."""
-    _, new, other = policies
-    bad = faulty(other, "47")
-    params = replace(PARAMS, max_new_tokens=60)  # more than three steps emit, however they draft
-    requests = [engine.submit(prompt, params) for prompt in PROMPTS]
-    ended = {}
-    with opened(kind, engine, tmp_path / "new") as update:
-        for tensors in (new.tensors, bad, other.tensors):
-            if engine.can_run:
-                ended |= {rollout.request_id: rollout for rollout in engine.step()}
-            else:
-                with pytest.raises(WeightUpdateError, match="torn"):
-                    engine.step()
-            try:
-                update(tensors)
-            except RolloutError:
-                assert tensors is bad
-    assert not ended, "they must still be running"
-    while engine.has_unfinished:
-        ended |= {rollout.request_id: rollout for rollout in engine.step()}
-    assert set(ended) == {request.request_id for request in requests}
-    last = engine.weight_version
-    for rollout in ended.values():
-        assert len(rollout.token_ids) == params.max_new_tokens
-        assert rollout.weight_versions == sorted(rollout.weight_versions)
-        assert set(rollout.weight_versions) <= {0, 1, last}
-        assert rollout.weight_versions[-1] == last
-    assert_serves(engine, other)
-
-
 def test_an_engine_without_a_weight_file_serves_what_a_full_update_brings(policies, tmp_path):
     bare, (policy, *_) = tmp_path / "bare", policies
     shutil.copytree(policy.folder, bare, ignore=shutil.ignore_patterns("*.safetensors"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -10,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness.rows import read_records
 
 from tests.helpers.text_model import save_text_model
 from tests.helpers.tiny_draft import save_tiny_eagle3
@@ -40,7 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("name", sorted(NAMES - IN_OTHER_ENVIRONMENTS))
 def test_quick_run(name: str, models: dict[str, list[str]], tmp_path: Path) -> None:
-    rows = tmp_path / "rows.json"
+    rows = tmp_path / "rows.jsonl"
     options = ["--quick", "--json", str(rows), *models.get(name, [])]
     run = subprocess.run(
         [sys.executable, f"benchmarks/{name}.py", *options],
@@ -50,4 +50,4 @@ def test_quick_run(name: str, models: dict[str, list[str]], tmp_path: Path) -> N
         text=True,
     )
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
-    assert json.loads(rows.read_text())
+    assert read_records(rows)

@@ -114,23 +114,6 @@ def test_nothing_but_our_errors_comes_of_wrong_values(text_model_path, tmp_path,
     assert engine.generate([[5, 6, 7]], params)[0].token_ids == tokens
 
 
-NUMBERS = [None, True, "", "1e3", [], {}, [[]], -1, 0, 1e-320, 1e200, -1e308, 2**31, 10**400]
-
-
-def change_somewhere(learned, rng):
-    """One value, however deep, becomes another or is lost."""
-    place, below = learned, learned
-    while isinstance(below, (dict, list)) and below and (place is below or rng.random() < 0.9):
-        place = below
-        key = rng.choice(list(place) if isinstance(place, dict) else range(len(place)))
-        below = place[key]
-    if place and rng.random() < 0.2:
-        del place[key]
-    elif place:
-        scaled = [below * 10 ** rng.randint(-300, 300)] if type(below) in (int, float) else []
-        place[key] = rng.choice([*NUMBERS, *scaled * len(NUMBERS)])
-
-
 def test_a_process_that_forgets_to_close_its_loop_still_ends(tiny_model_path):
     script = (
         "import sys; from rollout import RolloutEngine, SamplingParams\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 
 import numpy as np
@@ -146,25 +145,6 @@ def test_tokens_and_bytes_are_bounded_over_all(corpus, loads):
         assert "max_external_bytes=1048576" in loaded(loads, name, *batches).error
     assert small.counters()["external_bytes"] == 0
     loads.close()
-
-
-def test_names_are_taken_until_removed(corpus, loads):
-    loading = Gated([i32(1)])
-    loads.start("loading", loading)
-    loaded(loads, "ready", [i32(1)])
-    corpus.add_external("published", [])
-    for name in ("loading", "ready", "published"):
-        with pytest.raises(ValueError, match=f"name='{name}': is {name}"):
-            loads.start(name, [])
-        loads.remove(name)
-        loads.start(name, [[i32(2)]])
-    for call in (loads.remove, loads.wait, loads.publish_one):
-        with pytest.raises(ValueError, match="name='none'"):
-            call("none")
-    for name in (3, "half \ud800"):
-        with pytest.raises(ValueError, match=f"name={re.escape(repr(name))}: .*must be"):
-            loads.start(name, [])
-    loading.gate.set()
 
 
 def test_a_load_on_request_is_published_by_name_alone(corpus, loads):
