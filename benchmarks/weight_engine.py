@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -12,10 +13,10 @@ from typing import Any
 import torch
 
 from rollout import RolloutEngine, SamplingParams
+from rollout.parallel import host_store
 from rollout.weights.bucket import CACHED_BUCKET_BYTES, buckets
 from rollout.weights.checkpoint_source import CheckpointSource
-from rollout.weights.distributed_sender import DistributedSender
-from rollout.weights.group import WeightGroup, listen
+from rollout.weights.group import WeightGroup
 from rollout.weights.manifest import Manifest, TensorSpec
 from rollout.weights.shared_memory import SharedMemorySender
 from rollout.weights.source import WeightTensors
@@ -91,6 +92,11 @@ class _Rank:
             self._asked.send("read")
 
 
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
 def _serve(asked: Connection, *arguments: Any) -> None:
     """A rank's process: answers when it is ready, and after each update that it is told to take."""
     rank = _Rank(asked, *arguments)
@@ -114,8 +120,8 @@ class WeightEngine:
         self._num_segments = num_segments
         self._shared: dict[int, SharedMemorySender] = {}  # by bucket_bytes
         spawn = multiprocessing.get_context("spawn")
-        self._meeting = listen("127.0.0.1", _SECONDS)  # which hosts the ranks' store
-        store = listen("127.0.0.1", _SECONDS)
+        self._meeting = host_store()  # of the ranks
+        port = _free_port()
         self._connections: list[Connection] = []
         self.processes = []
         for rank in range(size):
@@ -125,27 +131,43 @@ class WeightEngine:
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._meeting.port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
             }  # fmt: skip
-            arguments = (theirs, environment, threads, folder, store.port)
+            arguments = (theirs, environment, threads, folder, port)
             process = spawn.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._connections.append(ours)
             self.processes.append(process)
         self._group = WeightGroup(
-            master_address="127.0.0.1", master_port=store.port, rank=0, world_size=1 + size,
-            group_name="bench", timeout=_SECONDS, store=store,
+            master_address="127.0.0.1", master_port=port, rank=0, world_size=1 + size,
+            group_name="bench", timeout=_SECONDS,
         )  # fmt: skip
         self._await_all()
 
     def update(self, way: str, bucket_bytes: int = CACHED_BUCKET_BYTES) -> None:
-        sender = DistributedSender(self._group, bucket_bytes)
-        arguments = sender.arguments(self._weights) if way == GLOO else {}
+        manifest = self._weights.manifest()
+        arguments = {
+            "names": list(manifest),
+            "dtypes": [spec.dtype for spec in manifest.values()],
+            "shapes": [spec.shape for spec in manifest.values()],
+            "group_name": "bench",
+            "load_format": f"packed:{bucket_bytes}",
+        }
         self._tell((way, bucket_bytes, arguments))
         if way == SHARED:
             self._share(bucket_bytes)
         elif way == GLOO:
-            sender.send(self._weights)
+            self._send_packed(bucket_bytes)
         self._await_all()
+
+    def _send_packed(self, num_bytes: int) -> None:
+        parts: list[torch.Tensor] = []
+        for _, tensor in self._weights:
+            parts.append(tensor.reshape(-1).view(torch.uint8))
+            if sum(part.numel() for part in parts) > num_bytes:
+                self._group.broadcast(torch.cat(parts))
+                parts = []
+        if parts:
+            self._group.broadcast(torch.cat(parts))
 
     def _share(self, bucket_bytes: int) -> None:
         """Hand out handles, each once its segment is filled. No rank reads that any more."""

@@ -299,7 +299,6 @@ class RolloutCluster(UpdateCalls):
         group_name: str = "weight_update_group",
         backend: str = "gloo",
         timeout: float = 300.0,
-        sender: str = "specrollout",
     ) -> None:
         self.weights.init_weights_update_group(
             master_address,
@@ -309,7 +308,6 @@ class RolloutCluster(UpdateCalls):
             group_name,
             backend,
             timeout,
-            sender,
         )
 
     def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:

@@ -157,7 +157,7 @@ class ClusterWeights:
             else:
                 self.begin_weight_update(self._manifest(source, options), **options)
         except RolloutError as error:
-            if isinstance(source, GroupSource):  # its sender is waiting to hear of it
+            if isinstance(source, GroupSource):  # its sender waits for a receiver
                 self._ask_all(RolloutEngine.decline_weights, source, str(error))
             raise
         try:
@@ -178,7 +178,6 @@ class ClusterWeights:
         group_name: str = "weight_update_group",
         backend: str = "gloo",
         timeout: float = 300.0,
-        sender: str = "specrollout",
     ) -> None:
         """The replicas take the ranks from ``rank_offset`` on, in the order of their names, each as
         many as its model has.
@@ -198,7 +197,7 @@ class ClusterWeights:
         done, failed = self._replicas.outcomes({
             each: each.call(
                 RolloutEngine.init_weights_update_group, master_address, master_port,
-                ranks[each.name], world_size, group_name, backend, timeout, sender,
+                ranks[each.name], world_size, group_name, backend, timeout,
             )
             for each in self._living()
         })  # fmt: skip

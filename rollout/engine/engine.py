@@ -622,7 +622,7 @@ class RolloutEngine(UpdateCalls):
 
     @exclusive
     def decline_weights(self, source: WeightSource, reason: str) -> None:
-        """Tell the sender of a `GroupSource` that nothing of what it announced will be taken."""
+        """Take off the wire what the sender of a `GroupSource` has announced; nothing is loaded."""
         self.weights.decline(source, reason)
 
     @exclusive
@@ -635,24 +635,18 @@ class RolloutEngine(UpdateCalls):
         group_name: str = "weight_update_group",
         backend: str = "gloo",
         timeout: float = 300.0,
-        sender: str = "specrollout",
     ) -> None:
         """Join a group that weights come through, at rank ``rank_offset`` (the sender is rank 0).
 
         Ranks that run one model join it one after the other from ``rank_offset`` on, and count each
         in ``world_size``.
 
-        ``sender``: what made rank 0's group. ``specrollout``: a `WeightGroup`. ``torch``: a trainer
-        written for other engines, by torch's own rendezvous at that address; it broadcasts each
-        tensor by itself.
-
-        Waits for all ``world_size`` members. Raises WeightUpdateError, naming ranks, where some are
-        missing after ``timeout`` seconds or were told another size. An update through it that says
-        no timeout of its own waits as long.
+        Rank 0 is a `WeightGroup`, or a group of torch's own rendezvous at that address. Waits for
+        all ``world_size`` members. Raises WeightUpdateError where some are missing after
+        ``timeout`` seconds. An update through it that says no timeout of its own waits as long.
         """
         group = JoinGroup(
-            master_address, master_port, rank_offset, world_size, group_name, backend, timeout,
-            sender,
+            master_address, master_port, rank_offset, world_size, group_name, backend, timeout
         )  # fmt: skip
         self.weights.join_group(group)
 

@@ -174,11 +174,9 @@ class FollowingRank(UpdateCalls):
         group_name: str = "weight_update_group",
         backend: str = "gloo",
         timeout: float = 300.0,
-        sender: str = "specrollout",
     ) -> None:
         self.receiver.init_group(
-            master_address, master_port, rank_offset, world_size, group_name, backend, timeout,
-            sender,
+            master_address, master_port, rank_offset, world_size, group_name, backend, timeout
         )  # fmt: skip
 
     def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:

@@ -15,7 +15,7 @@ import torch
 
 from rollout.errors import InvalidInputError
 from rollout.validation import checked_int, checked_list, checked_name, checked_object
-from rollout.weights.manifest import Manifest, Slices, TensorSpec, dtype_name, named_dtype
+from rollout.weights.manifest import Manifest, TensorSpec, dtype_name, named_dtype
 
 ALIGNMENT = 64  # bytes: a cache line, and a multiple of every dtype's size
 
@@ -118,16 +118,6 @@ def layouts(manifest: Manifest, bucket_bytes: int) -> list[BucketLayout]:
             found.append(packer.close())
             packer.entry_for(name, spec)
     return found + ([packer.close()] if packer.entries else [])
-
-
-def sliced_layout(layout: BucketLayout, needed: Slices) -> BucketLayout:
-    """A layout with the needed slice of each tensor that ``needed`` names, and others whole."""
-    packer = BucketPacker(max(layout.num_bytes, ALIGNMENT))
-    for entry in layout.entries:
-        where = needed.get(entry.name)
-        shape = entry.shape if where is None else where.shape_of(entry.shape)
-        packer.entry_for(entry.name, TensorSpec(shape, entry.dtype))
-    return packer.close()
 
 
 def manifest_of_layouts(found: Iterable[BucketLayout]) -> Manifest:

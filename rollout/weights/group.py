@@ -12,8 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -22,41 +20,35 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from rollout.errors import InvalidInputError, WeightUpdateError
-from rollout.parallel.time_limit import answered, within
+from rollout.parallel.time_limit import answered
 from rollout.validation import checked_int, checked_name, checked_seconds
-from rollout.weights.group_store import GroupStore
 
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.001
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _SURVIVABLE = ("0", "2")  # nothing is done, or the communicator alone is aborted
+_DEVICE_TYPES = {"gloo": "cpu", "nccl": "cuda"}  # under which torch keeps a backend's keys
 
 
-def listen(address: str, timeout: float = 300.0) -> TCPStore:
-    """A store on a free port of this host, for a WeightGroup's rank 0; its ``port`` says which."""
-    return TCPStore(
-        address, 0, None, True, timeout=timedelta(seconds=timeout), wait_for_workers=False
-    )
-
-
-class BroadcastGroup(ABC):
+class WeightGroup:
     """This process's place among one sender, rank 0, and its receivers, ranks 1 and up.
 
     Torch's default group is neither needed nor touched, so a trainer's own groups never meet this
-    one. How the members meet is for subclasses to say.
+    one. Rank 0 hosts the store, and waits in it for every member. It is a `WeightGroup`, or a group
+    that a trainer written for other engines makes with ``init_method="tcp://address:port"``: what
+    has to be the same here is where torch puts that group's keys in the store, which is tested
+    against torch itself. With nccl the members connect in the first broadcast, which no timeout
+    ends.
 
     Args:
         backend: ``gloo`` for tensors on the CPU, ``nccl`` for tensors on a GPU. Needs to be the
             same everywhere.
         device: the GPU with nccl; default: the one that is current now.
         timeout: seconds; for joining, and the default for every wait after.
-        store: what `listen` returned, on rank 0, instead of a port chosen beforehand.
 
     Raises WeightUpdateError where members do not come in time, InvalidInputError for arguments.
     """
-
-    notes: GroupStore
 
     def __init__(
         self,
@@ -69,7 +61,6 @@ class BroadcastGroup(ABC):
         backend: str = "gloo",
         device: torch.device | None = None,
         timeout: float = 300.0,
-        store: TCPStore | None = None,
     ) -> None:
         self.name = checked_name(group_name, "group_name")
         self.world_size = checked_int(world_size, "world_size", minimum=2, maximum=2**16)
@@ -80,15 +71,10 @@ class BroadcastGroup(ABC):
         self.timeout = checked_seconds(timeout, "timeout")
         self._address = master_address
         self._port = checked_int(master_port, "master_port", minimum=1, maximum=65535)
-        self.last_update = 0  # number of the last update sent or received
-        self.num_bytes = 0  # received so far
         self.closed_because = ""
-        self._group: Any = None  # of torch's, None when closed
-        self._meet(store)
-
-    @abstractmethod
-    def _meet(self, store: TCPStore | None) -> None:
-        """Connect to the others: leaves a store for notes and torch's group."""
+        keys = PrefixStore(f"{self.name}/", PrefixStore(self.name, self._connect()))
+        self._group: Any = self._process_group(PrefixStore(f"{_DEVICE_TYPES[backend]}/", keys))
+        """Torch's; None when closed."""
 
     def broadcast(self, tensor: torch.Tensor, timeout: float | None = None) -> None:
         """Rank 0's contiguous tensor into everybody's. Returns when it is there.
@@ -100,34 +86,15 @@ class BroadcastGroup(ABC):
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=seconds)
-        self._run("broadcast", lambda group: [group.broadcast([tensor.detach()], options)], seconds)
-        self.num_bytes += tensor.nbytes if self.rank else 0
-
-    def send(self, tensors: Mapping[int, torch.Tensor], timeout: float) -> None:
-        """Rank 0's contiguous tensors to these ranks, each of which is to `receive` its own.
-
-        Returns and raises as `broadcast` does.
-        """
-        self._run(
-            "send",
-            lambda group: [group.send([each], rank, 0) for rank, each in tensors.items()],
-            timeout,
-        )
-
-    def receive(self, tensor: torch.Tensor, timeout: float) -> None:
-        """Receive into a contiguous tensor what rank 0 sends to this rank. Raises as `broadcast`
-        does."""
-        self._run("receive", lambda group: [group.recv([tensor], 0, 0)], timeout)
-        self.num_bytes += tensor.nbytes
-
-    def _run(self, what: str, start: Callable[[Any], list[Any]], seconds: float) -> None:
-        """Start works of torch's group and wait for them."""
         if self._group is None:
             raise WeightUpdateError(f"group {self.name!r} is closed: {self.closed_because}")
         try:
-            _wait(start(self._group), self.backend, seconds, own_timeout=what == "broadcast")
+            work = self._group.broadcast([tensor.detach()], options)
+            if self.backend == "nccl":
+                _poll(work, seconds)
+            work.wait()
         except RuntimeError as error:
-            reason = f"a {what} failed: {str(error).splitlines()[0]}"
+            reason = f"a broadcast failed: {str(error).splitlines()[0]}"
             self.close(reason)
             # A traceback would keep the work, and the work the connections that others wait on.
             cause = error.with_traceback(None)
@@ -140,13 +107,13 @@ class BroadcastGroup(ABC):
         self.closed_because = self.closed_because or reason
         self._group = None
 
-    def _connect(self, members: int | None = None) -> TCPStore:
-        """Connect to rank 0's store. ``members``: wait there for so many, this one counted."""
+    def _connect(self) -> TCPStore:
+        """Wait in rank 0's store for every member."""
 
         def make() -> TCPStore:
             return TCPStore(
-                self._address, self._port, members, self.rank == 0,
-                timeout=timedelta(seconds=self.timeout), wait_for_workers=members is not None,
+                self._address, self._port, self.world_size, self.rank == 0,
+                timeout=timedelta(seconds=self.timeout),
             )  # fmt: skip
 
         try:
@@ -158,12 +125,10 @@ class BroadcastGroup(ABC):
                 f"({str(error).splitlines()[0]})"
             ) from error
 
-    def _process_group(self, store: Store, seconds: float) -> Any:
-        """``store``: of its own keys, the same for every member."""
-
+    def _process_group(self, store: Store) -> Any:
         def make() -> Any:
             if self.backend == "gloo":
-                timeout = timedelta(seconds=seconds)
+                timeout = timedelta(seconds=self.timeout)
                 return dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
             _warn_of_error_handling(self.name)
             options = dist.ProcessGroupNCCL.Options()
@@ -172,72 +137,10 @@ class BroadcastGroup(ABC):
             return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
 
         try:
-            return answered(make, seconds)
+            return answered(make, self.timeout)
         except (RuntimeError, TimeoutError) as error:
             raise WeightUpdateError(
                 f"group {self.name!r}: the members cannot connect: {str(error).splitlines()[0]}"
-            ) from error
-
-
-class WeightGroup(BroadcastGroup):
-    """A group of which every member is one of these, and so knows who is there.
-
-    Rank 0 hosts the store at ``master_address:master_port``; one store serves one group. Raises
-    WeightUpdateError, naming ranks, where members are missing after the timeout, were told another
-    size or backend, or claim one rank twice.
-    """
-
-    def _meet(self, store: TCPStore | None) -> None:
-        started = time.monotonic()
-        store = store or self._connect()
-        self.notes = GroupStore(store, self.name)
-        self._join()
-        remaining = max(self.timeout - (time.monotonic() - started), 1.0)
-        own = PrefixStore(f"{self.backend}/{self.name}", store)
-        self._group = self._process_group(own, remaining)
-        self._connect_members(remaining)
-
-    @property
-    def receivers(self) -> range:
-        """The ranks that weights are sent to."""
-        return range(1, self.world_size)
-
-    def _join(self) -> None:
-        """Wait for every member. Raises WeightUpdateError naming who is missing or was configured
-        differently."""
-        mine = {"world_size": self.world_size, "backend": self.backend}
-        if not self.notes.claim(f"member/{self.rank}", mine | {"nonce": time.time_ns()}):
-            raise WeightUpdateError(f"group {self.name!r}: rank {self.rank} is taken already")
-        deadline = time.monotonic() + self.timeout
-        while True:
-            found = {rank: self.notes.get(f"member/{rank}") for rank in range(self.world_size)}
-            for rank, theirs in found.items():
-                given = None if theirs is None else {key: theirs[key] for key in mine}
-                if given is not None and given != mine:
-                    raise WeightUpdateError(
-                        f"group {self.name!r}: rank {rank} was given {given}, "
-                        f"rank {self.rank} {mine}"
-                    )
-            missing = [str(rank) for rank, theirs in found.items() if theirs is None]
-            if not missing:
-                return
-            if time.monotonic() > deadline:
-                raise WeightUpdateError(
-                    f"group {self.name!r}: of {self.world_size} ranks, missing after "
-                    f"{self.timeout:g} seconds: {', '.join(missing)}"
-                )
-            time.sleep(0.01)
-
-    def _connect_members(self, seconds: float) -> None:
-        """Broadcast a byte, since NCCL connects in the first broadcast, which no timeout of its own
-        ends."""
-        byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
-        try:
-            within(seconds, lambda: self.broadcast(byte, seconds))
-        except TimeoutError as error:
-            self._group, self.closed_because = None, "its members did not connect"
-            raise WeightUpdateError(
-                f"group {self.name!r}: the members did not connect in {seconds:g} seconds"
             ) from error
 
 
@@ -265,13 +168,10 @@ def _warn_of_error_handling(group_name: str) -> None:
         )  # fmt: skip
 
 
-def _wait(works: list[Any], backend: str, seconds: float, *, own_timeout: bool) -> None:
-    """NCCL's own wait would end the process at its timeout, so CUDA works are polled."""
+def _poll(work: Any, seconds: float) -> None:
+    """NCCL's own wait would end the process at its timeout, so its works are polled."""
     deadline = time.monotonic() + seconds
-    for work in works:
-        while backend == "nccl" and not work.is_completed():
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"nothing came for {seconds:g} seconds")
-            time.sleep(_POLL_SECONDS)
-        # A broadcast's own timeout says more than this one.
-        work.wait(timedelta(seconds=0 if own_timeout else seconds))
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"nothing came for {seconds:g} seconds")
+        time.sleep(_POLL_SECONDS)

@@ -50,18 +50,6 @@ Manifest = Mapping[str, TensorSpec]
 """Shapes and dtypes by checkpoint name."""
 
 
-def manifest_to_json(manifest: Manifest) -> list[Any]:
-    """A JSON list of a manifest, in its order, which `manifest_from_json` reads."""
-    return [[name, list(spec.shape), dtype_name(spec.dtype)] for name, spec in manifest.items()]
-
-
-def manifest_from_json(value: Sequence[Any]) -> dict[str, TensorSpec]:
-    """The manifest that another rank has written."""
-    return {
-        name: TensorSpec(tuple(shape), named_dtype(dtype, name)) for name, shape, dtype in value
-    }
-
-
 Slices = Mapping[str, TensorSlice | None]
 """What a rank needs of tensors by name: a slice, or None for all of it."""
 

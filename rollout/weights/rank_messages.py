@@ -74,12 +74,11 @@ class JoinGroup(WeightMessage):
     group_name: str
     backend: str
     timeout: float
-    sender: str
 
     def run(self, receiver: WeightReceiver) -> None:
         receiver.init_group(
             self.master_address, self.master_port, self.rank_offset, self.world_size,
-            self.group_name, self.backend, self.timeout, self.sender,
+            self.group_name, self.backend, self.timeout,
         )  # fmt: skip
 
 

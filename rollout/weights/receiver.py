@@ -104,7 +104,7 @@ class WeightReceiver:
         self.handles.release_devices()
 
     def decline(self, source: WeightSource, reason: str) -> None:
-        """Tell the sender that nothing of what it announced will be taken."""
+        """Take off the wire what the sender of a group announced."""
         with contextlib.suppress(WeightUpdateError), self._opened(source, {}):
             raise WeightUpdateError(reason)
 
@@ -117,7 +117,6 @@ class WeightReceiver:
         group_name: str,
         backend: str,
         timeout: float,
-        sender: str,
     ) -> None:
         """Join a group that weights come through. Ranks that run one model take the ranks from
         ``rank_offset`` on: all join it, or none does."""
@@ -132,7 +131,7 @@ class WeightReceiver:
         try:
             self.groups.init(
                 master_address, master_port, first + self._ranks.rank, world_size, group_name,
-                backend, timeout, self._device, sender,
+                backend, timeout, self._device,
             )  # fmt: skip
         except (RolloutError, OSError, TimeoutError) as error:
             failure = error
@@ -173,7 +172,7 @@ class WeightReceiver:
             case DiskSource():
                 given = weights.options if is_part else UpdateOptions.of(options)
                 return source.opened(weights.parts, given)
-            case GroupSource():  # its sender hears of wrong options too
+            case GroupSource():
                 timeout = weights.options.timeout if is_part else options.get("timeout")
                 return self.groups.opened(source, timeout)
             case HandleSource():

@@ -14,12 +14,11 @@ from rollout.cluster import weights
 from rollout.cluster.cluster import RolloutCluster
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
 from rollout.weights.bucket import buckets
-from rollout.weights.distributed_sender import DistributedSender
 from tests.cluster.thread_pool import intercept, kill
 from tests.cluster.workload import drain, generated, ngram, poll_until, rejoined
 from tests.helpers.hang import wait_until
 from tests.helpers.tiny_model import save_tiny_llama
-from tests.helpers.weight_transports import Announced, group_of, opened
+from tests.helpers.weight_transports import arguments, group_of, opened
 
 PROMPTS = [[3 + i, 10 + i, 11] for i in range(4)]
 PARAMS = SamplingParams(temperature=0.9, max_new_tokens=20, seed=5, n=2, ignore_eos=True)
@@ -157,16 +156,16 @@ def test_an_update_that_is_silent_for_its_timeout_is_abandoned(make_cluster, pol
 
 def test_a_group_knows_who_was_there_when_it_was_made(make_cluster, policies):
     cluster, pool = make_cluster(2)
-    with group_of(cluster, 3) as (group, _):
-        arguments = DistributedSender(group).arguments(Announced(policies[0].tensors))
+    call = arguments(policies[0].tensors)
+    with group_of(cluster, 3):
         kill(cluster, pool, "replica-1")
         with pytest.raises(WeightUpdateError, match="not all replicas are there after 0 s"):
             cluster.init_weights_update_group("127.0.0.1", 1, 1, 3, "another", timeout=0.0)
         rejoined(cluster)
         with pytest.raises(WeightUpdateError, match="replica-1 came after the group"):
-            cluster.update_weights_from_distributed(**arguments)
+            cluster.update_weights_from_distributed(**call)
     with pytest.raises(InvalidInputError, match="no group of this cluster"):
-        cluster.update_weights_from_distributed(**arguments)
+        cluster.update_weights_from_distributed(**call)
 
 
 def test_options_and_calls_out_of_turn_are_refused(make_cluster, policies, monkeypatch):

@@ -17,12 +17,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from rollout.weights.distributed_sender import DistributedSender
-from rollout.weights.group import WeightGroup
 from rollout.weights.shared_memory import SharedMemorySender
 from tests.helpers.forked import forked
-from tests.helpers.hang import HANG_SECONDS
-from tests.helpers.weight_transports import BUCKET_BYTES, Announced
+from tests.helpers.weight_transports import BUCKET_BYTES, Announced, arguments, sending_end
 
 CLOSED = r"onnection (closed|reset|refused)|roken pipe|cannot be reached"
 """The words for a member whose connections have ended, unlike one that is late."""
@@ -100,10 +97,7 @@ def share(pipe: Connection, cut: tuple[int, signal.Signals], folder: Path) -> No
 
 def send(pipe: Connection, cut: tuple[int, signal.Signals], folder: Path, port: int) -> None:
     """Sends the folder's tensors through a group of two."""
-    group = WeightGroup(
-        master_address="127.0.0.1", master_port=port, rank=0, world_size=2,
-        group_name="weights", timeout=HANG_SECONDS,
-    )  # fmt: skip
-    sender, source = DistributedSender(group, BUCKET_BYTES), _CutSource(folder, cut)
-    pipe.send({"arguments": sender.arguments(source)})
-    sender.send(source)
+    group, source = sending_end(port), _CutSource(folder, cut)
+    pipe.send({"arguments": arguments(source.tensors)})
+    for _, tensor in source:
+        group.broadcast(tensor)

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch.distributed import TCPStore
 
 from rollout import RolloutEngine
 from rollout.weights.bucket import buckets
-from rollout.weights.distributed_sender import DistributedSender
-from rollout.weights.group import WeightGroup, listen
+from rollout.weights.group import WeightGroup
 from rollout.weights.manifest import Manifest, TensorSpec
 from rollout.weights.shared_memory import SharedMemorySender
 from rollout.weights.source import WeightTensors
 from rollout.weights.update_counts import UpdateCounts
 from tests.helpers.hang import HANG_SECONDS
+from tests.helpers.ports import free_port
 
 Tensors = Mapping[str, torch.Tensor]
 Update = Callable[..., UpdateCounts]  # (tensors, **options): one whole update
@@ -34,7 +33,6 @@ TRANSPORTS = (
     "shared_memory",
     "shared_memory_calls",
     "distributed",
-    "distributed_bare",
 )
 
 
@@ -51,16 +49,15 @@ class Announced(WeightTensors):
         return iter(self.tensors.items())
 
 
-def member(store: TCPStore, rank: int = 0, world_size: int = 2) -> WeightGroup:
-    """A member of the group ``weights``, whose rank 0 has this store."""
+def sending_end(port: int, world_size: int = 2) -> WeightGroup:
+    """Rank 0 of the group ``weights``."""
     return WeightGroup(
         master_address="127.0.0.1",
-        master_port=store.port,
-        rank=rank,
+        master_port=port,
+        rank=0,
         world_size=world_size,
         group_name="weights",
         timeout=HANG_SECONDS,
-        store=store if rank == 0 else None,
     )
 
 
@@ -68,16 +65,15 @@ def member(store: TCPStore, rank: int = 0, world_size: int = 2) -> WeightGroup:
 def group_of(
     engine: RolloutEngine,
     world_size: int = 2,
-    store: TCPStore | None = None,
     *,
     engine_timeout: float = HANG_SECONDS,
 ) -> Iterator[tuple[WeightGroup, ThreadPoolExecutor]]:
     """The engine at rank 1 and this process's sender at rank 0, with a thread to send from."""
-    store = store or listen("127.0.0.1", HANG_SECONDS)
+    port = free_port()
     with ThreadPoolExecutor(1) as threads:
-        joined = threads.submit(member, store, world_size=world_size)
+        joined = threads.submit(sending_end, port, world_size)
         engine.init_weights_update_group(
-            "127.0.0.1", store.port, 1, world_size, "weights", timeout=engine_timeout
+            "127.0.0.1", port, 1, world_size, "weights", timeout=engine_timeout
         )
         group = joined.result(HANG_SECONDS)
         try:
@@ -99,27 +95,17 @@ def arguments(tensors: Tensors) -> dict[str, Any]:
 
 def send_to(
     engine: Any,
-    sender: DistributedSender,
+    group: WeightGroup,
     threads: ThreadPoolExecutor,
     tensors: Tensors,
     **options: Any,
 ) -> UpdateCounts:
     """A whole update of an engine or a cluster through the sender's group."""
-    source = Announced(tensors)
-    return _during(
-        threads.submit(sender.send, source, HANG_SECONDS),
-        lambda: engine.update_weights_from_distributed(**sender.arguments(source), **options),
-    )
-
-
-def _during(sent: Future[object], receive: Callable[[], UpdateCounts]) -> UpdateCounts:
+    sent = threads.submit(lambda: [group.broadcast(each) for each in tensors.values()])
     try:
-        counts = receive()
+        return engine.update_weights_from_distributed(**arguments(tensors), **options)
     finally:
-        error = sent.exception(HANG_SECONDS)
-    if error is not None:
-        raise error
-    return counts
+        sent.result(HANG_SECONDS)
 
 
 @contextmanager
@@ -147,19 +133,12 @@ def opened(kind: str, engine: Any, folder: Path, world_size: int = 2) -> Iterato
                 for handle in shared.handles(pairs):
                     engine.update_weights_from_ipc(handle)
                 return engine.end_weight_update()
-            case "distributed":
-                sender = DistributedSender(group, BUCKET_BYTES)
-                return send_to(engine, sender, threads, tensors, **options)
             case _:
-                call = arguments(tensors)
-                return _during(
-                    threads.submit(lambda: [group.broadcast(each) for each in tensors.values()]),
-                    lambda: engine.update_weights_from_distributed(**call, **options),
-                )
+                return send_to(engine, group, threads, tensors, **options)
 
     with ExitStack() as stack:
         if kind.startswith("shared_memory"):
             shared = stack.enter_context(SharedMemorySender(BUCKET_BYTES, num_segments=2))
-        elif kind.startswith("distributed"):
+        elif kind == "distributed":
             group, threads = stack.enter_context(group_of(engine, world_size))
         yield update

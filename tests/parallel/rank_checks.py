@@ -49,8 +49,6 @@ from rollout.offline import DataConfig, OutputConfig, RunConfig, run_job
 from rollout.runner import logit_blocks
 from rollout.runner.graphs.capture import Tensors
 from rollout.weights.checkpoint_source import CheckpointSource
-from rollout.weights.distributed_sender import DistributedSender
-from rollout.weights.group import WeightGroup
 from spec_workers.none import PlainWorker
 from spec_workers.target import TargetWorker
 from tests.helpers.hang import HANG_SECONDS
@@ -58,9 +56,9 @@ from tests.helpers.ports import free_port
 from tests.helpers.replaying import Replay
 from tests.helpers.signalled_job import signal_after
 from tests.helpers.tensor_cases import PARAMS, PROMPTS, SAMPLED, changed, numbers, stored
+from tests.helpers.weight_transports import sending_end
 
 RANK = int(os.environ.get("RANK", "0"))
-VOCABULARY = 11  # of models that ranks with requests of their own run
 MAX_TOKENS = 96
 RESULTS: list[Any] = []
 
@@ -117,11 +115,9 @@ def sent(engine: RolloutEngine, folder: str) -> None:
     source = CheckpointSource(folder)
 
     def send() -> None:
-        group = WeightGroup(
-            master_address="127.0.0.1", master_port=port, rank=0, world_size=3,
-            group_name="weights", timeout=HANG_SECONDS,
-        )  # fmt: skip
-        DistributedSender(group, 8192).send(source)
+        group = sending_end(port, 3)
+        for _, tensor in source:
+            group.broadcast(tensor)
 
     sender = threading.Thread(target=send, daemon=True)
     if RANK == 0:
@@ -133,7 +129,6 @@ def sent(engine: RolloutEngine, folder: str) -> None:
         [spec.dtype for spec in specs.values()],
         [spec.shape for spec in specs.values()],
         "weights",
-        load_format="flattened_bucket",
     )
     if RANK == 0:
         sender.join(HANG_SECONDS)

@@ -48,7 +48,7 @@ def faulty(policy, fault):
 
 
 # What is known beforehand is refused beforehand: these never write a byte of a bad update.
-CHECKED_BEFORE = ("collection", "disk", "shared_memory_calls", "distributed", "distributed_bare")
+CHECKED_BEFORE = ("collection", "disk", "shared_memory_calls", "distributed")
 
 
 def assert_old_or_refuses(engine, old, before):

@@ -10,14 +10,13 @@ import torch
 from rollout.errors import InvalidInputError, RolloutError, WeightUpdateError
 from rollout.weights import group as group_module
 from rollout.weights.distributed import GroupSource
-from rollout.weights.distributed_sender import DistributedSender
-from rollout.weights.group import WeightGroup, listen
+from rollout.weights.group import WeightGroup
 from rollout.weights.joined_groups import JoinedGroups
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.ports import free_port
 from tests.helpers.torch_trainer import joined_trainer
-from tests.helpers.weight_transports import Announced, arguments, group_of, send_to
-from tests.weights.conftest import assert_refuses, assert_serves
+from tests.helpers.weight_transports import arguments, group_of
+from tests.weights.conftest import assert_serves
 
 
 def test_a_group_of_nccl_is_on_the_engines_gpu(monkeypatch):
@@ -44,11 +43,7 @@ def test_a_group_that_cannot_be_made_is_refused(engine, policies):
     ):  # fmt: skip
         assert refused_group(**{field: value}).startswith(f"{field}={value!r}")
     assert "rank 0 is missing" in refused_group(rank=1, timeout=0.3)
-    assert "missing after 0.3 seconds: 1, 2" in refused_group(world_size=3, timeout=0.3)
-    store = listen("127.0.0.1", HANG_SECONDS)
-    own = {"master_port": store.port, "store": store, "timeout": 0.3}
-    refused_group(**own)
-    assert "rank 0 is taken" in refused_group(**own)
+    assert "opened by this rank 0" in refused_group(world_size=3, timeout=0.3)
     with pytest.raises(InvalidInputError, match="no group of this engine"):
         engine.destroy_weights_update_group("weights")
     with pytest.raises(InvalidInputError, match="rank 0 is the sender"):
@@ -60,17 +55,17 @@ def test_a_group_that_cannot_be_made_is_refused(engine, policies):
 
 def test_a_sender_that_says_nothing(engine, policies):
     """The call's own timeout counts, else the open update's, else the group's."""
-    with group_of(engine, engine_timeout=0.4) as (group, _):
-        call = DistributedSender(group, 8192).arguments(Announced(policies[1].tensors))
-        for options, said in (({"timeout": 0.3}, "0.3"), ({}, "0.4")):
-            with pytest.raises(WeightUpdateError, match=f"announced nothing in {said} seconds"):
+    call = arguments(policies[1].tensors)
+    for opened, options, said in (
+        ({}, {"timeout": 0.3}, r"0\.3|300ms"), ({}, {}, r"0\.4|400ms"),
+        ({"timeout": 0.5}, {}, r"0\.5|500ms"),
+    ):  # fmt: skip
+        with group_of(engine, engine_timeout=0.4):
+            if opened:
+                engine.begin_weight_update(**opened)
+            with pytest.raises(WeightUpdateError, match=said):
                 engine.update_weights_from_distributed(**call, **options)
-        engine.begin_weight_update(timeout=0.5)
-        with pytest.raises(WeightUpdateError, match=r"announced nothing in 0\.5 seconds"):
-            engine.update_weights_from_distributed(**call)
-        with pytest.raises(WeightUpdateError, match=r"0\.3|300ms"):
-            engine.update_weights_from_distributed(**call | {"load_format": None}, timeout=0.3)
-        assert_serves(engine, policies[0])
+    assert_serves(engine, policies[0])
 
 
 def test_arguments_of_an_update_are_refused_by_field(engine, policies):
@@ -90,62 +85,6 @@ def test_arguments_of_an_update_are_refused_by_field(engine, policies):
     assert_serves(engine, policies[0])
 
 
-def test_what_one_receiver_refuses_reaches_none(engine, policies):
-    store = listen("127.0.0.1", HANG_SECONDS)
-    odd = Announced(policies[1].tensors | {"odd": policies[1].tensors["model.norm.weight"]})
-    others = JoinedGroups()
-
-    def receive(call):
-        with others.opened(GroupSource(**call), HANG_SECONDS) as source:
-            for _ in source:
-                raise AssertionError("nothing was sent")
-
-    with ThreadPoolExecutor(1) as receivers:
-        joined = receivers.submit(
-            others.init, "127.0.0.1", store.port, 2, 3, "weights", "gloo", HANG_SECONDS
-        )
-        with group_of(engine, 3, store) as (group, threads):
-            joined.result(HANG_SECONDS)
-            sender = DistributedSender(group, 8192)
-            call = sender.arguments(odd)
-            received = receivers.submit(receive, call)
-            sent = threads.submit(sender.send, odd)
-            with pytest.raises(InvalidInputError, match="odd"):
-                engine.update_weights_from_distributed(**call)
-            assert "rank 1" in str(sent.exception(HANG_SECONDS))
-            assert "odd" in str(received.exception(HANG_SECONDS))
-            others.close()
-    assert_serves(engine, policies[0])
-
-
-def test_receivers_that_say_nothing_are_given_up_and_the_next_update_is_taken(engine, policies):
-    with group_of(engine) as (group, threads):
-        sender = DistributedSender(group, 8192)
-        with pytest.raises(WeightUpdateError, match=r"no answer in 0\.05 seconds from rank 1"):
-            sender.send(Announced(policies[1].tensors), timeout=0.05)
-        send_to(engine, sender, threads, policies[2].tensors)
-    assert_serves(engine, policies[2])
-
-
-def test_a_sender_that_stops_in_the_middle(engine, policies):
-    """Its own source fails: every receiver hears why."""
-
-    class Failing(Announced):
-        def __iter__(self):
-            for index, pair in enumerate(super().__iter__()):
-                if index == 9:
-                    raise ValueError("the trainer ran out of memory")
-                yield pair
-
-    with group_of(engine) as (group, threads):
-        sender, source = DistributedSender(group, 8192), Failing(policies[1].tensors)
-        sent = threads.submit(sender.send, source)
-        with pytest.raises(WeightUpdateError, match="the trainer ran out of memory"):
-            engine.update_weights_from_distributed(**sender.arguments(source))
-        assert isinstance(sent.exception(HANG_SECONDS), ValueError)
-    assert_refuses(engine)
-
-
 @pytest.fixture
 def pair():
     """A trainer that made its group with torch alone, and the groups of a receiver in it."""
@@ -153,7 +92,7 @@ def pair():
 
     def join(address):
         host, port = address["master_address"], address["master_port"]
-        groups.init(host, port, 1, 2, "weights", "gloo", HANG_SECONDS, sender="torch")
+        groups.init(host, port, 1, 2, "weights", "gloo", HANG_SECONDS)
 
     with joined_trainer(join) as trainer:
         yield trainer, groups
@@ -197,14 +136,9 @@ def test_a_refusal_takes_what_torchs_group_sends_off_the_wire(pair):
         with pytest.raises(ValueError, match="refused"), opened:
             raise ValueError("refused")
         sent.result(HANG_SECONDS)
-    opened = groups.opened(GroupSource(**call, load_format="flattened_bucket"), HANG_SECONDS)
-    with pytest.raises(InvalidInputError, match="load_format=None"), opened:
-        pass
 
 
-def test_a_trainer_that_is_missing_or_unknown_is_an_error():
+def test_a_trainer_that_is_missing_is_an_error():
     groups, place = JoinedGroups(), ("127.0.0.1", free_port(), 1, 2, "weights", "gloo", 0.3)
     with pytest.raises(WeightUpdateError, match="rank 0 is missing"):
-        groups.init(*place, sender="torch")
-    with pytest.raises(InvalidInputError, match="specrollout, torch"):
-        groups.init(*place, sender="vllm")
+        groups.init(*place)

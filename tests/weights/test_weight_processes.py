@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from rollout.errors import WeightUpdateError
-from rollout.weights.distributed_sender import DistributedSender
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.ports import free_port
 from tests.helpers.weight_peer import CLOSED, peer, send, share
@@ -47,5 +46,5 @@ def test_a_group_whose_sender_dies(engine, policies):
         engine.update_weights_from_distributed(**call, timeout=2.0)
     engine.destroy_weights_update_group("weights")
     with group_of(engine) as (group, threads):
-        send_to(engine, DistributedSender(group, 8192), threads, policies[2].tensors)
+        send_to(engine, group, threads, policies[2].tensors)
     assert_serves(engine, policies[2])

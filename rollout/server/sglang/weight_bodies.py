@@ -67,7 +67,7 @@ class DistributedBody(UpdateFields):
     dtypes: PerTensor[Listed[str]]
     shapes: PerTensor[Listed[Listed[int]]]
     group_name: str = "weight_update_group"
-    load_format: str | None = None  # or packed[:BYTES]; or a DistributedSender's flattened_bucket
+    load_format: str | None = None  # or packed[:BYTES]
 
     @property
     def source(self) -> GroupSource:
@@ -122,7 +122,6 @@ class InitGroupBody(GroupBody):
     world_size: int
     backend: str = "nccl"
     timeout: float = 300.0
-    sender: str = "torch"  # or specrollout, where rank 0 is a WeightGroup
 
 
 class TensorByName(Body):

@@ -143,7 +143,7 @@ def routes(serving: Serving) -> APIRouter:
         def join(engine: Engine) -> Answer:
             engine.init_weights_update_group(
                 body.master_address.strip("[]"), body.master_port, body.rank_offset,
-                body.world_size, body.group_name, body.backend, body.timeout, body.sender,
+                body.world_size, body.group_name, body.backend, body.timeout,
             )  # fmt: skip
             return {"message": f"joined {body.group_name}"}
 

@@ -57,7 +57,6 @@ class InitInfo(Body):
             "group_name": self.group_name,
             "backend": self.backend,
             "timeout": self.timeout,
-            "sender": "torch",
         }
 
 

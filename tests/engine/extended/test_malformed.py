@@ -32,7 +32,7 @@ SCORED = {"prompt_ids": [5], "output_ids": [6], "params": PARAMS}
 SENT = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "g"}
 GROUP = {
     "master_address": "127.0.0.1", "master_port": 0, "rank_offset": 0, "world_size": 2,
-    "group_name": "g", "backend": "gloo", "timeout": 0.01, "sender": "specrollout",
+    "group_name": "g", "backend": "gloo", "timeout": 0.01,
 }  # fmt: skip
 UPDATE = {"selector": "all", "flush_cache": True, "weight_version": None, "timeout": 3.0}
 CALLS: list[tuple[str, dict[str, Any]]] = [
