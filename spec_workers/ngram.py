@@ -42,7 +42,6 @@ class NgramWorker(SpecWorker):
         calibration_seconds: float,
         budget: DraftBudget,
     ) -> None:
-        """See `NgramOptions`."""
         super().__init__(target, budget, calibration_seconds=calibration_seconds)
         self._draft_corpus = draft_corpus
         self.corpus = draft_corpus.corpus

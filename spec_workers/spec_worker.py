@@ -174,7 +174,6 @@ class SpecWorker:
         """Take note of the nodes that were verified, and of what came of them."""
 
     def release(self, request: Request) -> None:
-        """The request ended."""
         self._learning.catch_up()
         self.budget.forget(request)
         if self.recorder is not None:
@@ -206,7 +205,6 @@ class SpecWorker:
         self.target.score_idle()
 
     def weights_changed(self) -> None:
-        """Called when an update has been committed, before the next step."""
         self._learning.catch_up()
         self.budget.change_policy()
 
@@ -222,12 +220,10 @@ class SpecWorker:
         calibrate(self.target, self.budget, self._calibration_seconds)
 
     def learned(self) -> dict[str, Any]:
-        """The learned costs and values of drafts, JSON-able, for reports."""
         self._learning.catch_up()
         return self.budget.learned()
 
     def counters(self) -> dict[str, float]:
-        """Gauges, for metrics."""
         versions = self.weights.versions.items()
         counters = self.target.counters()
         counters |= {f"weights/{part}": version for part, version in versions}

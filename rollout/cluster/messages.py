@@ -15,8 +15,6 @@ from rollout.types import EmittedTokens, FinishReason, Request, RequestStats, Sa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """A request as a replica is given it. It knows the request by the cluster's id."""
-
     request_id: int
     prompt_ids: list[int]
     partial_ids: list[int]  # emitted before, by this replica or another
@@ -78,8 +76,6 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallResult:
-    """The answer to a call of one of the engine's methods."""
-
     value: Any
     error: Exception | None
     unavailable_reason: str  # of the engine, after it
@@ -122,7 +118,6 @@ class InFlightRequest:
         )
 
     def grow(self, growth: Growth) -> None:
-        """Add the tokens of a report."""
         request, tokens = self.request, growth.tokens
         request.tokens += tokens.token_ids
         request.logprobs += tokens.logprobs
@@ -130,7 +125,6 @@ class InFlightRequest:
         request.extras.extend(tokens.extras)
 
     def end(self, ended: Ended) -> None:
-        """Add the last tokens, and how it ended."""
         self.grow(ended.growth)
         self.request.finish_reason = ended.finish_reason
         self.request.error = ended.error

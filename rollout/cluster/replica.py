@@ -31,9 +31,7 @@ class Replica(Protocol):
         """Queue requests on the replica. Returns at once, like every method here."""
         ...
 
-    def abort(self, request_ids: Sequence[int]) -> None:
-        """Abort requests of the replica."""
-        ...
+    def abort(self, request_ids: Sequence[int]) -> None: ...
 
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
         """Call a method of `RolloutEngine` on the engine; the future has its value or its
@@ -44,9 +42,7 @@ class Replica(Protocol):
         """Report at once; that report and later ones carry ``serial``."""
         ...
 
-    def kill(self) -> None:
-        """End the process without waiting for what it does."""
-        ...
+    def kill(self) -> None: ...
 
 
 def then(answer: Future[Any], function: Callable[[Future[Any]], object]) -> Future[None]:
@@ -119,6 +115,4 @@ class ReplicaPool(Protocol):
         """A reference to ``value`` as an argument of many calls: it is copied once per host."""
         ...
 
-    def close(self) -> None:
-        """End all replicas. A second call does nothing."""
-        ...
+    def close(self) -> None: ...

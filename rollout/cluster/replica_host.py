@@ -59,7 +59,6 @@ class ReplicaHost:
         await asyncio.wrap_future(following)
 
     async def submit(self, turn: int, submissions: list[Submission]) -> None:
-        """Queue requests that the cluster has checked."""
         async with self._turns.take(turn):
             for submission in submissions:
                 self._reporter.submit(submission)
@@ -92,7 +91,6 @@ class ReplicaHost:
         return await asyncio.wrap_future(future)
 
     async def sync(self, turn: int, serial: int) -> None:
-        """Report at once; that report and later ones carry ``serial``."""
         async with self._turns.take(turn):
             self._reporter.sync(serial)
 
@@ -114,7 +112,6 @@ class ReplicaHost:
         return 0.0 if self._loop is None else self._loop.busy_seconds
 
     async def close(self) -> None:
-        """End the loop, then the engine."""
         loop = self._loop
         if loop is not None:
             engine = await asyncio.wrap_future(loop.call(lambda engine: engine))

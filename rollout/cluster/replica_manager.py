@@ -68,12 +68,10 @@ class ReplicaManager:
 
     @property
     def joined(self) -> Mapping[str, Replica]:
-        """The replicas that take requests, by name."""
         return self._joined
 
     @property
     def all_joined(self) -> bool:
-        """Whether every configured replica takes requests."""
         return len(self._joined) == len(self._pool.names)
 
     def on_join(self, joiner: Joiner) -> None:
@@ -190,11 +188,9 @@ class ReplicaManager:
             self.poll(WAIT_SECONDS)
 
     def share(self, value: Any) -> Any:
-        """See `ReplicaPool.share`."""
         return self._pool.share(value)
 
     def close(self) -> None:
-        """End all replicas, those that start too."""
         self._joined = {}
         self._newcomers = {}
         self._is_closed = True

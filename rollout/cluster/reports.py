@@ -26,14 +26,12 @@ class ReplicaReports:
         self._serial = 0  # of the latest `sync`
 
     def note(self, name: str, report: Report) -> None:
-        """A replica has reported."""
         self._num_reports += 1
         self._reports[name] = report
         if report.status is not None:
             self.statuses[name] = report.status
 
     def note_death(self, name: str) -> None:
-        """A replica has died: what it did still counts."""
         report = self._reports.pop(name, None)
         if report is not None:
             buried = replace(report.total, kv_slots=0, memory_bytes=0)

@@ -92,7 +92,6 @@ class Router:
         return queued + len(self._unassigned) + len(self._alone)
 
     def join(self, name: str, max_running: int) -> None:
-        """``name`` takes requests from now on, and runs so many together."""
         self._replicas[name] = _ReplicaQueue(name, max_running)
         unassigned, self._unassigned = self._unassigned, []
         for request_id in unassigned:

@@ -70,7 +70,6 @@ class Corpora:
         publish: Publishing | str = Publishing.WHEN_READY,
         wait: bool = False,
     ) -> str:
-        """See `RolloutEngine.add_external_corpus`."""
         corpus = self._external()
         if name is None:
             name = uuid.uuid4().hex
@@ -90,25 +89,21 @@ class Corpora:
         return name
 
     def remove_external_corpus(self, name: str) -> None:
-        """See `RolloutEngine.remove_external_corpus`."""
         corpus = self._external()
         self._require_known(corpus, name)
         corpus.remove_external(name)
 
     def publish_external_corpus(self, name: str) -> None:
-        """See `RolloutEngine.publish_external_corpus`."""
         corpus = self._external()
         self._require_known(corpus, name)
         corpus.publish_external(name)
 
     def external_corpora(self) -> list[ExternalCorpus]:
-        """See `RolloutEngine.external_corpora`."""
         corpus = self._external()
         corpus.publish()
         return corpus.external_corpora()
 
     def wait_for_external_corpora(self, timeout: float | None = None) -> list[ExternalCorpus]:
-        """See `RolloutEngine.wait_for_external_corpora`."""
         corpus = self._external()
         if timeout is not None:
             timeout = checked_seconds(timeout, "timeout", minimum=0)
@@ -121,15 +116,12 @@ class Corpora:
         return corpora
 
     def share_corpus(self, max_bytes: int = 8 << 20) -> None:
-        """See `RolloutEngine.share_corpus`."""
         self._corpus().share(max_bytes)
 
     def take_corpus_delta(self) -> CorpusDelta:
-        """See `RolloutEngine.take_corpus_delta`."""
         return self._corpus().take_delta()
 
     def learn_corpus_deltas(self, deltas: Sequence[CorpusDelta]) -> None:
-        """See `RolloutEngine.learn_corpus_deltas`."""
         deltas = list(checked_iterable(deltas, "deltas", "CorpusDeltas"))
         for delta in deltas:
             if not isinstance(delta, CorpusDelta):
@@ -137,7 +129,6 @@ class Corpora:
         self._corpus().learn_deltas(deltas)
 
     def save_corpus(self, path: str | os.PathLike[str]) -> None:
-        """See `RolloutEngine.save_corpus`."""
         corpus, path = self._corpus(), checked_path(path, "path")
         for each in (Path(path), learned_file(path)):
             if each.exists() and not each.is_file():
@@ -146,7 +137,6 @@ class Corpora:
         save_learned(learned_file(path), {"lengths": self._lengths.learned()})
 
     def load_corpus(self, path: str | os.PathLike[str]) -> None:
-        """See `RolloutEngine.load_corpus`."""
         corpus, path = self._corpus(), checked_path(path, "path")
         corpus.load(path)
         self._restore_lengths(learned_file(path))
@@ -168,7 +158,6 @@ class Corpora:
             self._worker.draft_corpus.close()
 
     def learned(self) -> dict[str, Any]:
-        """See `RolloutEngine.learned`."""
         return {"budget": self._worker.learned()}
 
     def _restore_lengths(self, file: Path) -> None:

@@ -58,7 +58,6 @@ class CorpusDocuments(ABC):
             raise InvalidInputError(self._source, "empty", "must hold at least one token")
 
     def fraction_read(self) -> float:
-        """The share of the documents that has been read, in [0, 1]. Any thread may ask."""
         return min(1.0, self._done / self._size) if self._size else 1.0
 
 

@@ -27,8 +27,6 @@ OnTokens = Callable[[Request, int], None]
 
 
 class RequestHandle:
-    """One submitted request."""
-
     def __init__(self, abort: Callable[[RequestHandle], None]) -> None:
         self.future: Future[Rollout] = Future()
         """The request's rollout. It is set on the loop's thread, so its callbacks must be short.
@@ -48,8 +46,6 @@ class RequestHandle:
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """A function to run between two steps."""
-
     run: Callable[[], None]
     future: Future[Any] | None = None  # of a `call`; fails if the loop breaks first
 

@@ -31,8 +31,6 @@ T = TypeVar("T")
 
 
 class RankModels(Protocol):
-    """The models of one rank, and what runs them."""
-
     @property
     def ranks(self) -> ModelRanks: ...
     @property
@@ -105,7 +103,6 @@ class FollowingRank(UpdateCalls):
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[Rollout]:
-        """Rank 0's rollouts, of rank 0's prompts."""
         return self.follow()
 
     def score(
@@ -114,49 +111,41 @@ class FollowingRank(UpdateCalls):
         output_ids: Sequence[int],
         params: SamplingParams | None = None,
     ) -> list[float]:
-        """Rank 0's logprobs."""
         return self.follow()[0]
 
     def release_memory(
         self, tags: Collection[MemoryTag | str] = ("kv_cache", "weights"), keep_weights: bool = True
     ) -> dict[str, int]:
-        """See `RolloutEngine.release_memory`."""
         wanted = memory_tags(tags)
         self.receiver.handles.release()
         freed = self._models.memory_saver.release(wanted, keep_weights)
         return {tag.value: num_bytes for tag, num_bytes in freed.items()}
 
     def resume_memory(self, tags: Collection[MemoryTag | str] | None = None) -> None:
-        """See `RolloutEngine.resume_memory`."""
         saver = self._models.memory_saver
         released = [tag for tag in MemoryTag if tag in saver.released]
         saver.resume(released if tags is None else memory_tags(tags))
 
     @property
     def tensor_ranks(self) -> RankGroup:
-        """The ranks that compute each forward of this model together."""
         return self._models.ranks.tensor
 
     @property
     def max_context_len(self) -> int:
-        """Tokens of prompt and output together."""
         return self._models.model.spec.max_context_len
 
     @property
     def released_tags(self) -> frozenset[MemoryTag]:
-        """See `RolloutEngine.released_tags`."""
         return self._models.memory_saver.released
 
     @property
     def weight_version(self) -> int:
-        """The version of the target's weights."""
         return self._models.weights.version
 
     def update_weights(self, source: WeightSource, /, **options: Any) -> UpdateCounts | None:
         return self.receiver.update(source, options)
 
     def begin_weight_update(self, /, manifest: Manifest | None = None, **options: Any) -> None:
-        """See `RolloutEngine.begin_weight_update`, and so for the next calls."""
         self.receiver.begin(manifest, options)
 
     def end_weight_update(self, weight_version: int | None = None) -> UpdateCounts:

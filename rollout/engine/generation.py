@@ -50,7 +50,6 @@ class Generation:
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[Rollout]:
-        """See `RolloutEngine.generate`."""
         requests = self._requests_for(prompts, params)
         with closing(self._run_all(requests)) as steps:
             rollouts = [rollout for ended in steps for rollout in ended]
@@ -60,7 +59,6 @@ class Generation:
     def stream(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> RolloutStream:
-        """See `RolloutEngine.stream`."""
         return RolloutStream(self._rollouts(prompts, params), self._steps.guard)
 
     def _rollouts(
@@ -155,7 +153,6 @@ class Generation:
         output_ids: Sequence[int],
         params: SamplingParams | None = None,
     ) -> tuple[list[float], TokenExtras]:
-        """See `RolloutEngine.score_with_extras`."""
         self._lifecycle.require_running()
         try:
             request, output = self._scored(

@@ -26,8 +26,6 @@ _MAX_MULTIPLE = 1 << 16  # the least common multiple of a schema's `multipleOf`,
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer, and remembers the last ones."""
-
     def __init__(
         self, tokenizer: Any | None, vocab_size: int, eos_token_ids: Sequence[int]
     ) -> None:

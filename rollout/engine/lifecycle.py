@@ -27,7 +27,6 @@ class Lifecycle:
         self._handles = handles
 
     def pause_generation(self, mode: PauseMode | str = PauseMode.ABORT) -> None:
-        """See `RolloutEngine.pause_generation`."""
         mode = checked_member(mode, "mode", PauseMode)
         if mode is PauseMode.ABORT:
             self._steps.abort_all()
@@ -36,13 +35,11 @@ class Lifecycle:
         self.is_paused = True
 
     def continue_generation(self) -> None:
-        """See `RolloutEngine.continue_generation`."""
         self.is_paused = False
 
     def release_memory(
         self, tags: Iterable[MemoryTag | str] = ("kv_cache", "weights"), keep_weights: bool = True
     ) -> dict[str, int]:
-        """See `RolloutEngine.release_memory`."""
         wanted = memory_tags(tags)
         keep_weights = checked_flag(keep_weights, "keep_weights")
         memory_saver = self._worker.memory_saver
@@ -55,7 +52,6 @@ class Lifecycle:
         return {tag.value: num_bytes for tag, num_bytes in freed.items()}
 
     def resume_memory(self, tags: Iterable[MemoryTag | str] | None = None) -> None:
-        """See `RolloutEngine.resume_memory`."""
         saver = self._worker.memory_saver
         released = [tag for tag in MemoryTag if tag in saver.released]
         wanted = released if tags is None else memory_tags(tags)
@@ -65,7 +61,6 @@ class Lifecycle:
 
     @property
     def unavailable_reason(self) -> str:
-        """Why no step can run now; empty when one can."""
         if self.is_paused:
             return "generation is paused: call continue_generation()"
         if self._worker.memory_saver.unavailable_reason:
@@ -77,7 +72,6 @@ class Lifecycle:
 
     @property
     def torn_reason(self) -> str:
-        """Why the weights cannot be sampled from; empty when they can."""
         weights = self._worker.weights
         return "" if weights.serves else f"the weights are torn: {weights.reason}"
 

@@ -16,8 +16,6 @@ from rollout.types import Batch, Rollout, StepForecast, StepResult
 
 @dataclass(kw_only=True, slots=True)
 class StepMetrics:
-    """The numbers of one step."""
-
     step: int = 0
     running: int = 0
     waiting: int = 0
@@ -108,15 +106,12 @@ class EngineMetrics:
 
 
 class MetricsRecorder:
-    """Turns steps into metrics."""
-
     def __init__(self, kv_slots: int) -> None:
         self.total = EngineMetrics(kv_slots=kv_slots)
         self.last = StepMetrics()
         self._pace = PlainPace()
 
     def reset(self) -> None:
-        """Set all totals to zero."""
         self.total = EngineMetrics(kv_slots=self.total.kv_slots)
         self._pace = PlainPace()
 

@@ -89,7 +89,6 @@ class RequestFactory:
         return request
 
     def rollout(self, request: Request) -> Rollout:
-        """The rollout of an ended request."""
         text = None
         if self._encoder.tokenizer is not None:
             text = self._encoder.decode(request.token_ids)

@@ -45,7 +45,6 @@ class StepRunner:
         self._claimed: dict[int, deque[Rollout]] = {}  # request id -> inbox of the stream it is of
 
     def run(self) -> None:
-        """Run one step. One that raises can be run again."""
         self.guard.begin_step()
         try:
             self._run()
@@ -69,7 +68,6 @@ class StepRunner:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request is unfinished, or a rollout was not handed out."""
         return bool(self._ended) or self.scheduler.has_unfinished
 
     def take_ended(self) -> list[Rollout]:
@@ -86,7 +84,6 @@ class StepRunner:
                 self.scheduler.add(request)
 
     def abort(self, request_id: int) -> None:
-        """End a request with what it has. Unknown or ended ids do nothing."""
         if not self.scheduler.has(request_id):
             return
         with self.guard.uninterrupted():
@@ -95,7 +92,6 @@ class StepRunner:
                 self._hand_out([self._end(request)])
 
     def abort_all(self) -> None:
-        """End every request with what it has."""
         with self.guard.uninterrupted():
             self._hand_out([self._end(request) for request in self.scheduler.abort_all()])
 

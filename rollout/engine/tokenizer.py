@@ -34,7 +34,6 @@ class PromptEncoder:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, vocab_size: int) -> PromptEncoder:
-        """The encoder of a model folder, with its tokenizer where it has one."""
         folder = Path(folder)
         if (
             not (folder / "tokenizer.json").exists()
@@ -62,7 +61,6 @@ class PromptEncoder:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether chat messages can be encoded."""
         return self.chat_template.exists
 
     def chat_markers(self) -> tuple[str, ...]:
@@ -253,6 +251,5 @@ def _integer_array(tokens: Any, field: str) -> NDArray[np.integer]:
 
 
 def prompt_group(prompt_ids: Sequence[int]) -> int:
-    """A stable key of the prompt, shared by its samples in this run and the next; 63 bits."""
     data = np.asarray(prompt_ids, dtype="<i4").tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1

@@ -98,7 +98,6 @@ class EngineWeights:
             return message.run(self.receiver)
 
     def _read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Whole tensors, of which each rank has a part."""
         message = ReadWeights(names)
         with self._worker.ranks.telling(message, _RAISED_BY_ALL):
             return message.run(self.receiver)

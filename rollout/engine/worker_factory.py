@@ -25,8 +25,6 @@ from rollout.validation import checked_name, did_you_mean
 
 
 class WorkerFactory(Protocol):
-    """Builds a worker for a configuration."""
-
     def __call__(self, config: EngineConfig, progress: Progress | None = None, /) -> Worker:
         """``progress`` is told how far the model's weights are read."""
         ...

@@ -46,8 +46,6 @@ class ChatTemplateMode(enum.StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
-    """The prompts to read."""
-
     path: str  # .jsonl, .json, .parquet, .jsonl.gz, or a dataset: a folder, or ORG/NAME[@REVISION]
     name: str | None = None  # the configuration of a dataset that has several
     split: str | None = None  # of a dataset; default: train
@@ -71,8 +69,6 @@ class DataConfig:
 
 @dataclass(kw_only=True, slots=True)
 class OutputConfig:
-    """The rollouts to write."""
-
     path: str | None = None  # .jsonl or .parquet; the caller of the job chooses a default
     overwrite: bool = False  # what is there, instead of going on with it or refusing
     prompt_ids: bool = False  # write the prompt's token ids too
@@ -161,8 +157,6 @@ class CommandConfig:
 
 @dataclass(kw_only=True, slots=True)
 class RunConfig(CommandConfig):
-    """One dataset job."""
-
     data: DataConfig
     sampling: SamplingParams = field(default_factory=SamplingParams)
     output: OutputConfig = field(default_factory=OutputConfig)

@@ -69,7 +69,6 @@ def fingerprint(config: RunConfig, prompts: str) -> dict[str, Any]:
 
 
 def differences(there: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """One phrase per field that differs."""
     names = [name for name in {**there, **now} if there.get(name) != now.get(name)]
     return [_difference(name, there.get(name), now.get(name)) for name in names]
 

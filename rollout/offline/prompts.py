@@ -34,8 +34,6 @@ PROMPT_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A row that holds a prompt."""
-
     index: int  # 0-based among the file's rows, broken ones included: seeds derive from it
     where: str  # "line 3"
     prompt_column: str

@@ -41,7 +41,6 @@ class Summary:
         return self.metrics.generated_tokens / self.seconds if self.seconds else 0.0
 
     def print(self, console: Console) -> None:
-        """Print the totals as one table."""
         table = Table(title="summary", show_header=False, title_justify="left")
         table.add_column(style="bold")
         table.add_column(overflow="fold")
@@ -53,7 +52,6 @@ class Summary:
             console.print(more, soft_wrap=True, highlight=False, markup=False)
 
     def lines(self) -> list[tuple[str, str]]:
-        """The totals by name, as text."""
         tokens = self.metrics.generated_tokens
         empty: list[tuple[str, str]] = []
         if are_many_empty(self.empty, self.rollouts):
@@ -96,8 +94,6 @@ class JobStatus(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """The result of one job."""
-
     status: JobStatus
     output: Path
     summary: Summary | None = None  # None when there was nothing to do
@@ -111,7 +107,6 @@ class SweepTable:
         self._rows: list[tuple[Sequence[str], JobResult | None]] = []
 
     def add(self, overrides: Sequence[str], result: JobResult | None) -> None:
-        """Add a job: its overrides, and its result; None where it failed."""
         self._rows.append((overrides, result))
 
     def print(self, console: Console) -> None:

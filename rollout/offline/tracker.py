@@ -18,8 +18,6 @@ PROJECT = "specrollout"
 
 @dataclass(frozen=True, slots=True)
 class TrackerRun:
-    """One run of a tracker."""
-
     log: Callable[[dict[str, float], int], None]  # counters by name, and their step
     close: Callable[[], None]
 

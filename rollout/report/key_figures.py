@@ -65,7 +65,6 @@ _SPECS = {
 
 
 def described(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The settings of a run, by name, in words."""
     spec = settings.get("spec")
     target = spec.get("_target_") if isinstance(spec, Mapping) else spec
     kind = str(target or "").removesuffix(".build").rpartition(".")[2]

@@ -21,7 +21,6 @@ class ColumnsBuilder:
         self._values = {name: array("d") for name in names}
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Append one line's values."""
         for name, values in self._values.items():
             values.append(number(line.get(name)))
 
@@ -173,8 +172,6 @@ class Bins:
 
 @dataclass(kw_only=True, slots=True)
 class Log:
-    """The runs of one or several logs."""
-
     runs: list[Run]  # at least one
     num_unreadable: int = 0  # lines
     num_left_out: int = 0  # runs

@@ -33,8 +33,6 @@ _PHASES = {
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A part of a run's time."""
-
     name: str
     begin: float  # of 1
     share: float  # of 1
@@ -57,7 +55,6 @@ class Verdict:
 
 
 def verdicts(runs: Sequence[Run]) -> list[Verdict]:
-    """The verdict on each run; all but the first are compared with it."""
     return [_verdict(run, runs[0]) for run in runs]
 
 
@@ -87,7 +84,6 @@ def _verdict(run: Run, first: Run) -> Verdict:
 
 
 def saving_of(run: Run) -> Saving | None:
-    """The time that drafts saved; None where the log does not tell."""
     variance = number(run.totals.get("gain_variance_ms2"))
     saved = number(run.totals.get("gain_ms")) / 1e3
     compared = [number(run.totals.get(name)) for name in ("plain_forecasts", "drafting_forecasts")]
@@ -119,7 +115,6 @@ def _speedup(run: Run, saving: Saving | None) -> tuple[str, str]:
 
 
 def time_shares(run: Run) -> list[Share]:
-    """The shares of generation's time, the phases of steps first."""
     known = {name: _milliseconds(run, field) for name, field in _PHASES.items()}
     in_steps = max(_milliseconds(run, "total_ms"), sum(known.values()))
     known["rest of steps"] = in_steps - sum(known.values())
@@ -138,7 +133,6 @@ def _milliseconds(run: Run, field: str) -> float:
 
 
 def print_verdicts(console: Console, found: Sequence[Verdict]) -> None:
-    """Print the verdicts, each with its facts and the shares of its time."""
     for verdict in found:
         if verdict.name:
             console.print(Text(verdict.name, style="bold"))

@@ -58,7 +58,6 @@ ADMIN: tuple[Routes, ...] = (
 
 
 def make_app(serving: Serving) -> FastAPI:
-    """The application with its routes and middleware."""
     config = serving.config
     app = FastAPIOffline(
         title="specrollout",

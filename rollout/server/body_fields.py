@@ -123,8 +123,6 @@ def _asks_for_nothing(name: str, value: Any) -> bool:
 
 
 class ErrorDetail(BaseModel):
-    """One error, in OpenAI's shape."""
-
     message: str
     type: str
     param: str | None  # the field that is wrong
@@ -132,8 +130,6 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every error."""
-
     error: ErrorDetail
 
 

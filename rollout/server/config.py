@@ -44,8 +44,6 @@ class ReasoningParserName(enum.StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class ServerConfig:
-    """The server itself: where it listens, its keys and its limits."""
-
     host: str = "127.0.0.1"  # any other than loopback needs an api_key
     port: int = 30000  # 0: any free one
     # Asked of every call, as `Authorization: Bearer KEY`. Better given in the environment, as
@@ -111,8 +109,6 @@ class ServerConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ServeConfig(CommandConfig):
-    """`specrollout serve`: an engine and its server."""
-
     server: ServerConfig = field(default_factory=ServerConfig)
 
 

@@ -135,8 +135,6 @@ def _first_wrong(errors: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:
 
 
 class ErrorResponse(JsonAnswer):
-    """The answer for an error, with the headers that belong to it."""
-
     def __init__(self, error: BaseException) -> None:
         status, body = error_body(error)
         headers: dict[str, str] = dict(getattr(error, "headers", None) or {})

@@ -86,7 +86,6 @@ class HttpMetrics:
 
     @property
     def latency(self) -> Latency:
-        """The medians of the samples that ended last."""
         return Latency(_median(self._first_token_seconds), _median(self._token_seconds))
 
     def watch(self, future: Future[Rollout]) -> None:

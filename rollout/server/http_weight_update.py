@@ -89,7 +89,6 @@ class HttpWeightUpdate:
         return _committed(engine, counts)
 
     def abandon(self, engine: Engine, reason: str) -> None:
-        """Give the update up."""
         self._options = None
         engine.abandon_weight_update(reason)
 

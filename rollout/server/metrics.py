@@ -81,8 +81,6 @@ def routes(serving: Serving) -> APIRouter:
 
 
 class _Families(Collector):
-    """Fixed metrics."""
-
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = list(families)
 

@@ -105,7 +105,6 @@ class ReceivedFile:
         self._close()
 
     def write(self, data: bytes) -> None:
-        """Append bytes."""
         rest = memoryview(data)
         while rest:
             rest = rest[os.write(self._descriptor, rest) :]

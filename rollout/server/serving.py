@@ -249,7 +249,6 @@ class Serving:
         return self.loop.num_unfinished + self._scoring
 
     async def call(self, function: Callable[[Engine], T]) -> T:
-        """Run ``function(engine)`` between two steps; see `EngineLoop.call`."""
         return await asyncio.wrap_future(self.loop.call(function))
 
     def _submit(

@@ -26,8 +26,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """One sample of one prompt."""
-
     prompt_ids: Sequence[int]
     params: SamplingParams
     prompt_index: int = 0
@@ -109,7 +107,6 @@ class DeltaStream(AsyncIterator[Delta]):
         return delta
 
     async def aclose(self) -> None:
-        """Abort unfinished samples."""
         for handle in self._handles:
             handle.future.cancel()  # which aborts it; does nothing to one that has ended
 

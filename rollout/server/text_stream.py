@@ -91,7 +91,6 @@ class TokenText:
         self._given_len = 0  # characters of the window's text
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens made certain."""
         detokenizer = self._detokenizer
         new_ids = [id for id in token_ids if id not in detokenizer.silent_ids]
         self._window += new_ids
@@ -136,7 +135,6 @@ class TextStream:
         self._shown_len = 0
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens allow to be shown."""
         if self._text is None or not token_ids:
             return ""
         held_len = len(self._held)

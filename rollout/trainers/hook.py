@@ -18,8 +18,6 @@ from rollout.weights.update_options import UpdateOptions
 
 
 class WeightReceiver(Protocol):
-    """The protocol of an engine, or of a handle to one elsewhere, that receives weights."""
-
     @property
     def weight_version(self) -> int:
         """The version of the weights in use."""
@@ -38,8 +36,6 @@ class WeightReceiver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WeightSync:
-    """The result of one `RolloutHook.sync` on this rank."""
-
     version: int  # of the weights the engines have now
     num_tensors: int
     num_bytes: int  # of the tensors as they were streamed on this rank

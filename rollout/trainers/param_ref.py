@@ -41,7 +41,6 @@ class ParamRef:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
         return torch.Size(self.shape).numel()
 
 

@@ -133,11 +133,9 @@ class ParameterSource(WeightTensors):
         return None
 
     def refs(self) -> list[ParamRef]:
-        """The parameters of the model as it is now."""
         return param_refs(self.model)
 
     def gather_unit(self, ref: ParamRef) -> tuple[Hashable, int]:
-        """The unit gathered for a ref, by any name that tells it from others, and its bytes."""
         return (id(ref.module), ref.attribute), ref.numel * ref.dtype.itemsize
 
     def stream_adapters_only(self) -> Self:
@@ -170,7 +168,6 @@ class ParameterSource(WeightTensors):
         return self.manifest_of(self.weights())
 
     def manifest_of(self, weights: Iterable[Weight]) -> Manifest:
-        """The manifest of some weights."""
         return {
             weight.name: TensorSpec(weight.inputs[0].shape, self.dtype or weight.inputs[0].dtype)
             for weight in weights

@@ -29,8 +29,6 @@ _RefsByOwner = dict[tuple[int, str], ParamRef]  # by id of the module, and attri
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One LoRA adapter of one layer."""
-
     name: str
     scaling: float
     fan_in_fan_out: bool  # the weight is held transposed

@@ -23,7 +23,6 @@ class TrainerRanks:
 
     @property
     def device(self) -> torch.device:
-        """One whose tensors the first group can send."""
         backends = distributed.get_backend_config(self.groups[0])
         if "cpu" in backends:
             return torch.device("cpu")

@@ -30,7 +30,6 @@ class ServedEngine:
         """Why there are no weights to serve, until an update succeeds."""
 
     async def call(self, function: Callable[[RolloutEngine], T]) -> T:
-        """Run ``function(engine)`` between two steps; returns or raises what it does."""
         return await asyncio.wrap_future(self.loop.call(function))
 
     async def generate(
@@ -86,6 +85,5 @@ class ServedEngine:
         )
 
     def close(self) -> None:
-        """Abort what runs, and end the engine's thread and the engine."""
         self.loop.close()
         self._engine.close()

@@ -22,8 +22,6 @@ ALIGNMENT = 64  # bytes: a cache line, and a multiple of every dtype's size
 
 @dataclass(frozen=True, slots=True)
 class BucketEntry:
-    """One tensor of a bucket: bytes [start, end) of its buffer."""
-
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -43,7 +41,6 @@ class BucketLayout:
         return self.entries[-1].end if self.entries else 0
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object of this layout, which `from_json` reads."""
         entries = [
             {
                 "name": entry.name,
@@ -128,7 +125,6 @@ def manifest_of_layouts(found: Iterable[BucketLayout]) -> Manifest:
 
 
 def checked_bucket_bytes(value: object) -> int:
-    """A bucket size, at least one aligned tensor's."""
     return checked_int(value, "bucket_bytes", minimum=ALIGNMENT)
 
 

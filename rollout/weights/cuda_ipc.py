@@ -72,7 +72,6 @@ class CudaIpcHandle:
     layout: BucketLayout
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object of this handle, which `from_json` reads."""
         exported = {
             name: value.hex() if isinstance(value, bytes) else value
             for name, value in asdict(self.buffer).items()

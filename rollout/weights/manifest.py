@@ -32,8 +32,6 @@ def named_dtype(value: object, field: str) -> torch.dtype:
 
 
 class TensorSpec(NamedTuple):
-    """The shape and dtype of a tensor that has not come yet."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -55,7 +53,6 @@ Slices = Mapping[str, TensorSlice | None]
 
 
 def slices_to_json(needed: Slices) -> dict[str, Any]:
-    """A JSON object of slices, which `slices_from_json` reads."""
     return {
         name: where and [where.dim, [[each.start, each.stop] for each in where.ranges]]
         for name, where in needed.items()

@@ -38,9 +38,7 @@ class WeightPart(Protocol):
         """
         ...
 
-    def allocate(self) -> None:
-        """Allocate the memory of every tensor again; the values are undefined until written."""
-        ...
+    def allocate(self) -> None: ...
 
 
 FolderReader = Callable[[Path, frozenset[str]], WeightTensors]

@@ -24,8 +24,6 @@ from rollout.weights.update_counts import UpdateCounts
 
 
 class WeightMessage(ABC):
-    """A call of each rank's receiver."""
-
     @abstractmethod
     def run(self, receiver: WeightReceiver) -> Any:
         """Make the call."""

@@ -59,7 +59,6 @@ class SharedMemoryHandle:
     layout: BucketLayout
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object of this handle, which `from_json` reads."""
         return {
             "kind": KIND,
             "segment": self.segment,
@@ -138,7 +137,6 @@ class SharedMemorySender:
             raise EngineStateError("the sender is closed: make another one")
 
     def close(self) -> None:
-        """Remove the segments, for good."""
         self._closed = True
         for segment in self._segments:
             if segment is not None:
@@ -215,7 +213,6 @@ class HandleSource(WeightSource):
             raise InvalidInputError("handles", kind, "must be one handle or several")
 
     def split(self) -> Iterator[HandleSource]:
-        """Sources of handles that are valid at once."""
         if isinstance(self.handles, Mapping | Collection):
             yield self
             return

@@ -22,8 +22,6 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 class WeightSource:
-    """Tensors that one update call brings."""
-
     def manifest(self) -> Manifest | None:
         """Names, shapes and dtypes of all that will come, as far as known without reading it; None:
         not known. Raises InvalidInputError for what cannot be weights."""
@@ -37,8 +35,6 @@ def not_a_source(given: object) -> InvalidInputError:
 
 
 class WeightTensors(WeightSource, ABC):
-    """A source that this process can read."""
-
     is_stored = False
     """Whether all tensors lie in memory or in files before the first is read. Then they may be read
     again and again and stay valid: values too are checked before the first is written."""

@@ -86,7 +86,6 @@ class WeightTransaction:
 
     @property
     def state(self) -> WeightState:
-        """The state of the weights."""
         if self._update is not None:
             return WeightState.LOADING if self._update.is_loading else WeightState.OPEN
         return WeightState.TORN if self._torn else WeightState.WHOLE

@@ -17,8 +17,6 @@ from rollout.weights.update_counts import UpdateCounts
 
 
 class UpdateCalls(Protocol):
-    """`update_weights`, and a call for each kind of source."""
-
     def update_weights(self, source: WeightSource, /, **options: Any) -> UpdateCounts | None:
         """Bring weights to every model that ``selector`` names, or to none, between two steps.
 

@@ -17,8 +17,6 @@ from spec_workers.draft_tree import only_roots
 
 
 class BudgetKind(enum.StrEnum):
-    """The values of the option ``budget``."""
-
     LEARNED = "learned"
     FIXED = "fixed"
 
@@ -38,9 +36,7 @@ class DraftBudget(Protocol):
     before it verifies; when the step has ended, the budget observes what was accepted."""
 
     @property
-    def is_open(self) -> bool:
-        """Whether the next step may draft at all."""
-        ...
+    def is_open(self) -> bool: ...
 
     def floors(self, batch: Batch) -> NDArray[np.float64] | None:
         """The least probability at which a node of each entry could pay: [B], above 1 where none
@@ -71,13 +67,9 @@ class DraftBudget(Protocol):
         """Note that the target's weights changed."""
         ...
 
-    def forget(self, request: Request) -> None:
-        """Drop what is known about a request that has ended."""
-        ...
+    def forget(self, request: Request) -> None: ...
 
-    def learned(self) -> dict[str, Any]:
-        """The learned costs and values as a JSON-able object, for people to look at."""
-        ...
+    def learned(self) -> dict[str, Any]: ...
 
 
 class FixedBudget:

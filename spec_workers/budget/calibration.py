@@ -22,7 +22,6 @@ class Calibration:
     """Corrects claimed probabilities by the ratio of accepted to claimed nodes of their tenth."""
 
     def __init__(self, sources: Sequence[str]) -> None:
-        """``sources``: names of the values of ``sources_N``."""
         self.sources = tuple(sources)
         shape = (len(self.sources), _TENTHS)
         self._counts_ST = np.zeros(shape)
@@ -103,5 +102,4 @@ class RequestTrust:
         self._ratios[request_id] = expected * decay, accepted * decay
 
     def forget(self, request_id: int) -> None:
-        """Drop what is known about a request that has ended."""
         self._ratios.pop(request_id, None)

@@ -46,7 +46,6 @@ class CostCurve:
         return bool(self._counts_H.any())
 
     def observe(self, num_rows: int, milliseconds: float) -> None:
-        """Learn the time of a forward. Ignored unless positive."""
         if not milliseconds > 0:
             return
         rows = self._padded(np.array([num_rows]))
@@ -75,7 +74,6 @@ class CostCurve:
         return np.interp(rows, self.rows_H, self._times_H) * beyond
 
     def learned(self) -> dict[str, Any]:
-        """The learned curve as a JSON-able object, for people to look at."""
         return {
             "rows": self.rows_H.tolist(),
             "milliseconds": self._times_H.round(6).tolist(),

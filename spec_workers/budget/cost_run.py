@@ -63,8 +63,6 @@ def time_forwards(target: TargetWorker, curve: CostCurve, seconds: float) -> Non
 
 
 class _Clock:
-    """Times forwards until the seconds have passed."""
-
     def __init__(self, seconds: float) -> None:
         self._deadline = time.perf_counter() + seconds
         self.is_up = False  # after the last forward

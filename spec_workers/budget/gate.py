@@ -27,7 +27,6 @@ class Gate:
 
     @property
     def is_open(self) -> bool:
-        """Whether the next step may draft."""
         return self._latest.closed_for == 0
 
     def observe(self, width: int, gained_ms: float, plain_ms: float) -> None:
@@ -51,7 +50,6 @@ class Gate:
             gate.closed_for = min(gate.closed_for, gate.interval // 4)
 
     def learned(self) -> dict[str, float | bool]:
-        """The latest batch's state, for people to look at. ``gain``: in plain steps."""
         return {"open": self.is_open, "interval": self._latest.interval, "gain": self._latest.sum}
 
     def _of(self, width: int) -> _OctaveGate:

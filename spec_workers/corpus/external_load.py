@@ -64,7 +64,6 @@ class ExternalLoad:
         return self.builder.build(self._may_continue)
 
     def cancel(self) -> None:
-        """Ask `run` to stop at the next batch or indexing step."""
         self._cancelled.set()
         self.builder.cancel()
 

@@ -95,7 +95,6 @@ class NgramCorpus:
             self.inbox.feed(weight_version, _LEARNED_PER_STEP)
 
     def release(self, request: Request) -> None:
-        """End a request; its tokens stay."""
         self.feed.leave(request)
         if self.outbox is not None:
             self.outbox.leave(request)

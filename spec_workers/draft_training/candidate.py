@@ -37,8 +37,6 @@ class Judgement:
 
 
 class Candidate:
-    """Trains on recent rollouts and judges the result. It has no engine: callers report swaps."""
-
     def __init__(
         self,
         trainer: DraftTrainer,
@@ -109,7 +107,6 @@ class Candidate:
         )
 
     def swapped(self) -> None:
-        """Record that the candidate is in use now."""
         self._in_use = deepcopy(self.trainer.state_dict())
         self._is_new, self._refusals = False, 0
 

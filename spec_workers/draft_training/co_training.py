@@ -22,8 +22,6 @@ from spec_workers.draft_training.trainer import DraftTrainer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoTrainingRound:
-    """The result of one round of training and judging."""
-
     judgement: Judgement
     swap: SwapResult | None  # None: there was nothing to swap in
     unavailable_reason: str = ""  # why the engine did not take the draft
@@ -34,8 +32,6 @@ class CoTrainingRound:
 
 
 class Tally:
-    """Totals over all rounds."""
-
     def __init__(self) -> None:
         names = (
             "rounds", "swaps", "worse", "broken", "postponed", "steps", "sequences", "seconds"
@@ -138,7 +134,6 @@ class CoTrainer:
         self.run()
 
     def counters(self) -> dict[str, float]:
-        """Gauges for metrics."""
         return self.tally.counters(self._engine.weight_version)
 
     def _follow_engine(self) -> None:

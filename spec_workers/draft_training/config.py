@@ -10,8 +10,6 @@ from rollout.errors import InvalidInputError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
-    """Settings of the optimizer and the loss."""
-
     num_steps: int = 3  # guesses in a row that are unrolled; an MTP chain: at most its steps
     learning_rate: float = 2e-3
     warmup_steps: int = 20

@@ -68,8 +68,6 @@ KeysValues = tuple[torch.Tensor, torch.Tensor]  # each [R, K, C]
 
 
 class RmsNorm(nn.Module):
-    """Root mean square norm (Zhang and Sennrich 2019), computed in float32."""
-
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
@@ -94,7 +92,6 @@ class SelfAttention(nn.Module):
         self.register_buffer("cos_sin_PC", cos_sin_PC, persistent=False)
 
     def queries(self, x_RI: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
-        """Rotated queries [R, H, C]."""
         return self._rotated(self.q_proj(x_RI), positions_R)
 
     def keys_values(self, x_RI: torch.Tensor, positions_R: torch.Tensor) -> KeysValues:
@@ -110,8 +107,6 @@ class SelfAttention(nn.Module):
 
 
 class TrainableMlp(nn.Module):
-    """The SwiGLU MLP (Shazeer 2020)."""
-
     def __init__(self, hidden: int, ffn: int) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(hidden, ffn, bias=False)
@@ -119,7 +114,6 @@ class TrainableMlp(nn.Module):
         self.down_proj = nn.Linear(ffn, hidden, bias=False)
 
     def forward(self, x_RE: torch.Tensor) -> torch.Tensor:
-        """The MLP's output [R, E]."""
         return self.down_proj(silu(self.gate_proj(x_RE)) * self.up_proj(x_RE))
 
 

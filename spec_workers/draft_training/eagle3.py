@@ -33,7 +33,6 @@ class MidLayer(TrainableDecoderLayer):
         self.hidden_norm = RmsNorm(spec.hidden_size, spec.rms_norm_eps)
 
     def join(self, embedded_RE: torch.Tensor, hidden_RE: torch.Tensor) -> torch.Tensor:
-        """The input of attention, [R, 2E]."""
         return torch.cat([self.input_layernorm(embedded_RE), self.hidden_norm(hidden_RE)], dim=1)
 
 

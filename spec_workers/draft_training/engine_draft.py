@@ -74,7 +74,6 @@ def recorder_of(engine: RolloutEngine) -> FeatureRecorder:
 
 
 def target_model(engine: RolloutEngine) -> CausalLM:
-    """The target model of the engine's worker."""
     return engine.worker.target.model  # type: ignore[attr-defined]
 
 
@@ -102,8 +101,6 @@ SELECTOR = "draft"
 
 
 class SwapResult(enum.StrEnum):
-    """The outcome of a swap."""
-
     SWAPPED = "swapped"
     POSTPONED = "postponed"  # another update is open, or weights are released: try again later
     REFUSED = "refused"  # the engine refused the weights; the old draft serves
@@ -147,7 +144,6 @@ class DraftSwap:
         return SwapResult.SWAPPED
 
     def read(self) -> dict[str, torch.Tensor]:
-        """CPU copies of the draft's own weights in the engine, by name."""
         parts = self._engine.worker.weights.parts
         return {
             name: loader.read().cpu().clone()

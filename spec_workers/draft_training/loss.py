@@ -36,7 +36,6 @@ class SoftCrossEntropy(torch.autograd.Function):
         weights_S: torch.Tensor,
         dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The two sums; gradients are computed here too."""
         states_SE, table_DE = hidden_SE.to(dtype), head_DE.to(dtype)
         hidden_grad_SE = torch.empty_like(hidden_SE)
         head_grad_DE = torch.zeros_like(head_DE)
@@ -72,8 +71,6 @@ EAGLE-3's."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnrolledLoss:
-    """The loss of a batch, and its parts per step."""
-
     total: torch.Tensor  # to minimise
     cross_entropies: list[float]  # nats, against the target's distribution
     agreement: list[float]  # share of guesses whose most likely token is the target's

@@ -40,7 +40,6 @@ class DraftOptimizer:
         self.steps = 0
 
     def step(self, rate_scale: float) -> None:
-        """Apply and clear the gradients. ``rate_scale``: factor of the rate besides warmup."""
         torch.nn.utils.clip_grad_norm_(self._parameters, _MAX_NORM)
         warmup = min(1.0, (self.steps + 1) / self._warmup_steps)
         for group in self._adamw.param_groups:
@@ -50,11 +49,9 @@ class DraftOptimizer:
         self.steps += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Step count and moments."""
         return {"steps": self.steps, "adamw": self._adamw.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``, which is copied."""
         self.steps = state["steps"]
         # torch would use the tensors themselves, and steps would write to the caller's state.
         self._adamw.load_state_dict(deepcopy(state["adamw"]))
@@ -82,7 +79,6 @@ class DraftTrainer:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps so far."""
         return self._optimizer.steps
 
     def take_head(self, head_DE: torch.Tensor) -> None:
@@ -139,7 +135,6 @@ class DraftTrainer:
         return {"draft": self.draft.state_dict(), "optimizer": self._optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`."""
         self.draft.load_state_dict(state["draft"])
         self._optimizer.load_state_dict(state["optimizer"])
 

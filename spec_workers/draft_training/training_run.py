@@ -45,12 +45,10 @@ class TrainingLog:
                 self.write(record)
 
     def write(self, record: Record) -> None:
-        """Append a record."""
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -95,8 +93,6 @@ states, and each costs as much again."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """Settings of a training run."""
-
     seconds: float  # of training, with features, checks and the runs that it resumes
     batch_guesses: int = 2048  # of an optimizer step
     check_seconds: float = 120.0  # between two held-out checks
@@ -105,8 +101,6 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProgress:
-    """The state of a run after a step."""
-
     step: int
     seconds: float
     epoch: int
@@ -117,8 +111,6 @@ class RunProgress:
 
 
 class TrainingRun:
-    """Trains until the time is over, and saves the best draft."""
-
     def __init__(
         self,
         trainer: DraftTrainer,
@@ -170,7 +162,6 @@ class TrainingRun:
         self.best = None if state["best"] is None else HeldOutResult(**state["best"])
 
     def train(self, is_stopped: Callable[[], bool], report: Callable[[RunProgress], None]) -> None:
-        """Train until the time is over or ``is_stopped``; everything is saved in both cases."""
         log = TrainingLog(self._folder / LOG, resumed_steps=self._trainer.steps)
         began = self._clock() - self._seconds
         try:

@@ -84,7 +84,6 @@ class FeatureRecorder:
             self._record(entry, block.clone(), weight_version)
 
     def release(self, request: Request) -> None:
-        """Write out a request that ended."""
         self._ended_bytes += len(request.tokens) * self.ring.row_bytes
         self._ignored.discard(request)
         if request in self._followed:

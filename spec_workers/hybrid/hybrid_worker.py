@@ -58,7 +58,6 @@ class HybridWorker(NgramWorker):
         calibration_seconds: float,
         budget: DraftBudget,
     ) -> None:
-        """See `HybridOptions`."""
         super().__init__(
             target,
             draft_corpus,

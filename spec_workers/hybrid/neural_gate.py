@@ -41,7 +41,6 @@ class NeuralGate:
     """
 
     def __init__(self, budget: DraftBudget, sources: Sequence[str]) -> None:
-        """``sources``: names of the values of ``sources_N`` in the corpus's trees."""
         self._budget = budget
         # The budget's own lack the nodes that both propose: those are a source of their own.
         self._calibration = Calibration(sources)
@@ -134,7 +133,6 @@ class NeuralGate:
         self._gate.change_policy()
 
     def learned(self) -> dict[str, Any]:
-        """The gate's state, for people to look at."""
         return self._gate.learned()
 
 

@@ -122,7 +122,6 @@ class DraftLevels:
         return hidden_PFE[:, -self._topk :], torch.cat([root_PHE, hidden_PFE], dim=1)
 
     def logits(self, level: int, hidden_RE: torch.Tensor) -> torch.Tensor:
-        """Logits [R, D] of a level's nodes; level 0 is the roots."""
         return self._runners[level if self._is_chain else 0].logits(hidden_RE)
 
     def _level_runners(self) -> range:

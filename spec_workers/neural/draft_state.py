@@ -29,7 +29,6 @@ class DraftState:
         self._requests_Q = np.full(rows, -1, dtype=np.int64)
 
     def last(self, requests: Sequence[Request]) -> NDArray[np.int64]:
-        """[B, K]: the last position of each request and runner, -1 where there is none."""
         rows_B, ids_B = _rows_and_ids(requests)
         return np.where((self._requests_Q[rows_B] == ids_B)[:, None], self._last_QK[rows_B], -1)
 
@@ -61,7 +60,6 @@ class DraftState:
         self._requests_Q[:] = -1
 
     def forget_request(self, request: Request) -> None:
-        """The request ended."""
         self._requests_Q[self._requests_Q == request.request_id] = -1
 
 

@@ -197,7 +197,6 @@ class NeuralDrafter:
         self._counters["extended"] += len(features_TF)
 
     def release(self, request: Request) -> None:
-        """The request ended."""
         self._state.forget_request(request)
 
     def weights_changed(self) -> None:

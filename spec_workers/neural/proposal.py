@@ -30,12 +30,10 @@ class Proposal:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that were run."""
         return int((self.candidates_GN >= 0).sum())
 
     @property
     def num_levels(self) -> int:
-        """Levels that had nodes."""
         # Those that are nodes come first in a level.
         return int((self.candidates_GN[:, :: self.topk] >= 0).any(axis=0).sum())
 

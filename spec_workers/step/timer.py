@@ -50,7 +50,6 @@ class StepTimer:
         self._forward_ms = _ms_since(started)
 
     def end(self) -> StepTimes:
-        """Milliseconds by phase. Called once, when the step is done."""
         total_ms, forward_ms = _ms_since(self._started), self._forward_ms
         if self._events:
             begin, end = self._events

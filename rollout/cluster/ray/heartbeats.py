@@ -48,7 +48,6 @@ class Heartbeats:
             self._checks.pop(replica, None)
 
     def close(self) -> None:
-        """End the thread."""
         self._closed.set()
         self._thread.join()
 

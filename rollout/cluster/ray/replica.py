@@ -225,7 +225,6 @@ def import_failure(error: BaseException) -> str | None:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """The exception raised in the actor, else ``error``."""
     return error.cause if isinstance(error, RayTaskError) else error
 
 

@@ -66,8 +66,6 @@ class CompareOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedRow:
-    """One row of the table."""
-
     temperature: float
     width: int
     compared: Compared

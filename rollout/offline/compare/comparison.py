@@ -142,7 +142,6 @@ class Comparison:
                 self._decode(work, stretch, {False: engine})
 
     def run(self, work: Work, seconds: float) -> Compared:
-        """Compare until the work is done or ``seconds`` are over."""
         compared = Compared()
         ends = time.perf_counter() + seconds
         for stretch in work.stretches():

@@ -35,12 +35,10 @@ class PairedTimes:
     speculative_P: list[float] = field(default_factory=list)
 
     def add(self, plain: float, speculative: float) -> None:
-        """The seconds of one pair."""
         self.plain_P.append(plain)
         self.speculative_P.append(speculative)
 
     def extend(self, later: PairedTimes) -> None:
-        """Append another comparison's pairs."""
         self.plain_P += later.plain_P
         self.speculative_P += later.speculative_P
 

@@ -60,8 +60,6 @@ class OutputTexts:
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """The fields that all parts of one answer repeat."""
-
     id: str
     object: str  # its kind
     created: int  # seconds since 1970
@@ -69,7 +67,6 @@ class Heading:
 
     @classmethod
     def new(cls, prefix: str, kind: str, model: str) -> Heading:
-        """A heading with an id of its own that begins with ``prefix``."""
         return cls(f"{prefix}-{uuid.uuid4().hex}", kind, int(time.time()), model)
 
     def over(
@@ -120,8 +117,6 @@ say nothing."""
 
 @dataclass(frozen=True, kw_only=True)
 class Answer(ABC, Generic[BodyType]):
-    """The answer to one body, whole or in parts."""
-
     heading: Heading
     body: BodyType
     samples: Sequence[SampleRequest]  # one for each choice
@@ -143,7 +138,6 @@ class Answer(ABC, Generic[BodyType]):
 
     @property
     def part_heading(self) -> Heading:
-        """The heading of parts."""
         return self.heading
 
     def openings(self) -> list[dict[str, Any]]:
@@ -155,18 +149,15 @@ class Answer(ABC, Generic[BodyType]):
         return {}
 
     def text(self, index: int, rollout: Rollout) -> str:
-        """The text of a choice."""
         stop = self.samples[index].params.stop
         return self.texts.whole(self.body, stop, rollout, self.shown_ids)
 
     def whole(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-        """The whole answer, as one object."""
         choices = [self.choice(index, rollout) for index, rollout in enumerate(rollouts)]
         usage = self.usage(rollouts)
         return self.heading.over(choices, _versions(rollouts), usage=usage, **self.answer_fields())
 
     async def parts(self, deltas: DeltaStream) -> AsyncGenerator[dict[str, Any], None]:
-        """The events of a stream."""
         heading, write = self.part_heading, self.part_writers()
         skips = self.body.skips_special_tokens
         texts = [
@@ -208,7 +199,6 @@ class Answer(ABC, Generic[BodyType]):
         }
 
     async def respond(self, request: Request, serving: Serving) -> Response:
-        """Generate, and answer whole or in parts, as the body asks."""
         samples = with_rid(self.samples, self.body.rid)
         parts = self.parts if self.body.stream else None
         return await respond(request, serving, samples, self.whole, parts)

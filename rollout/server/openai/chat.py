@@ -34,8 +34,6 @@ _ROLE = "assistant"
 
 @dataclass(frozen=True, kw_only=True)
 class ChatAnswer(Answer[ChatBody]):
-    """One message of the assistant for each sample."""
-
     format: MessageFormat
     meta_writer: MetaInfoWriter
     prompt_logprobs: PromptLogprobs | None  # None: they are not asked for
@@ -143,8 +141,6 @@ def _part(index: int, delta: dict[str, Any]) -> dict[str, Any]:
 
 
 class ChatResponder:
-    """Answers chats by the served model's chat format."""
-
     def __init__(self, serving: Serving) -> None:
         self.format = ChatFormat(serving)
         self._serving = serving

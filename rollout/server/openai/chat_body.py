@@ -39,13 +39,10 @@ class AsSent(BaseModel):
 
     @property
     def sent(self) -> dict[str, Any]:
-        """The object of the body."""
         return self._sent
 
 
 class ContentPart(BaseModel):
-    """One of several contents of a message."""
-
     model_config = ConfigDict(strict=True, extra="allow")
 
     type: str
@@ -62,8 +59,6 @@ class FunctionCall(BaseModel):
 
 
 class MessageCall(BaseModel):
-    """A call that an assistant's message made."""
-
     model_config = ConfigDict(strict=True, extra="allow")
 
     id: str | None = None
@@ -72,8 +67,6 @@ class MessageCall(BaseModel):
 
 
 class Message(AsSent):
-    """One chat message; its other fields are for the chat template."""
-
     role: str
     content: str | Listed[ContentPart] | None = None
     tool_calls: Listed[MessageCall] | None = None
@@ -109,8 +102,6 @@ def _text(part: ContentPart, field: str) -> str:
 
 
 class Function(BaseModel):
-    """A function that the model may call."""
-
     model_config = ConfigDict(strict=True, extra="allow")
 
     name: str = Field(min_length=1)
@@ -118,15 +109,11 @@ class Function(BaseModel):
 
 
 class Tool(AsSent):
-    """A tool; its other fields are for the chat template."""
-
     type: Literal["function"]
     function: Function
 
 
 class ChatBody(OpenAISamplingBody):
-    """Messages, to be answered by the assistant."""
-
     messages: Listed[Message]
     max_completion_tokens: int | None = Field(None, description="default: what the context leaves")
     max_tokens: int | None = Field(None, description="its former name")

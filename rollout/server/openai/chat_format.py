@@ -21,8 +21,6 @@ _THINKING = ("enable_thinking", "thinking")  # names that templates have for it
 
 @dataclass(frozen=True, kw_only=True)
 class MessageFormat:
-    """The parsers that read the answers to one request body."""
-
     reads_reasoning: bool  # else it is text
     begins_inside: bool  # of reasoning, which the prompt has begun
     tool_parser: type[ToolCallParser] | None  # None: calls are text
@@ -43,7 +41,6 @@ class MessageFormat:
         return {marker for parser in parsers if parser is not None for marker in parser.markers}
 
     def open(self) -> MessageReader:
-        """A reader of one message."""
         return MessageReader(
             ThinkParser(self.begins_inside) if self.reads_reasoning else None,
             None if self.tool_parser is None else self.tool_parser(self.tools),
@@ -61,8 +58,6 @@ class MessageFormat:
 
 
 class ChatFormat:
-    """The chat format of one server's model."""
-
     def __init__(self, serving: Serving) -> None:
         self._encoder = serving.encoder
         self._max_prompt_len = serving.max_prompt_len

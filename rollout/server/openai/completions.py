@@ -36,8 +36,6 @@ _DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionBody(OpenAISamplingBody):
-    """A prompt, or several, to be continued."""
-
     prompt: str | Listed[str] | Listed[int] | Listed[Listed[int]]
     max_tokens: int | None = None  # 0 with echo: score the prompt
     logprobs: int | bool | None = None  # true: 1

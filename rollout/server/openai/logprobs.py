@@ -81,7 +81,6 @@ class ScoredTokens:
         )
 
     def then(self, others: ScoredTokens) -> ScoredTokens:
-        """These tokens, followed by ``others``."""
         return ScoredTokens(
             token_ids=[*self.token_ids, *others.token_ids],
             logprobs=[*self.logprobs, *others.logprobs],
@@ -141,7 +140,6 @@ class LogprobWriter:
         }
 
     def of_chat(self, tokens: ScoredTokens) -> dict[str, Any]:
-        """Logprobs in the shape of chat completions."""
         content = [
             {**self._entry(token, logprob), "top_logprobs": [self._entry(*top) for top in tops]}
             for token, logprob, tops in tokens

@@ -22,8 +22,6 @@ class MessagePart:
 
 
 class MessageReader:
-    """Reads one sample's text as it comes."""
-
     def __init__(
         self,
         think: ThinkParser | None,
@@ -51,7 +49,6 @@ class MessageReader:
         return self._part(self._find_calls(self._think.push(text)))
 
     def finish(self, text: str = "") -> MessagePart:
-        """The rest of the message, after its last text."""
         pieces: list[Piece] = [Text(text)]
         if self._think is not None:
             pieces = self._think.push(text) + self._think.finish()

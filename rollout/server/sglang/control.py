@@ -38,7 +38,6 @@ class RefusedError(Exception):
 
     @property
     def response(self) -> JsonAnswer:
-        """The HTTP answer: status 400, or that of an HTTPException."""
         error = self.error
         status, body = error_body(error)
         message = str(error)
@@ -86,7 +85,6 @@ async def refuse(serving: Serving, error: InvalidInputError) -> JsonAnswer:
 
 
 def success(message: str = "", **answer: Any) -> JsonAnswer:
-    """The answer of a change that was made."""
     return JsonAnswer({"success": True, "message": message} | answer)
 
 

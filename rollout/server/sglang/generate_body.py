@@ -59,8 +59,6 @@ class GenerateBody(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateItem(MetaInfoOptions):
-    """One prompt, with all that is asked of it."""
-
     prompt_index: int
     request_seed: int | None
     generates: bool  # else the prompt is scored alone
@@ -69,7 +67,6 @@ class GenerateItem(MetaInfoOptions):
     score_from: int | None  # the first prompt token whose logprob is asked for
 
     def samples(self) -> list[SampleRequest]:
-        """The samples to generate; none for a prompt that is only scored."""
         return [
             SampleRequest(
                 prompt_ids=self.prompt_ids,

@@ -31,13 +31,10 @@ class MetaInfoOptions:
     routes_from: int = 0  # the first position whose experts are told, where they are
 
     def sample_rid(self, sample_index: int) -> str:
-        """The name to abort that sample by."""
         return self.rid if self.params.n == 1 else f"{self.rid}_{sample_index}"
 
 
 class MetaInfoWriter:
-    """Writes `meta_info` in the shape that clients of sglang read."""
-
     def __init__(self, encoder: PromptEncoder) -> None:
         self._encoder = encoder
 

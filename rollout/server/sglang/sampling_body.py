@@ -91,7 +91,6 @@ class SglangSamplingBody(BaseModel):
 
     @property
     def generates(self) -> bool:
-        """Tokens are asked for, not the prompt's score alone."""
         return self.max_new_tokens != 0
 
     def _seed(self, default: int) -> int:

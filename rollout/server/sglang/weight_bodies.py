@@ -32,7 +32,6 @@ class UpdateFields(Body):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options that were given."""
         given = {name: getattr(self, name) for name in UpdateOptions.__dataclass_fields__}
         return {name: value for name, value in given.items() if value is not None}
 
@@ -71,7 +70,6 @@ class DistributedBody(UpdateFields):
 
     @property
     def source(self) -> GroupSource:
-        """The tensors to receive."""
         return GroupSource(self.names, self.dtypes, self.shapes, self.group_name, self.load_format)
 
 

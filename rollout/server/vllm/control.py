@@ -140,7 +140,6 @@ def routes(serving: Serving) -> APIRouter:
 
 
 def release_awake(engine: Engine, tags: list[str], keep_weights: bool) -> dict[str, int]:
-    """Release those of these parts that are awake; bytes by part."""
     held = [tag for tag in memory_tags(tags) if tag not in engine.released_tags]
     return engine.release_memory(held, keep_weights) if held else {}
 

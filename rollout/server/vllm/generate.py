@@ -79,8 +79,6 @@ class TokenSamplingBody(SamplingFields):
 
 
 class TokenGenerateBody(BaseModel):
-    """A prompt of token ids."""
-
     model_config = ConfigDict(strict=True, extra="allow")
 
     token_ids: Listed[int]

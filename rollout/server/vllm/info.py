@@ -79,7 +79,6 @@ def _vllm_config(serving: Serving) -> dict[str, Any]:
 
 
 def _dtype(model: ModelConfig) -> torch.dtype:
-    """The dtype of the engine's weights."""
     folder = Path(model.path)
     stored = ModelSpec.read(folder).dtype or Checkpoint(folder).dtype
     return resolve_dtype(model.dtype, stored, resolve_device(model.device))

@@ -20,8 +20,6 @@ from rollout.server.vllm.chat_prompt import chat_prompt_ids
 
 
 class TokenizeText(BaseModel):
-    """A text to encode."""
-
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
@@ -48,8 +46,6 @@ TokenizeBody = Annotated[
 
 
 class DetokenizeBody(BaseModel):
-    """Token ids to decode."""
-
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None

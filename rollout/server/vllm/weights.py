@@ -78,8 +78,6 @@ def routes(serving: Serving) -> APIRouter:
 
 
 class _Transfer:
-    """One server's updates by vLLM's calls."""
-
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._root = weights_root(serving)

@@ -44,7 +44,6 @@ class StatelessProcessGroup:
 
     @classmethod
     def create(cls, host: str, port: int, rank: int, world_size: int) -> StatelessProcessGroup:
-        """vLLM's way to make one."""
         return cls(host, port, rank, world_size)
 
 

@@ -178,7 +178,6 @@ class Server:
         return {"aborted_count": aborted, "request_ids": []}
 
     async def resume_generation(self) -> None:
-        """End the pause, and take requests again."""
         self._sends_back = False
         await self._engine.call(lambda engine: engine.continue_generation())
 
@@ -223,12 +222,10 @@ class Server:
         await self.set_global_steps(step)
 
     async def abandon_weight_update(self, reason: str) -> None:
-        """Abandon the open update: what came of it is lost."""
         await self._engine.call(lambda engine: engine.abandon_weight_update(reason))
         await self._engine.refuse_if_torn()
 
     async def set_global_steps(self, global_steps: int) -> None:
-        """The trainer's step of the weights in use."""
         self._step = global_steps
         version = await self._engine.call(lambda engine: engine.weight_version)
         self._step_of[version] = global_steps
@@ -246,11 +243,9 @@ class Server:
             await self._resume(*(tags or ("weights", "kv_cache")))
 
     async def release_kv_cache(self) -> None:
-        """Give the KV cache back."""
         await self._release("kv_cache")
 
     async def resume_kv_cache(self) -> None:
-        """Take the KV cache's memory back."""
         await self._resume("kv_cache")
 
     async def _release(self, *tags: str) -> None:

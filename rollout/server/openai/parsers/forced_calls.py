@@ -43,7 +43,6 @@ class RequiredCallsParser(ToolCallParser):
 
 
 def named_call_schema(parameters: Any) -> str:
-    """The JSON schema of a named function's arguments."""
     return _written(parameters or {"type": "object"})
 
 

@@ -12,15 +12,11 @@ from rollout.server.openai.parsers.text_reader import Reading, TextReader
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Text for the user."""
-
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text of the model's reasoning."""
-
     text: str
 
 

@@ -34,12 +34,10 @@ class TextReader:
         self._ended = False
 
     def feed(self, text: str) -> None:
-        """The next piece."""
         self._text = self._text[self._at :] + text
         self._at = 0
 
     def end(self) -> None:
-        """There are no more pieces."""
         self._ended = True
 
     @property
@@ -49,7 +47,6 @@ class TextReader:
 
     @property
     def at_end(self) -> bool:
-        """Whether everything is read, and nothing comes."""
         return self._ended and not self.unread_len
 
     def taken(self) -> str:
@@ -96,7 +93,6 @@ class TextReader:
             yield
 
     def skip_spaces(self) -> Reading[None]:
-        """Reads the spaces that come next."""
         yield from self.take_while(_SPACES)
 
     def take_one_of(self, *options: str) -> Reading[str | None]:
