@@ -66,13 +66,8 @@ TRAIN_DRAFT = $(BIN)/specrollout train-draft --model $(MODEL) \
 
 .PHONY: demo-draft
 demo-draft: demo-draft-text $(PROMPTS)  ## train the demo model's EAGLE-3 draft, with its text
-	$(TRAIN_DRAFT) --kind eagle3 --output $(DRAFTS)/eagle3 \
+	$(TRAIN_DRAFT) --output $(DRAFTS)/eagle3 \
 	  $(if $(wildcard $(DRAFTS)/eagle3/training.pt),--resume)
-
-.PHONY: demo-mtp
-demo-mtp: demo-draft-text $(PROMPTS)  ## train a two-step MTP chain for it, on the same text
-	$(TRAIN_DRAFT) --kind mtp --output $(DRAFTS)/mtp \
-	  $(if $(wildcard $(DRAFTS)/mtp/training.pt),--resume)
 
 # Files side by side, each process with one thread: two that wait for each other are slower than one.
 # In the order of the folders, the many short files of spec_workers and weights come last and fill both.
@@ -242,7 +237,7 @@ fuzz: $(STAMP)  ## fuzz the corpus under sanitizers for FUZZ_SECONDS (600)
 	done
 
 .PHONY: bench
-bench: $(STAMP) $(MODEL)/config.json $(PROMPTS)  ## all benchmarks (demo-draft, demo-mtp first; BENCH=--quick: small ones); JSON in runs/bench
+bench: $(STAMP) $(MODEL)/config.json $(PROMPTS)  ## all benchmarks (demo-draft first; BENCH=--quick: small ones); JSON in runs/bench
 	mkdir -p runs/bench
 	for bench in benchmarks/bench_*.py; do \
 	  $(BIN)/python $$bench $(BENCH) --json runs/bench/$$(basename $$bench .py).jsonl || exit 1; \

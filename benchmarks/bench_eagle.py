@@ -1,11 +1,11 @@
-"""Question: how long are the drafts of an EAGLE-3 head and of an MTP chain accepted, what do they
-add to the corpus, and do they never slow a step down?
+"""Question: how long are the drafts of an EAGLE-3 head accepted, what do they add to the
+corpus, and do they never slow a step down?
 
     python benchmarks/bench_eagle.py --only "accept length" --threads 1
-    python benchmarks/bench_eagle.py --draft drafts/eagle3 --mtp none
+    python benchmarks/bench_eagle.py --draft drafts/eagle3
 
-Make the drafts first, with `make demo-draft` and `make demo-mtp`; prompts are the demo's, which no
-demo draft is trained on. Bars: EAGLE-3 2.2 tokens a forward greedily and 1.8 at temperature 0.7; a
+Make the draft first, with `make demo-draft`; prompts are the demo's, which it is not trained on.
+Bars: EAGLE-3 2.2 tokens a forward greedily and 1.8 at temperature 0.7; a
 hybrid 1.05x the better of its parts; a draft that is co-trained for some minutes 1.1x the one it
 began as; speed at least 0.97x plain decoding, that of the hybrid at temperature 0.7 at least 1.7x
 at batch 1 and 1.3x at batch 4.
@@ -36,11 +36,8 @@ from rollout.types import Prompt
 
 NGRAM = "ngram"
 EAGLE3 = "eagle3"
-MTP = "mtp"
 HYBRID = "hybrid"
-HYBRID_MTP = "hybrid with mtp"
-DRAFTING = (EAGLE3, MTP, NGRAM, HYBRID, HYBRID_MTP)
-ALONE = {HYBRID: EAGLE3, HYBRID_MTP: MTP}
+DRAFTING = (EAGLE3, NGRAM, HYBRID)
 
 NUM_NODES = 8
 BATCH = 16
@@ -56,17 +53,10 @@ NEVER_SLOWER = 0.97
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Folders:
-    """The model and its drafts. A draft that is None is left out."""
+    """The model and its draft."""
 
     model: Path
-    eagle3: Path | None
-    mtp: Path | None
-
-    @property
-    def drafting(self) -> tuple[str, ...]:
-        """Names of the engines with drafts that can be made."""
-        absent = (EAGLE3, HYBRID) * (self.eagle3 is None) + (MTP, HYBRID_MTP) * (self.mtp is None)
-        return tuple(name for name in DRAFTING if name not in absent)
+    eagle3: Path
 
     def engine(self, name: str, max_running: int, spec_options: dict[str, Any]) -> RolloutEngine:
         """An engine by one of the names above."""
@@ -74,13 +64,9 @@ class Folders:
             PLAIN: (PLAIN, None),
             NGRAM: ("ngram", None),
             EAGLE3: ("eagle", self.eagle3),
-            MTP: ("mtp", self.mtp),
             HYBRID: ("hybrid", self.eagle3),
-            HYBRID_MTP: ("hybrid", self.mtp),
         }[name]
         own: dict[str, Any] = {} if draft is None else {"draft_path": str(draft)}
-        if name in (MTP, HYBRID_MTP):
-            own["topk"] = 4  # a chain of two tokens would be two nodes
         return make_engine(self.model, spec, max_running, spec_options | own)
 
 
@@ -117,7 +103,7 @@ def accept_lengths(
     where drafts changed the tokens.
     """
     expected: list[list[list[int]]] = []
-    for name in (PLAIN, *folders.drafting):
+    for name in (PLAIN, *DRAFTING):
         engine = folders.engine(name, BATCH, fixed(NUM_NODES))
         decoded, lengths = [], []
         for params in runs:
@@ -157,10 +143,8 @@ def epoch_rows(folders: Folders, problems: Sequence[Prompt], max_tokens: int) ->
     for entrant, of_epochs in accept_lengths(folders, problems, epochs, forgets=False):
         lengths[entrant] = of_epochs[-1]
         yield row(f"{name}, accept length: {entrant}", lengths[entrant], "tokens")
-    for hybrid in [name for name in ALONE if name in lengths]:
-        better = max(lengths[NGRAM], lengths[ALONE[hybrid]])
-        ratio = lengths[hybrid] / better
-        yield row(f"{name}: {hybrid} to the better alone", ratio, "x", HYBRID_BAR)
+    ratio = lengths[HYBRID] / max(lengths[NGRAM], lengths[EAGLE3])
+    yield row(f"{name}: {HYBRID} to the better alone", ratio, "x", HYBRID_BAR)
 
 
 def speed_rows(
@@ -174,7 +158,7 @@ def speed_rows(
     batch = setting.batch
     whole_batches = len(prompts) // batch * batch
     work = Work(prompts=prompts[:whole_batches] or prompts, params=setting.params, width=batch)
-    for name in folders.drafting:
+    for name in DRAFTING:
         engines = [folders.engine(name, batch, {}) for _ in range(2)]
         for engine in engines:
             warm_up(engine, prompts[: 2 * batch], setting.params.max_new_tokens)
@@ -199,8 +183,6 @@ def co_training_rows(folders: Folders, num_steps: int) -> Iterator[Row]:
 
     Raises RuntimeError where the example fails or drafts changed its tokens.
     """
-    if folders.eagle3 is None:
-        return
     log = _run_example(folders, num_steps)
     steps = [event for event in log if event["event"] == "step"]
     (drafts,) = [event for event in log if event["event"] == "drafts"]
@@ -242,14 +224,11 @@ def _run_example(folders: Folders, num_steps: int) -> list[dict[str, Any]]:
         return [json.loads(line) for line in output.read_text().splitlines()]
 
 
-def draft_folder(option: str, path: str, command: str) -> Path | None:
+def draft_folder(path: str) -> Path:
     """Raises FileNotFoundError, with the command that makes what is missing."""
-    if path == "none":
-        return None
     if not (Path(path) / "config.json").exists():
         raise FileNotFoundError(
-            f"{option} {path}: no draft there; `{command}` trains the demo model's, {option} none "
-            "leaves it out"
+            f"--draft {path}: no draft there; `make demo-draft` trains the demo model's"
         )
     return Path(path)
 
@@ -257,8 +236,7 @@ def draft_folder(option: str, path: str, command: str) -> Path | None:
 def parts(options: argparse.Namespace) -> Parts:
     folders = Folders(
         model=options.model,
-        eagle3=draft_folder("--draft", options.draft, "make demo-draft"),
-        mtp=draft_folder("--mtp", options.mtp, "make demo-mtp"),
+        eagle3=draft_folder(options.draft),
     )
     prompts = held_out_prompts(options.prompts, options.num_prompts)
     problems = held_out_prompts(options.prompts, min(4, options.num_prompts), with_answers=True)
@@ -277,8 +255,7 @@ def parts(options: argparse.Namespace) -> Parts:
 def make_command() -> Command:
     command = Command(__doc__)
     command.model()
-    command.option("--draft", "drafts/eagle3", help="an EAGLE-3 draft, or none")
-    command.option("--mtp", "drafts/mtp", help="an MTP chain, or none")
+    command.option("--draft", "drafts/eagle3", help="an EAGLE-3 draft")
     held_out = Path("runs/demo/prompts.jsonl")
     command.option("--prompts", held_out, type=Path, help="held-out ones, JSON lines")
     command.option("--num-prompts", 18, quick=2)

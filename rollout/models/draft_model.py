@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -20,11 +19,8 @@ from rollout.models.layers.linear import Linear
 from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.own_weights import OwnWeights
-from rollout.models.spec import ModelSpec, read_json
+from rollout.models.spec import ModelSpec
 from rollout.models.target_vocabulary import TargetVocabulary
-
-CHAIN_ARCHITECTURE = "SpecrolloutMTP"
-"""The architecture in config.json of a folder that holds only an MTP chain."""
 
 
 class DraftFamily(enum.StrEnum):
@@ -116,12 +112,6 @@ class DraftModel(OwnWeights):
         counts them.
         """
         ...
-
-
-def is_separate_chain(folder: Path) -> bool:
-    """Whether a draft's folder holds an MTP chain. Raises CheckpointError without a config.json."""
-    config = read_json(folder / "config.json", "a draft's folder")
-    return config.get("architectures") == [CHAIN_ARCHITECTURE]
 
 
 def draft_weights(target: CausalLM) -> WeightFactory:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from typing import Any
 from rollout.config import DType
 from rollout.errors import InvalidInputError
 from rollout.models.spec import ModelSpec, read_json
-from spec_workers.draft_training.building import DraftKind, DraftShape, stored_kind
+from spec_workers.draft_training.building import check_target
+from spec_workers.draft_training.draft import TrainableEagle3
 from spec_workers.draft_training.sequences import SHORTEST
 from spec_workers.draft_training.training_run import CONFIG, LOG, PLOT, STATE, WEIGHTS
 
@@ -22,9 +23,9 @@ def train_draft_parser() -> argparse.ArgumentParser:
     """The parser of the subcommand's arguments."""
     parser = argparse.ArgumentParser(
         prog="specrollout train-draft",
-        description="Train a draft on recorded rollouts of a model, so that spec=eagle or "
-        "spec=mtp can use it. The folder then holds the draft (config.json, "
-        "model.safetensors), training.jsonl and training.html, and what --resume needs. The "
+        description="Train a draft on recorded rollouts of a model, so that spec=eagle "
+        "can use it. The folder then holds the draft (config.json, "
+        "model.safetensors), training.jsonl, training.html, and what --resume needs. The "
         "draft written is the one with the best accept length on held-out rollouts. Ctrl-C saves "
         "and stops.",
     )
@@ -48,9 +49,6 @@ def train_draft_parser() -> argparse.ArgumentParser:
     )
     add("--output", "where the draft goes", type=Path, required=True, metavar="FOLDER")
     add(
-        "--kind", "a tree's network, or a chain of steps", choices=list(DraftKind), default="eagle3"
-    )
-    add(
         "--minutes",
         "of training, with features, checks and the runs that it resumes",
         type=float,
@@ -68,7 +66,6 @@ def train_draft_parser() -> argparse.ArgumentParser:
     add(
         "--draft-vocab-size", "tokens the draft can name: the most frequent", type=int, default=8192
     )
-    add("--chain-length", "steps of an MTP chain", type=int, default=2)
     add("--learning-rate", "of AdamW", type=float, default=2e-3)
     add("--batch-guesses", "of an optimizer step", type=int, default=1024)
     add("--check-minutes", "between two checks on held-out rollouts", type=float, default=3.0)
@@ -138,35 +135,23 @@ def check_options(given: argparse.Namespace) -> None:
                 )
 
 
-def shape_of(given: argparse.Namespace, target: ModelSpec) -> DraftShape:
-    """The shape of the draft to train.
-
-    Raises InvalidInputError unless it fits the target and, for a resumed run, the folder's draft.
-    """
-    shape = DraftShape(kind=DraftKind(given.kind), chain_length=given.chain_length)
-    shape.check_for(target)
-    if given.resume:
-        config = read_json(given.output / CONFIG, "a draft's folder")
-        _check_held(given, shape, target, config)
-    return shape
-
-
-def _check_held(
-    given: argparse.Namespace, shape: DraftShape, target: ModelSpec, config: Mapping[str, Any]
-) -> None:
-    """Raise unless the folder's config.json agrees with the options."""
-    if stored_kind(config) is not shape.kind:
-        raise InvalidInputError("kind", given.kind, f"is not what {given.output} holds")
-    vocab_size = min(given.draft_vocab_size, target.vocab_size)
-    asked = [("draft_vocab_size", "draft_vocab_size", vocab_size)]
-    if shape.kind is DraftKind.mtp:
-        asked.append(("chain_length", "num_nextn_predict_layers", shape.chain_length))
-    for name, stored, value in asked:
-        held = config.get(stored)
-        if value != held:
-            raise InvalidInputError(
-                name, value, f"{given.output} holds a draft of {held}: give that to resume"
-            )
+def check_fit(given: argparse.Namespace, target: ModelSpec) -> None:
+    """Raise InvalidInputError unless a draft of the target can be made and, for a resumed run, the
+    folder's draft is what the options ask for."""
+    check_target(target)
+    if not given.resume:
+        return
+    config = read_json(given.output / CONFIG, "a draft's folder")
+    if config.get("architectures") != [TrainableEagle3.architecture]:
+        raise InvalidInputError("output", str(given.output), "holds no EAGLE-3 draft")
+    asked = min(given.draft_vocab_size, target.vocab_size)
+    held = config.get("draft_vocab_size")
+    if asked != held:
+        raise InvalidInputError(
+            "draft_vocab_size",
+            asked,
+            f"{given.output} holds a draft of {held}: give that to resume",
+        )
 
 
 @contextmanager

@@ -5,9 +5,8 @@ Legend: E hidden, D draft vocabulary, Q outputs of a query projection, C of a kv
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,71 +20,43 @@ from rollout.models.checkpoint import Checkpoint
 from rollout.models.rope_config import rope_fields
 from rollout.models.spec import ModelSpec, read_json
 from spec_workers.draft_training.decoder_layer import TrainableDecoderLayer
-from spec_workers.draft_training.draft import DraftVocabulary, Embed, TrainableDraft
-from spec_workers.draft_training.eagle3 import TrainableEagle3
-from spec_workers.draft_training.mtp import TrainableMtpChain
+from spec_workers.draft_training.draft import DraftVocabulary, Embed, TrainableEagle3
 from spec_workers.draft_training.training_run import CONFIG
 
 _TABLES = ("d2t", "t2d")
 
 
-class DraftKind(enum.StrEnum):
-    """The kinds of drafts that can be trained."""
-
-    eagle3 = "eagle3"
-    mtp = "mtp"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftShape:
-    """The kind and length of a new draft. Its layers have the target's sizes, but as many kv heads
-    as query heads."""
-
-    kind: DraftKind
-    chain_length: int = 2  # of an MTP chain
-
-    def __post_init__(self) -> None:
-        if self.chain_length < 1:
-            raise InvalidInputError("chain_length", self.chain_length, "must be >= 1")
-
-    def check_for(self, target: ModelSpec) -> None:
-        """Raise InvalidInputError unless the shape fits the target."""
-        if target.latent is not None:
-            raise InvalidInputError(
-                "model", target.architecture, "has latent attention, for which no draft can be made"
-            )
-        layers = _feature_layers(target)
-        if self.kind is DraftKind.eagle3 and layers != sorted(set(layers)):
-            raise InvalidInputError(
-                "model",
-                f"{target.num_layers} layers",
-                "an EAGLE-3 draft needs a target of 7 layers or more",
-            )
+def check_target(target: ModelSpec) -> None:
+    """Raise InvalidInputError for a target of which no draft can be made."""
+    if target.latent is not None:
+        raise InvalidInputError(
+            "model", target.architecture, "has latent attention, for which no draft can be made"
+        )
+    layers = _feature_layers(target)
+    if layers != sorted(set(layers)):
+        raise InvalidInputError(
+            "model",
+            f"{target.num_layers} layers",
+            "an EAGLE-3 draft needs a target of 7 layers or more",
+        )
 
 
-def new_draft(
-    shape: DraftShape,
-    model: CausalLM,
-    vocabulary: DraftVocabulary,
-    seed: int,
-) -> TrainableDraft:
-    """An untrained draft of a loaded target.
+def new_draft(model: CausalLM, vocabulary: DraftVocabulary, seed: int) -> TrainableEagle3:
+    """An untrained draft of a loaded target, with the target's sizes, but as many kv heads as query
+    heads.
 
-    Raises InvalidInputError unless the shape fits the target.
+    Raises InvalidInputError for a target of which no draft can be made.
     """
     spec = model.spec
-    shape.check_for(spec)
+    check_target(spec)
     config = layer_fields(spec) | {
         "num_key_value_heads": spec.num_heads,
         "intermediate_size": spec.ffn_size,
         "num_attention_heads": spec.num_heads,
         "head_dim": spec.head_dim,
+        "eagle_aux_hidden_state_layer_ids": _feature_layers(spec),
     }
-    if shape.kind is DraftKind.mtp:
-        config["num_nextn_predict_layers"] = shape.chain_length
-    else:
-        config["eagle_aux_hidden_state_layer_ids"] = _feature_layers(spec)
-    draft = _network(shape.kind, config, vocabulary, model.embed)
+    draft = _network(config, vocabulary, model.embed)
     initialise(draft, model, seed)
     return draft
 
@@ -101,34 +72,24 @@ def layer_fields(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def stored_kind(config: Mapping[str, Any]) -> DraftKind | None:
-    """The kind of a draft by its config.json; None if it is not one that can be trained."""
-    names = config.get("architectures")
-    return next((kind for kind in DraftKind if names == [_NAMES[kind]]), None)
-
-
-def load_draft(folder: Path, embed: Embed) -> TrainableDraft:
+def load_draft(folder: Path, embed: Embed) -> TrainableEagle3:
     """A draft that `save_draft` wrote, for more training. ``embed``: the target's embedding.
 
     Raises CheckpointError for a folder that is incomplete or holds another kind of draft.
     """
     config = read_json(folder / CONFIG, "a draft's folder")
-    kind = stored_kind(config)
+    name = TrainableEagle3.architecture
     checkpoint = Checkpoint(folder, tables=_TABLES)
-    if kind is None or "d2t" not in checkpoint.tensors:
+    if config.get("architectures") != [name] or "d2t" not in checkpoint.tensors:
         raise CheckpointError(
             f"{folder}: architectures={config.get('architectures')!r} is not a draft "
-            f"that can be trained; {', '.join(_NAMES.values())} with d2t and lm_head is"
+            f"that can be trained; {name} with d2t and lm_head is"
         )
     offsets_D = checkpoint.read("d2t")
     token_ids_D = (offsets_D + torch.arange(len(offsets_D))).sort()
     vocabulary = DraftVocabulary(token_ids_D.values, config["vocab_size"])
-    draft = _network(kind, config, vocabulary, embed)
-    tensors = {
-        name.removeprefix(draft.stored_prefix): tensor.float()
-        for name, tensor in checkpoint
-        if name not in _TABLES
-    }
+    draft = _network(config, vocabulary, embed)
+    tensors = {name: tensor.float() for name, tensor in checkpoint if name not in _TABLES}
     head = tensors.get("lm_head.weight")
     if head is not None:  # its rows are in the order of d2t
         tensors["lm_head.weight"] = head[token_ids_D.indices]
@@ -139,27 +100,17 @@ def load_draft(folder: Path, embed: Embed) -> TrainableDraft:
     return draft
 
 
-_NAMES = {
-    DraftKind.eagle3: TrainableEagle3.architecture,
-    DraftKind.mtp: TrainableMtpChain.architecture,
-}
-
-
 def _feature_layers(target: ModelSpec) -> list[int]:
     """The layers whose inputs a new EAGLE-3 draft reads: low, middle and high, as in the paper."""
     return [2, target.num_layers // 2, target.num_layers - 3]
 
 
 def _network(
-    kind: DraftKind, config: Mapping[str, Any], vocabulary: DraftVocabulary, embed: Embed
-) -> TrainableDraft:
+    config: Mapping[str, Any], vocabulary: DraftVocabulary, embed: Embed
+) -> TrainableEagle3:
     """An untrained network. ``config``: the fields of its config.json."""
     layer = dict(config) | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
     spec = replace(ModelSpec.of(layer), qkv_bias=False, o_bias=False, mlp_bias=False)
-    if kind is DraftKind.mtp:
-        return TrainableMtpChain(
-            spec, dict(config), config["num_nextn_predict_layers"], vocabulary, embed
-        )
     features = AuxHiddenStates(layers=tuple(config["eagle_aux_hidden_state_layer_ids"]))
     return TrainableEagle3(spec, dict(config), features, vocabulary, embed)
 
@@ -210,7 +161,7 @@ should begin unsure: training then corrects it sooner."""
 
 
 @torch.no_grad()
-def initialise(draft: TrainableDraft, model: CausalLM, seed: int) -> None:
+def initialise(draft: TrainableEagle3, model: CausalLM, seed: int) -> None:
     """Copy the target's last attention layer, and rows of its head.
 
     The rest is random, by ``seed``.
@@ -223,24 +174,12 @@ def initialise(draft: TrainableDraft, model: CausalLM, seed: int) -> None:
     last = model.spec.attention_layers[-1]
     input_norm_E = target.norm(f"layers.{last}.input_layernorm")
     final_norm_E = _FINAL_NORM_SCALE * target.norm("norm")
-    if isinstance(draft, TrainableEagle3):
-        _pass_on(draft.fc, model.spec.hidden_size)
-        _copy_layer(draft.midlayer, target, last)
-        draft.midlayer.hidden_norm.weight.copy_(input_norm_E)
-        draft.norm.weight.copy_(final_norm_E)
-    else:
-        assert isinstance(draft, TrainableMtpChain)
-        for step in draft.steps():
-            _pass_on(step.eh_proj, model.spec.hidden_size)
-            _copy_layer(step, target, last)
-            step.input_layernorm.weight.copy_(input_norm_E)
-            step.norm.weight.copy_(final_norm_E)
+    hidden = model.spec.hidden_size
+    draft.fc.weight[:, -hidden:] += torch.eye(hidden)  # the last hidden state passes through
+    _copy_layer(draft.midlayer, target, last)
+    draft.midlayer.hidden_norm.weight.copy_(input_norm_E)
+    draft.norm.weight.copy_(final_norm_E)
     draft.lm_head.weight.copy_(target.head_rows(draft.vocabulary.token_ids_D))
-
-
-def _pass_on(linear: nn.Linear, hidden: int) -> None:
-    """Add the identity on the last E inputs, so that they pass through."""
-    linear.weight[:, -hidden:] += torch.eye(hidden)
 
 
 def _copy_layer(layer: TrainableDecoderLayer, target: TargetTensors, index: int) -> None:

@@ -25,14 +25,14 @@ from rollout.offline.job import StopSignals
 from rollout.report.page import render_page
 from rollout.report.panels import Chart, make_line, make_panel, panels_or, time_unit
 from spec_workers.draft_training.arguments import (
+    check_fit,
     check_options,
     naming_options,
-    shape_of,
     train_draft_parser,
 )
-from spec_workers.draft_training.building import DraftShape, TargetTensors, load_draft, new_draft
+from spec_workers.draft_training.building import TargetTensors, load_draft, new_draft
 from spec_workers.draft_training.config import TrainingConfig
-from spec_workers.draft_training.draft import DraftVocabulary, TrainableDraft
+from spec_workers.draft_training.draft import DraftVocabulary, TrainableEagle3
 from spec_workers.draft_training.sequences import (
     TokenSequence,
     read_rollouts,
@@ -70,14 +70,14 @@ def run_train_draft(arguments: Sequence[str]) -> int:
     with naming_options():
         device = resolve_device(given.device)
         training = TrainingConfig(learning_rate=given.learning_rate)
-        shape = shape_of(given, target)
+        check_fit(given, target)
     train, held_out = _rollouts(given, target.vocab_size)
     _make_output(given.output)
 
     console = rich.get_console()
     console.print(f"loading {given.model}", highlight=False)
     model = load_model(given.model, DType(given.dtype), device)
-    draft = _draft(given, shape, model, train)
+    draft = _draft(given, model, train)
     trainer = DraftTrainer(
         draft.to(model.device),
         TargetTensors(model).head_rows(draft.vocabulary.token_ids_D).to(model.dtype),
@@ -139,17 +139,17 @@ def _rollouts(
 
 
 def _draft(
-    given: argparse.Namespace, shape: DraftShape, model: CausalLM, train: list[TokenSequence]
-) -> TrainableDraft:
+    given: argparse.Namespace, model: CausalLM, train: list[TokenSequence]
+) -> TrainableEagle3:
     if given.resume:
         return load_draft(given.output, model.embed)
     vocabulary = DraftVocabulary.most_frequent(train, given.draft_vocab_size, model.spec.vocab_size)
-    return new_draft(shape, model, vocabulary, given.seed)
+    return new_draft(model, vocabulary, given.seed)
 
 
 def _introduce(
     console: Console,
-    draft: TrainableDraft,
+    draft: TrainableEagle3,
     train: list[TokenSequence],
     held_out: list[TokenSequence],
 ) -> None:

@@ -10,7 +10,7 @@ from rollout.errors import InvalidInputError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
-    num_steps: int = 3  # guesses in a row that are unrolled; an MTP chain: at most its steps
+    num_steps: int = 3  # guesses in a row that are unrolled
     learning_rate: float = 2e-3
     warmup_steps: int = 20
     autocast: bool = True  # matrix products in bfloat16; parameters stay float32

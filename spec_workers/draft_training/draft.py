@@ -1,4 +1,4 @@
-"""The base class of trainable drafts, and their vocabularies.
+"""EAGLE-3 (Li et al. 2025) for training: one decoder layer over three fused hidden states.
 
 Legend: T rows of all sequences, S those that guess, L tokens of one sequence, M = L - 2 of its
 rows, R rows of a level, F feature columns, E hidden, D draft vocabulary.
@@ -6,7 +6,6 @@ rows, R rows of a level, F feature columns, E hidden, D draft vocabulary.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,8 +13,14 @@ import torch
 from torch import nn
 
 from rollout.models.aux_hidden_states import AuxHiddenStates
+from rollout.models.layers.rope import cos_sin_table
 from rollout.models.spec import ModelSpec
-from spec_workers.draft_training.decoder_layer import KeysValues
+from spec_workers.draft_training.decoder_layer import (
+    KeysValues,
+    RmsNorm,
+    TrainableDecoderLayer,
+    attend,
+)
 from spec_workers.draft_training.packed_rows import PackedRows
 from spec_workers.draft_training.sequences import TokenSequence
 
@@ -70,13 +75,23 @@ class DraftVocabulary:
         return known / max(total, 1)
 
 
-class TrainableDraft(nn.Module):
-    """A draft with float32 parameters that have a checkpoint's names."""
+class MidLayer(TrainableDecoderLayer):
+    """A decoder layer whose attention reads normed embedding and hidden state, 2E columns."""
 
-    architecture: str  # in config.json
-    stored_prefix: str  # of parameters' names in a folder; an engine's update has "draft."
-    max_steps: int | None  # guesses that can be unrolled; None: any number
-    lm_head: nn.Linear  # over the draft's vocabulary
+    def __init__(self, spec: ModelSpec, cos_sin_PC: torch.Tensor) -> None:
+        super().__init__(spec, 2 * spec.hidden_size, cos_sin_PC)
+        self.input_layernorm = RmsNorm(spec.hidden_size, spec.rms_norm_eps)  # of the embedding
+        self.hidden_norm = RmsNorm(spec.hidden_size, spec.rms_norm_eps)
+
+    def join(self, embedded_RE: torch.Tensor, hidden_RE: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.input_layernorm(embedded_RE), self.hidden_norm(hidden_RE)], dim=1)
+
+
+class TrainableEagle3(nn.Module):
+    """EAGLE-3 with its authors' names and float32 parameters. It has its own head and vocabulary,
+    and the target's embedding."""
+
+    architecture = "LlamaForCausalLMEagle3"
 
     def __init__(
         self,
@@ -88,7 +103,7 @@ class TrainableDraft(nn.Module):
     ) -> None:
         """
         Args:
-            spec: of a decoder layer of the draft.
+            spec: of its decoder layer.
             shared: further fields of its config.json.
             features: the hidden states of the target that it reads.
             vocabulary: the tokens that it can name.
@@ -97,12 +112,22 @@ class TrainableDraft(nn.Module):
         super().__init__()
         self.features, self.vocabulary, self.embed = features, vocabulary, embed
         self._spec, self._shared = spec, shared
+        hidden = spec.hidden_size
+        cos_sin_PC = cos_sin_table(
+            spec.rope, spec.head_dim, spec.max_context_len, torch.device("cpu")
+        )
+        self.fc = nn.Linear(features.count * hidden, hidden, bias=False)
+        self.midlayer = MidLayer(spec, cos_sin_PC)
+        self.norm = RmsNorm(hidden, spec.rms_norm_eps)
+        self.lm_head = nn.Linear(hidden, len(vocabulary.token_ids_D), bias=False)
 
     def config(self) -> dict[str, Any]:
         """The contents of its config.json."""
         spec = self._spec
         return self._shared | {
             "architectures": [self.architecture],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
             "num_attention_heads": spec.num_heads,
             "num_key_value_heads": spec.num_kv_heads,
             "head_dim": spec.head_dim,
@@ -111,40 +136,64 @@ class TrainableDraft(nn.Module):
             "mlp_bias": False,
             "draft_vocab_size": len(self.vocabulary.token_ids_D),
             "tie_word_embeddings": False,
+            "eagle_aux_hidden_state_layer_ids": list(self.features.layers),
         }
-
-    def tables(self) -> dict[str, torch.Tensor]:
-        """Tensors that a folder holds in addition to the parameters, by name."""
-        return {"d2t": self.vocabulary.offsets_D}
-
-    @abstractmethod
-    def unroll(self, rows: PackedRows, num_steps: int) -> list[torch.Tensor]:
-        """Hidden states [S, E] for ``logits`` of each step, assuming that earlier guesses were
-        right."""
-
-    @abstractmethod
-    def head_input(self, hidden_RE: torch.Tensor) -> torch.Tensor:
-        """The input of ``lm_head``, [R, E]."""
 
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
         """Logits over the draft's vocabulary, [R, D]."""
-        return self.lm_head(self.head_input(hidden_RE))
+        return self.lm_head(self.norm(hidden_RE))
 
-    @abstractmethod
+    def unroll(self, rows: PackedRows, num_steps: int) -> list[torch.Tensor]:
+        """Hidden states [S, E] for ``logits`` of each step, assuming that earlier guesses were
+        right: each step reads the hidden states of the step before."""
+        layer = self.midlayer
+        fused_TE = self.fc(rows.features_TF)
+        joined_TI = layer.join(self.embed(rows.tokens_T(0)), fused_TE)
+        k_TKC, v_TKC = layer.self_attn.keys_values(joined_TI, rows.positions_T)
+        residual_SE, joined_SI = fused_TE[rows.guesses_S], joined_TI[rows.guesses_S]
+        chain: Chain = []
+        hidden: list[torch.Tensor] = []
+        for step in range(num_steps):
+            positions_S = rows.positions_S + step
+            if step:
+                residual_SE = hidden[-1]
+                joined_SI = layer.join(self.embed(rows.tokens_S(step)), residual_SE)
+                chain.append(layer.self_attn.keys_values(joined_SI, positions_S))
+            q_SHC = layer.self_attn.queries(joined_SI, positions_S)
+            attended = [
+                attend(
+                    q_SHC[each.guesses],
+                    k_TKC[each.rows],
+                    v_TKC[each.rows],
+                    rows.visible_S[each.guesses],
+                    [(k_SKC[each.guesses], v_SKC[each.guesses]) for k_SKC, v_SKC in chain],
+                )
+                for each in rows.sequences
+            ]
+            hidden.append(layer.finish(residual_SE, torch.cat(attended)))
+        return hidden
+
     def read(
         self, tokens_M: torch.Tensor, features_MF: torch.Tensor, positions_M: torch.Tensor
-    ) -> tuple[torch.Tensor, list[KeysValues]]:
+    ) -> tuple[torch.Tensor, KeysValues]:
         """Run the rows of a sequence.
 
-        Returns their hidden states [M, E], which give a tree's first level, and the memory that
-        ``deepen`` needs. ``tokens_M``: for row i, the token that follows features i.
+        Returns their hidden states [M, E], which give a tree's first level, and the keys and values
+        that ``deepen`` needs. ``tokens_M``: for row i, the token that follows features i.
         """
+        layer = self.midlayer
+        fused_ME = self.fc(features_MF)
+        joined_MI = layer.join(self.embed(tokens_M), fused_ME)
+        keys_values = layer.self_attn.keys_values(joined_MI, positions_M)
+        q_MHC = layer.self_attn.queries(joined_MI, positions_M)
+        visible_M = torch.arange(1, len(tokens_M) + 1, device=tokens_M.device)
+        attended = attend(q_MHC, *keys_values, visible_M, [])
+        return layer.finish(fused_ME, attended), keys_values
 
-    @abstractmethod
     def deepen(
         self,
         level: int,
-        memory: list[KeysValues],
+        memory: KeysValues,
         rows_R: torch.Tensor,
         positions_R: torch.Tensor,
         tokens_R: torch.Tensor,
@@ -163,3 +212,9 @@ class TrainableDraft(nn.Module):
             hidden_RE: their parents' hidden states.
             chain: their parents' chain, [R, ...] each.
         """
+        layer = self.midlayer
+        joined_RI = layer.join(self.embed(tokens_R), hidden_RE)
+        chain = [*chain, layer.self_attn.keys_values(joined_RI, positions_R + level)]
+        q_RHC = layer.self_attn.queries(joined_RI, positions_R + level)
+        attended = attend(q_RHC, *memory, rows_R + 1, chain)
+        return layer.finish(hidden_RE, attended), chain

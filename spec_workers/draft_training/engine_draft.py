@@ -17,13 +17,12 @@ from rollout.models.causal_lm import CausalLM
 from rollout.models.draft_model import DraftFamily
 from rollout.models.eagle.eagle3 import Eagle3
 from spec_workers.draft_training.building import TargetTensors, layer_fields
-from spec_workers.draft_training.draft import DraftVocabulary, TrainableDraft
-from spec_workers.draft_training.eagle3 import TrainableEagle3
+from spec_workers.draft_training.draft import DraftVocabulary, TrainableEagle3
 from spec_workers.draft_training.trainer import SENT_PREFIX
 from spec_workers.features.feature_recorder import FeatureRecorder
 
 
-def trainable_draft(engine: RolloutEngine) -> TrainableDraft:
+def trainable_draft(engine: RolloutEngine) -> TrainableEagle3:
     """A float32 copy of the engine's EAGLE-3 draft, on its device, with the target's embedding.
 
     Raises InvalidInputError for an engine without such a draft, for a draft with weights that the
@@ -77,14 +76,14 @@ def target_model(engine: RolloutEngine) -> CausalLM:
     return engine.worker.target.model  # type: ignore[attr-defined]
 
 
-def head_rows(engine: RolloutEngine, draft: TrainableDraft) -> torch.Tensor:
+def head_rows(engine: RolloutEngine, draft: TrainableEagle3) -> torch.Tensor:
     """The target's current head at the draft's tokens, [D, E] in the target's dtype, for labels."""
     target = target_model(engine)
     return TargetTensors(target).head_rows(draft.vocabulary.token_ids_D).to(target.dtype)
 
 
 def checked_weights(
-    draft: TrainableDraft, tensors: Mapping[str, torch.Tensor]
+    draft: TrainableEagle3, tensors: Mapping[str, torch.Tensor]
 ) -> Mapping[str, torch.Tensor]:
     """``tensors``, if they are exactly the draft's weights; else raises InvalidInputError."""
     shapes = {SENT_PREFIX + name: tuple(each.shape) for name, each in draft.named_parameters()}

@@ -18,7 +18,7 @@ import torch
 
 from rollout.errors import InvalidInputError
 from spec_workers.draft_training.decoder_layer import KeysValues
-from spec_workers.draft_training.draft import TrainableDraft
+from spec_workers.draft_training.draft import TrainableEagle3
 from spec_workers.draft_training.sequences import TrainingSequence
 
 _ROOTS_AT_ONCE = 256
@@ -50,7 +50,7 @@ class HeldOutResult:
 
 @torch.inference_mode()
 def held_out_accept_length(
-    draft: TrainableDraft, sequences: Sequence[TrainingSequence], shape: TreeShape
+    draft: TrainableEagle3, sequences: Sequence[TrainingSequence], shape: TreeShape
 ) -> HeldOutResult:
     """Measure a draft. ``sequences``: with exactly the features that the draft reads."""
     lengths: list[int] = []
@@ -75,7 +75,7 @@ def held_out_accept_length(
 
 @torch.inference_mode()
 def matched_lengths(
-    draft: TrainableDraft, sequence: TrainingSequence, shape: TreeShape
+    draft: TrainableEagle3, sequence: TrainingSequence, shape: TreeShape
 ) -> torch.Tensor:
     """The number of recorded tokens that each root's tree matches; int64 [R].
 
@@ -102,8 +102,8 @@ class _Growth:
 
     def __init__(
         self,
-        draft: TrainableDraft,
-        memory: list[KeysValues],
+        draft: TrainableEagle3,
+        memory: KeysValues,
         token_ids_L: torch.Tensor,
         first_position: int,
         roots_R: torch.Tensor,
@@ -121,8 +121,6 @@ class _Growth:
         """Grow the trees from the roots' hidden states. Returns matched tokens, int64 [R]."""
         draft, roots, device = self._draft, len(hidden_RE), self._roots_R.device
         levels = self._shape.num_steps
-        if draft.max_steps is not None:
-            levels = min(levels, draft.max_steps)
         scores_RW = torch.zeros(roots, 1, device=device)
         is_true_RW = torch.ones(roots, 1, dtype=torch.bool, device=device)
         chain: list[KeysValues] = []

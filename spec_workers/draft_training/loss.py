@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from spec_workers.draft_training.draft import TrainableDraft
+from spec_workers.draft_training.draft import TrainableEagle3
 from spec_workers.draft_training.packed_rows import PackedRows
 
 _ROWS_AT_ONCE = 128
@@ -77,7 +77,7 @@ class UnrolledLoss:
 
 
 def unrolled_loss(
-    draft: TrainableDraft, rows: PackedRows, target_head_DE: torch.Tensor, num_steps: int
+    draft: TrainableEagle3, rows: PackedRows, target_head_DE: torch.Tensor, num_steps: int
 ) -> UnrolledLoss:
     """Cross entropy with the target's distribution, renormalised over the draft's vocabulary.
 
@@ -100,7 +100,7 @@ def unrolled_loss(
             chosen = reached_S.nonzero().flatten()
             weights = torch.full((len(chosen),), 1.0 / max(1, len(chosen)), device=device)
             mean, agreed = SoftCrossEntropy.apply(
-                draft.head_input(hidden_SE[chosen]).float(),
+                draft.norm(hidden_SE[chosen]).float(),
                 draft.lm_head.weight,
                 labels_SD[rows.label_rows_S(step)[chosen]],
                 weights,

@@ -14,7 +14,7 @@ import torch
 
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from spec_workers.draft_training.config import TrainingConfig
-from spec_workers.draft_training.draft import TrainableDraft
+from spec_workers.draft_training.draft import TrainableEagle3
 from spec_workers.draft_training.held_out import (
     HeldOutResult,
     TreeShape,
@@ -30,7 +30,7 @@ _MAX_NORM = 10.0  # of the gradient; far above the usual, so that only outliers 
 class DraftOptimizer:
     """AdamW with warmup and gradient clipping."""
 
-    def __init__(self, draft: TrainableDraft, config: TrainingConfig) -> None:
+    def __init__(self, draft: TrainableEagle3, config: TrainingConfig) -> None:
         self._parameters = list(draft.parameters())
         self._rate = config.learning_rate
         self._warmup_steps = config.warmup_steps
@@ -65,7 +65,7 @@ class DraftTrainer:
     """A draft, its optimizer, and the target's head for the labels."""
 
     def __init__(
-        self, draft: TrainableDraft, head_DE: torch.Tensor, config: TrainingConfig
+        self, draft: TrainableEagle3, head_DE: torch.Tensor, config: TrainingConfig
     ) -> None:
         """``head_DE``: see `take_head`."""
         self.draft = draft
@@ -74,7 +74,6 @@ class DraftTrainer:
         """The layout of the features of every training sequence."""
         self._device = next(draft.parameters()).device
         self._optimizer = DraftOptimizer(draft, self.config)
-        self._num_steps = min(self.config.num_steps, draft.max_steps or self.config.num_steps)
         self.take_head(head_DE)
 
     @property
@@ -99,7 +98,9 @@ class DraftTrainer:
         """
         rows = PackedRows(batch, self.features, self.draft.features, self._device)
         with self._autocast():
-            loss = unrolled_loss(self.draft, rows, self._head_DE, num_steps or self._num_steps)
+            loss = unrolled_loss(
+                self.draft, rows, self._head_DE, num_steps or self.config.num_steps
+            )
         loss.total.backward()
         self._optimizer.step(rate_scale)
         return loss

@@ -1,8 +1,7 @@
 """A training run on recorded rollouts: timed, checked on held-out ones, resumable.
 
 Its folder holds the best draft so far, as the engine reads it; `training.pt`, the state of a run to
-resume; and `training.jsonl`, the log. EAGLE-3 has its authors' layout; an MTP chain is stored as
-`SpecrolloutMTP`, whose tensors have the names that an engine knows.
+resume; and `training.jsonl`, the log.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from safetensors.torch import save_file
 
 from rollout.engine.durable_files import whole_file
 from rollout.errors import InvalidInputError
-from spec_workers.draft_training.draft import TrainableDraft
+from spec_workers.draft_training.draft import TrainableEagle3
 from spec_workers.draft_training.held_out import HeldOutResult
 from spec_workers.draft_training.packed_rows import BatchOrder
 from spec_workers.draft_training.target_features import TargetFeatures
@@ -65,13 +64,13 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 
 
-def save_draft(draft: TrainableDraft, folder: Path, dtype: torch.dtype) -> None:
+def save_draft(draft: TrainableEagle3, folder: Path, dtype: torch.dtype) -> None:
     """Write a draft. A reader of each file finds the old version or the new one."""
     tensors = {
-        draft.stored_prefix + name: parameter.detach().to("cpu", dtype).contiguous()
+        name: parameter.detach().to("cpu", dtype).contiguous()
         for name, parameter in draft.named_parameters()
     }
-    tensors |= {name: table.cpu() for name, table in draft.tables().items()}
+    tensors |= {"d2t": draft.vocabulary.offsets_D, "t2d": draft.vocabulary.contains_V}
     config = draft.config() | {"dtype": str(dtype).removeprefix("torch."), "torch_dtype": None}
     config = {name: value for name, value in config.items() if value is not None}
     folder.mkdir(parents=True, exist_ok=True)

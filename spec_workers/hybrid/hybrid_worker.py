@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollout.config import EngineConfig
 from rollout.models.checkpoint import Progress
-from rollout.models.draft_model import is_separate_chain
 from rollout.parallel import follows
 from rollout.types import Batch, DraftTrees, Request
 from spec_workers.budget import DraftBudget
@@ -170,9 +168,8 @@ def build(
     ``progress`` is told how far the target's weights are read. Raises what the builds of
     `spec_workers.ngram`, `spec_workers.eagle` and `spec_workers.mtp` do.
     """
-    path = options.draft_path
-    is_chain = path is None or is_separate_chain(Path(path))
-    open_models = partial(open_chain if is_chain else open_eagle, config, progress, options)
+    open_draft = open_chain if options.draft_path is None else open_eagle
+    open_models = partial(open_draft, config, progress, options)
     if follows(config.parallel):
         return open_models().target
     corpus, models = open_corpus(config, options), open_models()

@@ -32,12 +32,12 @@ def drafts(tmp_path_factory, small_model_path) -> dict[str, tuple]:
         folder / "eagle3", small_model_path, layers=(0, 1), draft_vocab_size=40, unsorted=True,
         **small,
     )  # fmt: skip
-    chain = save_tiny_mtp(folder / "mtp", "separate", 3, likely=True)
+    chain = save_tiny_mtp(folder / "mtp", "mimo", 3, likely=True)
     own = {"num_steps": 3, "topk": 2}
     return {
         "eagle3": (small_model_path, "eagle", {"draft_path": str(eagle3), **own}),
-        "mtp": (chain[0], "mtp", {"draft_path": str(chain[1]), "topk": 2}),
-        "chain": (chain[0], "mtp", {"draft_path": str(chain[1])}),
+        "mtp": (chain, "mtp", {"topk": 2}),
+        "chain": (chain, "mtp", {}),
         "hybrid": (small_model_path, "hybrid", {"draft_path": str(eagle3), **own}),
     }
 

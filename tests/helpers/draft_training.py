@@ -8,7 +8,7 @@ import torch
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.models.aux_hidden_states import AuxHiddenStates
-from spec_workers.draft_training.building import DraftKind, DraftShape, TargetTensors, new_draft
+from spec_workers.draft_training.building import TargetTensors, new_draft
 from spec_workers.draft_training.config import CoTrainingConfig, TrainingConfig
 from spec_workers.draft_training.draft import DraftVocabulary
 from spec_workers.draft_training.sequences import TrainingSequence
@@ -25,10 +25,9 @@ CONFIG = CoTrainingConfig(seconds=None, steps=15, batch_rows=150, held_out_every
 TRAINING = TrainingConfig(learning_rate=5e-3, warmup_steps=3, autocast=False)
 
 
-def make_draft(kind: str, target, rollouts):
+def make_draft(target, rollouts):
     vocabulary = DraftVocabulary.most_frequent(rollouts, DRAFT_VOCAB, VOCAB)
-    shape = DraftShape(kind=DraftKind(kind), chain_length=3)
-    draft = new_draft(shape, target, vocabulary, 0)
+    draft = new_draft(target, vocabulary, 0)
     with torch.no_grad():  # so that norms are told apart
         for parameter in draft.parameters():
             if parameter.dim() == 1:
@@ -36,8 +35,8 @@ def make_draft(kind: str, target, rollouts):
     return draft
 
 
-def make_trainer(kind: str, target, rollouts, **settings) -> DraftTrainer:
-    draft = make_draft(kind, target, rollouts)
+def make_trainer(target, rollouts, **settings) -> DraftTrainer:
+    draft = make_draft(target, rollouts)
     head = TargetTensors(target).head_rows(draft.vocabulary.token_ids_D)
     return DraftTrainer(draft, head, TrainingConfig(autocast=False, warmup_steps=2, **settings))
 

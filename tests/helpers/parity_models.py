@@ -9,14 +9,14 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from rollout import Rollout, RolloutEngine, SamplingParams
 from tests.helpers.tiny_deepseek import save_tiny_deepseek
 from tests.helpers.tiny_draft import save_copying_eagle1, save_tiny_eagle1, save_tiny_eagle3
 from tests.helpers.tiny_hybrid import save_tiny_chain
-from tests.helpers.tiny_model import save_tiny_llama
 from tests.helpers.tiny_moe import save_tiny_moe
-from tests.helpers.tiny_mtp import save_tiny_mtp
+from tests.helpers.tiny_mtp import add_chain, chain_tensors, save_tiny_mtp
 
 PARAMS = {
     "greedy": SamplingParams(temperature=0.0, max_new_tokens=18),
@@ -54,13 +54,13 @@ def _recurrent(folder: Path, family: str, *, experts: bool) -> Path:
 
 
 def _shallow(folder: Path) -> Path:
-    """One layer, which `save_copying_eagle1` can copy; beside it a chain with fewer tokens."""
-    return save_tiny_mtp(folder, "separate", 3, likely=True, own_head=48, num_layers=1)[0]
+    """One layer, which `save_copying_eagle1` can copy, and a chain."""
+    return save_tiny_mtp(folder, "mimo", 3, likely=True, num_layers=1)
 
 
 def _windows(folder: Path) -> Path:
-    """One of two layers has a window; tied."""
-    save_tiny_llama(folder, tied=True)
+    """One of two layers has a window; tied; with a chain."""
+    folder = save_tiny_mtp(folder, "mimo", 2, tied=True)
     config = json.loads((folder / "config.json").read_text()) | {
         "architectures": ["MinistralForCausalLM"],
         "sliding_window": WINDOW,
@@ -70,12 +70,21 @@ def _windows(folder: Path) -> Path:
     return folder
 
 
+def _experts(folder: Path) -> Path:
+    """With a chain of dense layers."""
+    tensors = chain_tensors("mimo", 2, heads=(4, 2, 16))
+    for step in range(2):
+        for norm in ("q_norm", "k_norm"):
+            tensors[f"model.mtp_layers.{step}.self_attn.{norm}.weight"] = torch.ones(16)
+    return add_chain(save_tiny_moe(folder), tensors, 2)
+
+
 MODELS: dict[str, Callable[[Path], Path]] = {
-    "llama": lambda folder: save_tiny_mtp(folder, "mimo", 3, likely=True)[0],
+    "llama": lambda folder: save_tiny_mtp(folder, "mimo", 3, likely=True),
     "shallow": _shallow,
     "windows": _windows,
     "recurrent": lambda folder: _recurrent(folder, "qwen3_5", experts=False),
-    "experts": save_tiny_moe,
+    "experts": _experts,
     "recurrent experts": lambda folder: _recurrent(folder, "qwen3_next", experts=True),
     "latent": lambda folder: save_tiny_deepseek(folder, "deepseek_v3"),
 }
@@ -105,10 +114,6 @@ class ParityModels:
             return save_tiny_eagle3(
                 folder, target, layers=layers, draft_vocab_size=64, unsorted=True
             )
-        if model == "shallow":
-            return target.parent / "chain"
-        if model in ("windows", "experts"):
-            return save_tiny_mtp(folder, "separate", 2)[1]
         return None
 
     def _reference(self, model: str, dtype: str, params: str) -> list[Rollout]:

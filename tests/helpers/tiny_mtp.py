@@ -29,10 +29,6 @@ NAMES = {
         "model.layers.{n}.enorm", "model.layers.{n}.hnorm", "model.layers.{n}.eh_proj",
         "model.layers.{n}.shared_head.norm", "model.layers.{n}",
     ),
-    "separate": (
-        "draft.layers.{k}.enorm", "draft.layers.{k}.hnorm", "draft.layers.{k}.eh_proj",
-        "draft.layers.{k}.norm", "draft.layers.{k}",
-    ),
 }  # fmt: skip
 
 
@@ -88,35 +84,27 @@ def save_tiny_mtp(
     *,
     heads: tuple[int, int, int] = (HEADS, KV_HEADS, D),
     likely: bool = False,
-    own_head: int | None = None,
     extra: dict[str, torch.Tensor] | None = None,
     **model: object,
-) -> tuple[Path, Path]:
-    """A target's folder and its chain's, the same one unless the layout is ``separate``.
+) -> Path:
+    """A target's folder, with its chain.
 
-    ``heads``: query heads, kv heads, head dim of a separate chain. ``likely``: the token's own
-    embedding is most of what comes out, as it is of the target: many guesses come true.
-    ``own_head``: so many tokens, every other one, make a draft vocabulary with a head of its own,
-    of rows of the target's.
+    ``heads``: query heads, kv heads, head dim of the chain. ``likely``: the token's own embedding
+    is most of what comes out, as it is of the target: many guesses come true.
     """
     target = save_tiny_llama(folder / "target", **model)
     tensors = chain_tensors(layout, steps, heads=heads, likely=likely) | (extra or {})
+    return add_chain(target, tensors, steps)
+
+
+def add_chain(target: Path, tensors: dict[str, torch.Tensor], steps: int) -> Path:
+    """Write a chain's tensors, in the target's dtype, into its folder."""
     config = json.loads((target / "config.json").read_text())
     config["num_nextn_predict_layers"] = steps
-    if layout != "separate":
-        stored = load_file(target / "model.safetensors")
-        dtype = stored["model.norm.weight"].dtype
-        stored |= {name: values.to(dtype) for name, values in tensors.items()}
-        return (write_checkpoint(target, config, stored),) * 2
-    config["architectures"] = ["SpecrolloutMTP"]
-    names = ("num_attention_heads", "num_key_value_heads", "head_dim")
-    config |= dict(zip(names, heads, strict=True))
-    if own_head is not None:
-        head = load_file(target / "model.safetensors")["lm_head.weight"]
-        tensors["draft.lm_head.weight"] = head[: 2 * own_head : 2].contiguous()
-        tensors["d2t"] = torch.arange(own_head)
-        config["draft_vocab_size"] = own_head
-    return target, write_checkpoint(folder / "chain", config, tensors)
+    stored = load_file(target / "model.safetensors")
+    dtype = stored["model.norm.weight"].dtype
+    stored |= {name: values.to(dtype) for name, values in tensors.items()}
+    return write_checkpoint(target, config, stored)
 
 
 def plain_step(

@@ -1,5 +1,3 @@
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -7,7 +5,6 @@ from safetensors.torch import load_file, save_file
 from rollout.config import DType
 from rollout.errors import CheckpointError
 from rollout.models.aux_hidden_states import AuxHiddenStates
-from rollout.models.eagle.loader import read_eagle_spec
 from rollout.models.loader import load_model
 from rollout.models.mtp.loader import MtpChain
 from rollout.models.spec import ModelSpec, is_mtp_tensor
@@ -17,13 +14,12 @@ from tests.helpers.tiny_mtp import LAYERS, VOCAB, E, names_of, plain_step, save_
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(3, VOCAB, (2, 21), generator=torch.Generator().manual_seed(0))
-IN_TARGET = ["mimo", "qwen3_next", "deepseek_v3"]
-LAYOUTS = [*IN_TARGET, "separate"]
+LAYOUTS = ["mimo", "qwen3_next", "deepseek_v3"]
 
 
-def load(target_folder, chain_folder, dtype=DType.float32):
-    target = load_model(target_folder, dtype, CPU)
-    chain = MtpChain.find(chain_folder, ModelSpec.read(target_folder))
+def load(folder, dtype=DType.float32):
+    target = load_model(folder, dtype, CPU)
+    chain = MtpChain.find(folder, ModelSpec.read(folder))
     return target, chain, chain.load(target)
 
 
@@ -49,14 +45,14 @@ def run_chain(steps, hidden, tokens):
     ("layout", "num_steps"), [*((layout, 3) for layout in LAYOUTS), ("qwen3_next", 1)]
 )
 def test_a_chain_is_the_plain_one(layout, num_steps, tmp_path):
-    folders = save_tiny_mtp(tmp_path, layout, num_steps)
-    target, chain, steps = load(*folders)
+    folder = save_tiny_mtp(tmp_path, layout, num_steps)
+    target, chain, steps = load(folder)
     assert len(steps) == chain.spec.num_steps == num_steps
     assert chain.spec.features == AuxHiddenStates(
         layers=(LAYERS,) if layout == "mimo" else (), final=layout != "mimo"
     )
-    tensors = load_file(folders[1] / "model.safetensors")
-    head = load_file(folders[0] / "model.safetensors")["lm_head.weight"]
+    tensors = load_file(folder / "model.safetensors")
+    head = load_file(folder / "model.safetensors")["lm_head.weight"]
     for tokens in TOKENS:
         features = features_of(target, chain.spec.features, tokens)
         plain = steps[0].fuse(features)
@@ -70,11 +66,11 @@ def test_a_chain_is_the_plain_one(layout, num_steps, tmp_path):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_destinations_are_the_checkpoints_own_names(layout, tmp_path):
-    folders = save_tiny_mtp(tmp_path, layout)
-    _, _, steps = load(*folders)
-    stored = load_file(folders[1] / "model.safetensors")
+    folder = save_tiny_mtp(tmp_path, layout)
+    _, _, steps = load(folder)
+    stored = load_file(folder / "model.safetensors")
     found = [step.weight_loaders() for step in steps]
-    names = {name for name in stored if layout == "separate" or is_mtp_tensor(name, LAYERS, 2)}
+    names = {name for name in stored if is_mtp_tensor(name, LAYERS, 2)}
     assert {name for each in found for name in each} == names
     for each in found:
         for name, loader in each.items():
@@ -88,7 +84,7 @@ def test_destinations_are_the_checkpoints_own_names(layout, tmp_path):
 
 
 def test_copies_of_embedding_and_head_are_the_targets_and_others_the_chains(tmp_path):
-    folder, _ = save_tiny_mtp(tmp_path, "deepseek_v3")
+    folder = save_tiny_mtp(tmp_path, "deepseek_v3")
     stored = load_file(folder / "model.safetensors")
     other = stored["lm_head.weight"].flip(0).contiguous()
     embedding, head = (
@@ -101,25 +97,13 @@ def test_copies_of_embedding_and_head_are_the_targets_and_others_the_chains(tmp_
         head.format(3): other,
     }
     add(folder, copies)
-    target, _, steps = load(folder, folder)
+    target, _, steps = load(folder)
     assert not set(copies) & set(steps[0].weight_loaders())
     assert {embedding.format(3), head.format(3)} <= set(steps[1].weight_loaders())
     hidden = torch.randn(4, E)
     with torch.inference_mode():
         assert torch.equal(steps[0].logits(hidden), target.logits(hidden))
         torch.testing.assert_close(steps[1].logits(hidden), hidden @ other.T)
-
-
-def test_a_draft_vocabulary_with_a_head_of_its_own(tmp_path):
-    folders = save_tiny_mtp(tmp_path, "separate", own_head=40)
-    _, chain, steps = load(*folders)
-    assert chain.spec.draft_vocab_size == 40
-    head = load_file(folders[1] / "model.safetensors")["draft.lm_head.weight"]
-    hidden = torch.randn(3, E)
-    for step in steps:
-        assert step.token_ids_D.tolist() == list(range(0, 80, 2))
-        torch.testing.assert_close(step.logits(hidden), hidden @ head.T)
-    assert steps[0].release() > steps[1].release(), "what steps share is freed once"
 
 
 @pytest.mark.parametrize(
@@ -131,7 +115,7 @@ def test_a_draft_vocabulary_with_a_head_of_its_own(tmp_path):
 )
 def test_what_is_not_implemented_is_named(layout, extra, tmp_path):
     name = f"{names_of(layout, 0)[-1]}.{extra}"
-    folder, _ = save_tiny_mtp(tmp_path, layout, extra={name: torch.zeros(4)})
+    folder = save_tiny_mtp(tmp_path, layout, extra={name: torch.zeros(4)})
     target = load_model(folder, DType.auto, CPU)  # it alone is served
     refused(f"unexpected: {name}", MtpChain.find(folder, target.spec).load, target)
 
@@ -142,7 +126,7 @@ def refused(match: str, call, *arguments) -> None:
 
 
 def test_damaged_chains(tmp_path):
-    folder, _ = save_tiny_mtp(tmp_path, "mimo")
+    folder = save_tiny_mtp(tmp_path, "mimo")
     spec, target = ModelSpec.read(folder), load_model(folder, DType.auto, CPU)
     norm = "model.mtp_layers.1.final_layernorm.weight"
     add(folder, {norm: torch.ones(E + 1)})
@@ -151,24 +135,3 @@ def test_damaged_chains(tmp_path):
     refused(f"missing: {norm}", MtpChain.find(folder, spec).load, target)
     plain = save_tiny_llama(tmp_path / "plain")
     refused(r"no MTP chain.*MiMo, Qwen3-Next \(Qwen3.5\), Deep", MtpChain.find, plain, spec)
-
-
-def test_a_separate_chain_is_for_one_target(tmp_path):
-    target, chain = save_tiny_mtp(tmp_path, "separate", own_head=30)
-    spec = ModelSpec.read(target)
-    config = json.loads((chain / "config.json").read_text())
-    (chain / "config.json").write_text(json.dumps(config | {"vocab_size": 98}))
-    refused("vocab_size=98", MtpChain.find, chain, spec)
-    (chain / "config.json").write_text(json.dumps(config))
-    add(chain, {"d2t": torch.arange(30).flip(0) * 2})
-    loaded = load_model(target, DType.auto, CPU)
-    refused("must ascend", MtpChain.find(chain, spec).load, loaded)
-
-
-def test_folders_of_another_kind_are_told(tmp_path):
-    target, chain = save_tiny_mtp(tmp_path, "separate", num_layers=7)
-    spec = ModelSpec.read(target)
-    refused(r": is an MTP chain: use spec=mtp", read_eagle_spec, chain, spec)
-    (tmp_path / "empty").mkdir()
-    for read in (MtpChain.find, read_eagle_spec):
-        refused("no such file; a draft's folder needs one", read, tmp_path / "empty", spec)

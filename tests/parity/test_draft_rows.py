@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -61,8 +62,11 @@ def make_engine(target, tmp_path_factory):
     }
     chains = [
         MtpChain.find(
-            save_tiny_mtp(folder / str(heads), "separate", 1, heads=heads, likely=True, **MODEL)[1],
-            ModelSpec.read(target),
+            save_tiny_mtp(folder / str(heads), "mimo", 1, heads=heads, likely=True, **MODEL),
+            replace(
+                ModelSpec.read(target),
+                **dict(zip(("num_heads", "num_kv_heads", "head_dim"), heads, strict=True)),
+            ),
         )
         for heads in HEADS
     ]

@@ -13,9 +13,10 @@ from tests.helpers.parity_models import FIXED, LEARNED, PARAMS, prompts
 
 
 def make_engine(models, spec, kind, spec_options, **options) -> RolloutEngine:
+    draft = models.draft("shallow", kind)
     return RolloutEngine.from_pretrained(
         models.target("shallow"), spec, **options,
-        spec_options={"draft_path": str(models.draft("shallow", kind))} | spec_options,
+        spec_options={"draft_path": draft and str(draft)} | spec_options,
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ CASES = {
 def folders(tmp_path_factory):
     """A target with MTP heads, and an EAGLE draft of it."""
     folder = tmp_path_factory.mktemp("options")
-    target, _ = save_tiny_mtp(folder, "mimo", 3)
+    target = save_tiny_mtp(folder, "mimo", 3)
     return target, str(save_tiny_eagle1(folder / "eagle", target))
 
 

@@ -100,7 +100,7 @@ def folders(tmp_path):
     return [
         save_tiny_mtp(
             tmp_path / str(seed), LAYOUT, 2, seed=seed, extra=chain_tensors(LAYOUT, 2, seed=seed)
-        )[0]
+        )
         for seed in range(2)
     ]
 
@@ -168,7 +168,7 @@ def test_every_steps_pool_is_counted_and_given_back(folders):
 
 def test_a_draft_that_an_update_has_spoiled_is_noticed(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("rollout.engine.accept_lengths._ROWS", 20)
-    engine = make_engine(save_tiny_mtp(tmp_path, "mimo", likely=True)[0], frozen=False)
+    engine = make_engine(save_tiny_mtp(tmp_path, "mimo", likely=True), frozen=False)
     results(engine)
     read = engine.worker.weights.parts.read(engine.weights_manifest())
     spoiled = {name: -9 * it if name.endswith("input_proj.weight") else it for name, it in read}
@@ -180,7 +180,7 @@ def test_a_draft_that_an_update_has_spoiled_is_noticed(tmp_path, monkeypatch, ca
 
 @pytest.mark.parametrize("layout", ["mimo", "deepseek_v3"])
 def test_an_engine_without_drafts_ignores_a_chain(tmp_path, layout):
-    folders = [save_tiny_mtp(tmp_path / str(seed), layout, seed=seed)[0] for seed in range(2)]
+    folders = [save_tiny_mtp(tmp_path / str(seed), layout, seed=seed) for seed in range(2)]
     engine = RolloutEngine.from_pretrained(folders[0], spec="none")
     old, new = (load_file(folder / "model.safetensors") for folder in folders)
     expected = [results(RolloutEngine.from_pretrained(each, spec="none")) for each in folders]

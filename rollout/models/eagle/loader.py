@@ -17,7 +17,7 @@ from rollout.errors import CheckpointError, UnsupportedModelError
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import Checkpoint
-from rollout.models.draft_model import DraftFamily, DraftSpec, draft_weights, is_separate_chain
+from rollout.models.draft_model import DraftFamily, DraftSpec, draft_weights
 from rollout.models.eagle.eagle import Eagle
 from rollout.models.eagle.eagle3 import Eagle3, Eagle3Options, target_token_ids
 from rollout.models.eagle.layout import VOCABULARY_TABLES, EagleLayout, eagle_layout
@@ -106,8 +106,6 @@ def _opened(folder: Path, target: ModelSpec) -> _Folder:
     if not folder.is_dir():
         raise CheckpointError(f"draft {str(folder)!r}: no such folder")
     config = read_json(folder / "config.json", "a draft's folder")
-    if is_separate_chain(folder):
-        raise CheckpointError(f"{folder}: is an MTP chain: use spec=mtp")
     checkpoint = Checkpoint(folder, tables=VOCABULARY_TABLES)
     with _naming(folder):
         layout = eagle_layout(config, checkpoint.tensors)

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rollout.models.aux_hidden_states import AuxHiddenStates
-from rollout.models.draft_model import CHAIN_ARCHITECTURE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +29,7 @@ class MtpLayout:
     hidden_first: bool  # the projection's input is [hidden, embedding], else [embedding, hidden]
     before_final_norm: bool  # the first step reads the target's state before its final norm
     embedding: str | None = None  # a copy of the target's that checkpoints may have
-    head: str | None = None  # a copy of the target's, or the chain's own
+    head: str | None = None  # a copy of the target's, or the step's own
 
     def features(self, num_layers: int) -> AuxHiddenStates:
         """The hidden states that the chain reads of a target with ``num_layers`` layers."""
@@ -71,20 +70,7 @@ DEEPSEEK_V3 = MtpLayout(
     embedding="model.layers.{layer}.embed_tokens.weight",
     head="model.layers.{layer}.shared_head.head.weight",
 )
-SEPARATE = MtpLayout(
-    title=CHAIN_ARCHITECTURE,
-    embedding_norm="draft.layers.{step}.enorm.weight",
-    hidden_norm="draft.layers.{step}.hnorm.weight",
-    projection="draft.layers.{step}.eh_proj.weight",
-    decoder="draft.layers.{step}",
-    final_norm="draft.layers.{step}.norm.weight",
-    hidden_first=False,
-    before_final_norm=False,
-    head="draft.lm_head.weight",
-)
-"""This project's layout of a chain in a folder of its own."""
-
-IN_TARGET = (MIMO, QWEN3_NEXT, DEEPSEEK_V3)
+LAYOUTS = (MIMO, QWEN3_NEXT, DEEPSEEK_V3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +86,13 @@ class StepNames:
     head: str | None  # None: the target's
 
 
-def find_layout(
-    layouts: Iterable[MtpLayout], names: Iterable[str], num_layers: int
-) -> tuple[MtpLayout, list[StepNames]] | None:
+def find_layout(names: Iterable[str], num_layers: int) -> tuple[MtpLayout, list[StepNames]] | None:
     """The first layout whose tensors are among ``names``, and its steps; None if there is none.
 
     ``num_layers``: the target's.
     """
     present = frozenset(names)
-    for layout in layouts:
+    for layout in LAYOUTS:
         steps: list[StepNames] = []
         while (names_of := _step_names(layout, len(steps), num_layers, present)) is not None:
             steps.append(names_of)

@@ -1,4 +1,4 @@
-"""Loads an MTP chain from a target's own checkpoint, or from a folder of the chain alone."""
+"""Loads an MTP chain from a target's own checkpoint, or from another of its layout."""
 
 from __future__ import annotations
 
@@ -6,27 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from rollout.errors import CheckpointError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import Checkpoint
-from rollout.models.draft_model import DraftFamily, DraftSpec, draft_weights, is_separate_chain
-from rollout.models.eagle.eagle3 import target_token_ids
-from rollout.models.eagle.layout import VOCABULARY_TABLES
+from rollout.models.draft_model import DraftFamily, DraftSpec, draft_weights
 from rollout.models.layers.rope import cos_sin_table
 from rollout.models.layers.weight_loader import same_values
 from rollout.models.mtp.layout import (
-    IN_TARGET,
-    SEPARATE,
+    LAYOUTS,
     MtpLayout,
     StepNames,
     find_layout,
 )
 from rollout.models.mtp.step import ChainTensors, MtpStep
-from rollout.models.spec import ModelSpec, read_json
-
-_VOCABULARY_TABLE = "d2t"
+from rollout.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,37 +33,25 @@ class MtpChain:
 
     @staticmethod
     def find(folder: Path, target: ModelSpec) -> MtpChain:
-        """Find a chain by config.json and the names of tensors.
-
-        Raises CheckpointError if there is no chain or it is for another target.
-        """
-        config = read_json(folder / "config.json", "a draft's folder")
-        is_separate = is_separate_chain(folder)
-        checkpoint = Checkpoint(folder, tables=VOCABULARY_TABLES)
-        layouts = (SEPARATE,) if is_separate else IN_TARGET
-        experts = None if is_separate else target.experts
-        found = find_layout(layouts, checkpoint.tensors, target.num_layers)
+        """Find a chain by the names of tensors. Raises CheckpointError if there is none."""
+        checkpoint = Checkpoint(folder)
+        experts = target.experts
+        found = find_layout(checkpoint.tensors, target.num_layers)
         if found is None:
-            known = ", ".join(layout.title for layout in layouts)
+            known = ", ".join(layout.title for layout in LAYOUTS)
             raise CheckpointError(
                 f"{folder}: no MTP chain among its tensors; known layouts are those of {known}"
             )
         layout, steps = found
-        decoder = target
-        if is_separate:
-            as_llama = config | {"architectures": ["LlamaForCausalLM"]}
-            decoder = ModelSpec.of(as_llama, max_context_len=target.max_context_len)
-            _refuse_another_targets(folder, decoder, target)
         if experts is not None:
             at = f"{steps[0].decoder}.mlp.experts."
             is_sparse = any(name.startswith(at) for name in checkpoint.tensors)
             experts = replace(experts, layers=(0,)) if is_sparse else None
-        decoder = replace(decoder, num_layers=1, linear_attention=None, experts=experts)
-        table = checkpoint.tensors.get(_VOCABULARY_TABLE)
+        decoder = replace(target, num_layers=1, linear_attention=None, experts=experts)
         spec = DraftSpec(
             family=DraftFamily.MTP,
             decoder=decoder,
-            draft_vocab_size=decoder.vocab_size if table is None else table.shape[0],
+            draft_vocab_size=decoder.vocab_size,
             features=layout.features(target.num_layers),
             target_hidden_size=target.hidden_size,
             num_steps=len(steps),
@@ -95,7 +76,6 @@ class MtpChain:
                 tensors,
                 cos_sin_PD=cos_sin_PD,
                 hidden_first=self.layout.hidden_first,
-                token_ids_D=self._token_ids(target.device),
             )
             for names in self.steps
         ]
@@ -105,14 +85,11 @@ class MtpChain:
     def tensors_for(self, steps: Sequence[MtpStep]) -> dict[str, str]:
         """The folder's tensors for a loaded chain: names there to names in the chain.
 
-        Raises CheckpointError for a chain of another shape or with another vocabulary.
+        Raises CheckpointError for a chain of another shape.
         """
-        ids_D, held_D = self._token_ids(steps[0].device), steps[0].token_ids_D
-        is_same = ids_D is held_D if ids_D is None or held_D is None else torch.equal(ids_D, held_D)
-        if self.spec != steps[0].spec or not is_same:
-            what = "vocabulary" if self.spec == steps[0].spec else "shape"
+        if self.spec != steps[0].spec:
             raise CheckpointError(
-                f"{self.checkpoint.folder}: a chain of another {what} than the one in use"
+                f"{self.checkpoint.folder}: a chain of another shape than the one in use"
             )
         weight_loaders = {name for step in steps for name in step.weight_loaders()}
         return {name: name for name in self.checkpoint.tensors if name in weight_loaders}
@@ -133,22 +110,6 @@ class MtpChain:
             head=own(names.head, "lm_head.weight"),
         )
 
-    def _token_ids(self, device: torch.device) -> torch.Tensor | None:
-        if _VOCABULARY_TABLE not in self.checkpoint.tensors:
-            return None
-        token_ids_D = target_token_ids(
-            self.checkpoint.read(_VOCABULARY_TABLE),
-            None,
-            self.spec.draft_vocab_size,
-            self.spec.decoder.vocab_size,
-        )
-        if not bool((token_ids_D.diff() > 0).all()):
-            raise CheckpointError(
-                f"{self.checkpoint.folder}: the tokens of d2t must ascend; sort them, and the rows "
-                "of draft.lm_head.weight with them"
-            )
-        return token_ids_D.to(device)
-
     def _read_into(self, steps: list[MtpStep]) -> None:
         weight_loaders = {
             name: loader for step in steps for name, loader in step.weight_loaders().items()
@@ -163,13 +124,3 @@ class MtpChain:
         self.checkpoint.load_into(weight_loaders, names)
         for step in steps:
             step.finish_loading()
-
-
-def _refuse_another_targets(folder: Path, decoder: ModelSpec, target: ModelSpec) -> None:
-    for name in ("hidden_size", "vocab_size"):
-        own, wanted = getattr(decoder, name), getattr(target, name)
-        if own != wanted:
-            raise CheckpointError(
-                f"{folder}: a chain of {name}={own}, but the target's is {wanted}: it was trained "
-                "for another target"
-            )

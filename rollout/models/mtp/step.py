@@ -1,7 +1,7 @@
 """One step of an MTP chain: a decoder layer over a token's embedding and the hidden state before.
 
-Legend: T query rows, R rows whose logits are computed, E hidden, D draft vocabulary, V the target's
-vocabulary, P positions.
+Legend: T query rows, R rows whose logits are computed, E hidden, V vocabulary, P
+positions.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ class MtpStep(DraftModel):
         *,
         cos_sin_PD: torch.Tensor,
         hidden_first: bool,
-        token_ids_D: torch.Tensor | None = None,
     ) -> None:
         """
         Args:
@@ -63,7 +62,6 @@ class MtpStep(DraftModel):
             hidden_first: as in `MtpLayout`.
         """
         super().__init__(spec, target, tensors.weights)
-        self.token_ids_D = token_ids_D
         self.names = names
         self._cos_sin_PD = cos_sin_PD
         self._hidden_first = hidden_first

@@ -13,7 +13,7 @@ from harness.rows import read_records
 
 from tests.helpers.text_model import save_text_model
 from tests.helpers.tiny_draft import save_tiny_eagle3
-from tests.helpers.tiny_mtp import save_tiny_mtp
+from tests.helpers.tiny_model import save_tiny_llama
 
 ROOT = Path(__file__).parents[3]
 NAMES = {path.stem for path in (ROOT / "benchmarks").glob("bench_*.py")}
@@ -29,12 +29,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """The options that name tiny models, by benchmark."""
     folder = tmp_path_factory.mktemp("models")
     text = save_text_model(folder / "text", max_positions=2048)
-    target, mtp = save_tiny_mtp(folder, "separate")
+    target = save_tiny_llama(folder / "target")
     for file in text.glob("*token*"):  # its tokenizer
         shutil.copy(file, target)
     eagle3 = save_tiny_eagle3(folder / "eagle3", target)
     draft = ["--model", str(target), "--draft", str(eagle3)]
-    drafts = {"bench_budget": draft, "bench_eagle": [*draft, "--mtp", str(mtp)]}
+    drafts = {"bench_budget": draft, "bench_eagle": draft}
     return {name: ["--model", str(text)] for name in OF_THE_DEMO_MODEL} | drafts
 
 

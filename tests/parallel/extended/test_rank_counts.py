@@ -53,7 +53,7 @@ Case = tuple[str, int, dict[str, Any]]
 def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
     """`ROWS` as cases, with models made for them."""
     root = tmp_path_factory.mktemp("models")
-    llama, _ = save_tiny_mtp(
+    llama = save_tiny_mtp(
         root, "mimo", 2, heads=(HEADS, KV_HEADS, HEAD_DIM), likely=True,
         num_heads=HEADS, num_kv_heads=KV_HEADS,
     )  # fmt: skip

@@ -35,7 +35,8 @@ SCARCE = {"max_running": 8, "max_kv_tokens": 150}
 
 def make_engine(models, name, spec_options, **options) -> RolloutEngine:
     spec, kind, own = DRAFTS[name]
-    own = {"draft_path": str(models.draft("shallow", kind))} | own | spec_options
+    draft = models.draft("shallow", kind)
+    own = {"draft_path": draft and str(draft)} | own | spec_options
     target = models.target("shallow")
     return RolloutEngine.from_pretrained(target, spec, dtype="float32", spec_options=own, **options)
 

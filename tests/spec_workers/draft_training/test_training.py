@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.eagle.loader import load_eagle
-from rollout.models.mtp.loader import MtpChain
 from rollout.models.spec import read_json
 from spec_workers.draft_training.building import TargetTensors, load_draft
 from spec_workers.draft_training.held_out import TreeShape, matched_lengths
@@ -35,9 +33,8 @@ from tests.helpers.plain_eagle import PlainEagle3
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
-def test_loss_falls_and_accept_length_rises(kind, target, rollouts):
-    trainer = make_trainer(kind, target, rollouts, learning_rate=5e-3)
+def test_loss_falls_and_accept_length_rises(target, rollouts):
+    trainer = make_trainer(target, rollouts, learning_rate=5e-3)
     train, held_out = split_by_prompt(rollouts, 8, seed=0)
     sequences = computed(target, trainer.features, train)
     checked = computed(target, trainer.features, held_out)
@@ -52,7 +49,7 @@ def test_loss_falls_and_accept_length_rises(kind, target, rollouts):
 
 def test_unrolled_eagle3_is_a_chain_behind_each_row(target, rollouts, tmp_path):
     """The paper's attention pattern: each row sees its own chain behind the rows before."""
-    draft = make_draft("eagle3", target, rollouts)
+    draft = make_draft(target, rollouts)
     save_draft(draft, tmp_path, torch.float32)
     tensors, config = load_file(tmp_path / "model.safetensors"), read_json(tmp_path / "config.json")
     plain = PlainEagle3(tensors, config, target.embed(torch.arange(VOCAB)), {})
@@ -79,38 +76,30 @@ def test_unrolled_eagle3_is_a_chain_behind_each_row(target, rollouts, tmp_path):
     assert row == len(unrolled[0])
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
-def test_a_saved_draft_is_the_engines_network_and_trained_on(kind, target, rollouts, tmp_path):
-    draft = make_draft(kind, target, rollouts)
+def test_a_saved_draft_is_the_engines_network_and_trained_on(target, rollouts, tmp_path):
+    draft = make_draft(target, rollouts)
     save_draft(draft, tmp_path, torch.float32)
     again = load_draft(tmp_path, target.embed)
     assert again.config() == draft.config() | {"dtype": "float32"}
     assert again.features == draft.features
     for name, parameter in draft.state_dict().items():
         assert torch.equal(again.state_dict()[name], parameter), name
-    if kind == "eagle3":
-        networks = [load_eagle(tmp_path, target)]
-    else:
-        networks = MtpChain.find(tmp_path, target.spec).load(target)
+    network = load_eagle(tmp_path, target)
     both = draft.features | AuxHiddenStates(final=True)
     rows = PackedRows(computed(target, both, rollouts[:4]), both, draft.features, CPU)
     attention = DenseAttention([each.num_rows for each in rows.sequences])
     with torch.inference_mode():
-        unrolled = draft.unroll(rows, len(networks))
-        hidden = networks[0].fuse(rows.features_TF)
-        for step, network in enumerate(networks):
-            hidden = network.forward(rows.tokens_T(step), hidden, rows.positions_T, attention)
-            inside = rows.is_inside_S(step)
-            ours, theirs = unrolled[step][inside], hidden[rows.guesses_S][inside]
-            torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
-            torch.testing.assert_close(
-                draft.logits(ours), network.logits(theirs), atol=1e-4, rtol=1e-4
-            )
-        assert networks[0].token_ids_D.tolist() == draft.vocabulary.token_ids_D.tolist()
+        (ours,) = draft.unroll(rows, 1)
+        hidden = network.fuse(rows.features_TF)
+        hidden = network.forward(rows.tokens_T(0), hidden, rows.positions_T, attention)
+        theirs = hidden[rows.guesses_S]
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(draft.logits(ours), network.logits(theirs), atol=1e-4, rtol=1e-4)
+        assert network.token_ids_D.tolist() == draft.vocabulary.token_ids_D.tolist()
 
 
 def test_rows_count_what_their_trees_match_and_unreachable_guesses_weigh_nothing(target, rollouts):
-    draft = make_draft("eagle3", target, rollouts)
+    draft = make_draft(target, rollouts)
     both = draft.features | AuxHiddenStates(final=True)
     (sequence,) = computed(target, draft.features, rollouts[:1])
     everything = TreeShape(num_steps=1, topk=DRAFT_VOCAB, num_draft_tokens=DRAFT_VOCAB)
@@ -129,9 +118,8 @@ def test_rows_count_what_their_trees_match_and_unreachable_guesses_weigh_nothing
     assert float(unrolled_loss(draft, rows, head, 2).total.detach()) == 0.0
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
-def test_a_rollout_may_fill_the_context(kind, target, rollouts):
-    trainer = make_trainer(kind, target, rollouts, num_steps=5)
+def test_a_rollout_may_fill_the_context(target, rollouts):
+    trainer = make_trainer(target, rollouts, num_steps=5)
     length = target.spec.max_context_len
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(VOCAB, (length,), generator=generator)
@@ -147,7 +135,7 @@ def test_resumed_runs_end_where_others_do(target, rollouts, tmp_path):
     def run(folder: str) -> tuple[DraftTrainer, TrainingRun]:
         """A run whose clock counts steps as seconds."""
         (tmp_path / folder).mkdir(exist_ok=True)
-        trainer = make_trainer("eagle3", target, rollouts)
+        trainer = make_trainer(target, rollouts)
         sources = [
             TargetFeatures(target, trainer.features, each, 10_000)
             for each in split_by_prompt(rollouts, 4, seed=1)

@@ -7,7 +7,7 @@ from rollout import RolloutEngine, SamplingParams
 from rollout.config import DType
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.loader import load_model
-from spec_workers.draft_training.building import DraftKind, DraftShape, load_draft, new_draft
+from spec_workers.draft_training.building import load_draft, new_draft
 from spec_workers.draft_training.draft import DraftVocabulary
 from spec_workers.draft_training.sequences import TokenSequence
 from spec_workers.draft_training.target_features import TargetFeatures
@@ -41,11 +41,10 @@ def test_features_are_those_of_the_sequences_alone(target):
         torch.testing.assert_close(found.features_NF, alone, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", list(DraftKind))
-def test_a_new_draft_is_one_that_engines_run(kind, folder, target, tmp_path):
+def test_a_new_draft_is_one_that_engines_run(folder, target, tmp_path):
     vocabulary = DraftVocabulary(torch.arange(0, 90), 97)
-    draft = new_draft(DraftShape(kind=kind), target, vocabulary, 0)
-    layer = draft.midlayer if kind is DraftKind.eagle3 else draft.layers[0]
+    draft = new_draft(target, vocabulary, 0)
+    layer = draft.midlayer
     at = "model.layers.5"  # the last that attends
     stored = {
         name: it.read() for name, it in target.weight_loaders().items() if name.startswith(at)
@@ -59,7 +58,7 @@ def test_a_new_draft_is_one_that_engines_run(kind, folder, target, tmp_path):
     save_draft(draft, tmp_path, torch.float32)
     assert load_draft(tmp_path, target.embed).config() == draft.config() | {"dtype": "float32"}
     engine = RolloutEngine.from_pretrained(
-        folder, "eagle" if kind is DraftKind.eagle3 else "mtp", max_running=2,
+        folder, "eagle", max_running=2,
         spec_options={"draft_path": str(tmp_path), "budget": "fixed"},
     )  # fmt: skip
     (rollout,) = engine.generate([SEQUENCES[0]], SamplingParams(max_new_tokens=12, seed=1))
