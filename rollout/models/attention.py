@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from rollout.models.forward_context import LayerAttention
+from rollout.models.forward_context import StepAttention
 from rollout.models.head_parts import HeadParts
 from rollout.models.layers.linear import Linear, linear_weight_loaders
 from rollout.models.layers.shard import shards_of, split_product
@@ -65,7 +65,7 @@ class Attention:
         hidden_TI: torch.Tensor,
         positions_T: torch.Tensor,
         cos_sin_PD: torch.Tensor,
-        attention: LayerAttention,
+        attention: StepAttention,
         rows_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The attention's output [T, E], to add to the residual.

@@ -16,7 +16,7 @@ import torch
 
 from rollout.models.aux_hidden_states import AuxHiddenStateCollector
 from rollout.models.decoder_layer import DecoderLayer, DeltaLayer, Layer
-from rollout.models.forward_context import LayerAttention, LayerStates
+from rollout.models.forward_context import LayerStates, StepAttention
 from rollout.models.head_parts import spec_of_rank
 from rollout.models.layers.experts import RouteRecorder
 from rollout.models.layers.linear import Linear
@@ -77,7 +77,7 @@ class CausalLM(OwnWeights):
         self,
         input_ids_T: torch.Tensor,
         positions_T: torch.Tensor,
-        attention: LayerAttention,
+        attention: StepAttention,
         collector: AuxHiddenStateCollector | None = None,
         *,
         states: LayerStates | None = None,

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from rollout.models.attention import Attention
-from rollout.models.forward_context import LayerAttention, LayerStates
+from rollout.models.forward_context import LayerStates, StepAttention
 from rollout.models.gated_delta_net import GatedDeltaNet
 from rollout.models.latent_attention import LatentAttention
 from rollout.models.layers.experts import Experts, RouteRecorder
@@ -68,7 +68,7 @@ class Layer(ABC):
         hidden_TE: torch.Tensor,
         positions_T: torch.Tensor,
         cos_sin_PD: torch.Tensor,
-        attention: LayerAttention,
+        attention: StepAttention,
         states: LayerStates | None = None,
     ) -> torch.Tensor:
         """The mixer's output [T, E], from each row and those before it, to add to the residual."""
@@ -134,7 +134,7 @@ class DecoderLayer(Layer):
         hidden_TE: torch.Tensor,
         positions_T: torch.Tensor,
         cos_sin_PD: torch.Tensor,
-        attention: LayerAttention,
+        attention: StepAttention,
         states: LayerStates | None = None,
     ) -> torch.Tensor:
         return self.attend(hidden_TE, positions_T, cos_sin_PD, attention)
@@ -144,7 +144,7 @@ class DecoderLayer(Layer):
         hidden_TI: torch.Tensor,
         positions_T: torch.Tensor,
         cos_sin_PD: torch.Tensor,
-        attention: LayerAttention,
+        attention: StepAttention,
         rows_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention's output [T, E], to add to the residual. ``rows_R``: of these rows alone,
@@ -165,7 +165,7 @@ class DeltaLayer(Layer):
         hidden_TE: torch.Tensor,
         positions_T: torch.Tensor,
         cos_sin_PD: torch.Tensor,
-        attention: LayerAttention,
+        attention: StepAttention,
         states: LayerStates | None = None,
     ) -> torch.Tensor:
         assert states is not None

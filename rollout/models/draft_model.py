@@ -14,7 +14,7 @@ import torch
 
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.causal_lm import CausalLM
-from rollout.models.forward_context import LayerAttention
+from rollout.models.forward_context import StepAttention
 from rollout.models.layers.linear import Linear
 from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
@@ -83,7 +83,7 @@ class DraftModel(OwnWeights):
         input_ids_T: torch.Tensor,
         hidden_TE: torch.Tensor,
         positions_T: torch.Tensor,
-        attention: LayerAttention,
+        attention: StepAttention,
         rows_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Hidden states [T, E] for ``logits`` and for the next step. T may be zero.

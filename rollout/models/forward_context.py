@@ -11,11 +11,32 @@ from typing import Protocol
 
 import torch
 
-from rollout.ops.paged_attention import PLAIN, AttentionVariant
+from rollout.ops.latent_attention import latent_attention
+from rollout.ops.paged_attention import PLAIN, AttentionPlan, AttentionVariant, paged_attention
+from rollout.ops.rotary_store_kv import rotary_store_kv_
 
 
-class LayerAttention(Protocol):
-    """One step's attention, passed to ``forward``. The model knows no pools, slots or plans."""
+class StepAttention:
+    """One step's attention, planned once and passed to ``forward``, which runs it in each layer.
+
+    The model knows no pools, slots or plans."""
+
+    def __init__(
+        self,
+        *,
+        keys: list[torch.Tensor],
+        values: list[torch.Tensor],
+        slots_T: torch.Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        windowed: tuple[torch.Tensor, AttentionPlan] | None = None,
+    ) -> None:
+        """``windowed``: slots [T] and plan of layers with a window; None: the others'."""
+        self._keys = keys
+        self._values = values
+        self._everywhere = (slots_T, plan)
+        self._windowed = windowed or self._everywhere
+        self._scale = scale
 
     def run(
         self,
@@ -28,15 +49,24 @@ class LayerAttention(Protocol):
         rows_R: torch.Tensor | None = None,
         variant: AttentionVariant = PLAIN,
     ) -> torch.Tensor:
-        """Rotate queries and keys, then attend from every row. Returns [T, H, D], dtype of q.
+        """Rotate queries and keys, store keys and values, then attend from every row. Returns
+        [T, H, D], dtype of q.
 
         q, k and v may be strided views. q is rotated in place. k is undefined afterwards and must
         not be read (see `rotary_store_kv_`). ``layer``: index among the attention layers.
         ``v_TKD``: None for latent attention, whose values are the keys without their rotated
-        dims. ``rows_R``: attend from these alone, [R, H, D]; all rows have keys and values.
-        ``variant``: the layer's own, the same at each call.
+        dims: [T, H, D without these]. ``rows_R``: attend from these alone, which are the query rows
+        of the plan, [R, H, D]; all rows have keys and values. ``variant``: the layer's own, the
+        same at each call.
         """
-        ...
+        keys, values = self._keys[layer], None if v_TKD is None else self._values[layer]
+        slots_T, plan = self._everywhere if variant.window is None else self._windowed
+        rotary_store_kv_(q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, keys, values, slots_T)
+        if rows_R is not None:
+            q_THD = q_THD[rows_R]
+        if values is None:
+            return latent_attention(q_THD, keys, plan, self._scale, cos_sin_PD.shape[1])
+        return paged_attention(q_THD, keys, values, plan, self._scale, variant)
 
 
 class LayerStates(Protocol):

@@ -10,7 +10,7 @@ import torch
 
 from rollout.models.causal_lm import CausalLM
 from rollout.models.decoder_layer import DecoderLayer
-from rollout.models.forward_context import LayerAttention, LayerStates
+from rollout.models.forward_context import LayerStates, StepAttention
 from rollout.models.layers.experts import RouteRecorder
 from rollout.models.layers.weight_loader import WeightLoader, fused_rows
 
@@ -23,7 +23,7 @@ class GraniteLayer(DecoderLayer):
         hidden_TE: torch.Tensor,
         positions_T: torch.Tensor,
         cos_sin_PD: torch.Tensor,
-        attention: LayerAttention,
+        attention: StepAttention,
         states: LayerStates | None = None,
     ) -> torch.Tensor:
         mixed_TE = super().mix(hidden_TE, positions_T, cos_sin_PD, attention, states)

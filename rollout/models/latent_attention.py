@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import torch
 
-from rollout.models.forward_context import LayerAttention
+from rollout.models.forward_context import StepAttention
 from rollout.models.head_parts import HeadParts
 from rollout.models.layers.head_linear import HeadLinear
 from rollout.models.layers.linear import Linear, linear_weight_loaders
@@ -80,7 +80,7 @@ class LatentAttention:
         hidden_TE: torch.Tensor,
         positions_T: torch.Tensor,
         cos_sin_PD: torch.Tensor,
-        attention: LayerAttention,
+        attention: StepAttention,
         rows_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The attention's output [T, E], to add to the residual.

@@ -16,7 +16,7 @@ from rollout.errors import InvalidInputError
 from rollout.models.attention import Attention
 from rollout.models.causal_lm import CausalLM
 from rollout.models.decoder_layer import DecoderLayer
-from rollout.models.forward_context import LayerAttention, LayerStates
+from rollout.models.forward_context import LayerStates, StepAttention
 from rollout.models.head_parts import HeadParts
 from rollout.models.layers.experts import RouteRecorder
 from rollout.models.layers.weight_factory import WeightFactory
@@ -79,7 +79,7 @@ class OlmoLayer(DecoderLayer):
         hidden_TE: torch.Tensor,
         positions_T: torch.Tensor,
         cos_sin_PD: torch.Tensor,
-        attention: LayerAttention,
+        attention: StepAttention,
         states: LayerStates | None = None,
     ) -> torch.Tensor:
         mixed_TE = super().mix(hidden_TE, positions_T, cos_sin_PD, attention, states)

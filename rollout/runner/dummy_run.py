@@ -14,6 +14,7 @@ from rollout.memory.kv_pool import KvPool
 from rollout.memory.state_pool import StatePool
 from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenStates
 from rollout.models.causal_lm import CausalLM
+from rollout.models.forward_context import StepAttention
 from rollout.ops import gpu, tree_accept
 from rollout.ops.categorical import categorical, entropy, token_logprobs
 from rollout.ops.gated_delta_rule.chunked import ChunkedKernel, ChunkedPlan, chunked_plan
@@ -23,7 +24,6 @@ from rollout.ops.state_plan import NO_STATE, StatePlan
 from rollout.ops.truncation import truncation_threshold
 from rollout.ops.uniforms import uniforms
 from rollout.runner.logit_blocks import logit_blocks
-from rollout.runner.step_attention import StepAttention
 from rollout.runner.step_states import StepStates
 
 

@@ -19,6 +19,7 @@ from rollout.memory.routes_pool import StepRoutes
 from rollout.memory.state_pool import StatePool
 from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenStates
 from rollout.models.causal_lm import CausalLM
+from rollout.models.forward_context import StepAttention
 from rollout.ops import gpu
 from rollout.ops.gated_delta_rule.chunked import (
     MIN_ROWS,
@@ -30,7 +31,6 @@ from rollout.ops.transfers import upload
 from rollout.runner.batch_layout import StepArrays, attention_plan, padded
 from rollout.runner.graphs import ForwardGraphs
 from rollout.runner.logit_blocks import logit_blocks
-from rollout.runner.step_attention import StepAttention
 from rollout.runner.step_states import StepStates, state_plan
 from rollout.types import Batch, DraftTrees
 

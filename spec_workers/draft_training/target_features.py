@@ -13,9 +13,9 @@ from rollout.memory.kv_pool import KvPool
 from rollout.memory.state_pool import StatePool
 from rollout.models.aux_hidden_states import AuxHiddenStateCollector, AuxHiddenStates
 from rollout.models.causal_lm import CausalLM
+from rollout.models.forward_context import StepAttention
 from rollout.ops.paged_attention import AttentionPlan
 from rollout.ops.state_plan import NO_STATE, StatePlan
-from rollout.runner.step_attention import StepAttention
 from rollout.runner.step_states import StepStates
 from spec_workers.draft_training.sequences import TokenSequence, TrainingSequence
 

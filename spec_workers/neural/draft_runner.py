@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 
 from rollout.models.draft_model import DraftModel
+from rollout.models.forward_context import StepAttention
 from rollout.ops import gpu
 from rollout.ops.paged_attention import AttentionPlan
 from rollout.ops.ragged import offsets_of
 from rollout.ops.transfers import upload
 from rollout.runner.batch_layout import attention_plan
-from rollout.runner.step_attention import StepAttention
 from spec_workers.draft_tree import indices_within
 from spec_workers.neural.draft_kv import DraftKv
 

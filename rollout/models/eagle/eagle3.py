@@ -14,7 +14,7 @@ from rollout.errors import CheckpointError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.decoder_layer import DecoderLayer
 from rollout.models.draft_model import DraftModel, DraftSpec, selected
-from rollout.models.forward_context import LayerAttention
+from rollout.models.forward_context import StepAttention
 from rollout.models.layers.linear import Linear, linear_weight_loaders
 from rollout.models.layers.rope import cos_sin_table
 from rollout.models.layers.weight_factory import WeightFactory
@@ -152,7 +152,7 @@ class Eagle3(DraftModel):
         input_ids_T: torch.Tensor,
         hidden_TE: torch.Tensor,
         positions_T: torch.Tensor,
-        attention: LayerAttention,
+        attention: StepAttention,
         rows_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The residual stream after the layer, normed only with ``norm_output``."""

@@ -11,7 +11,7 @@ import torch
 from rollout.models.causal_lm import CausalLM
 from rollout.models.decoder_layer import DecoderLayer
 from rollout.models.draft_model import DraftModel, DraftSpec, selected
-from rollout.models.forward_context import LayerAttention
+from rollout.models.forward_context import StepAttention
 from rollout.models.layers.linear import Linear
 from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
@@ -84,7 +84,7 @@ class MtpStep(DraftModel):
         input_ids_T: torch.Tensor,
         hidden_TE: torch.Tensor,
         positions_T: torch.Tensor,
-        attention: LayerAttention,
+        attention: StepAttention,
         rows_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
         layer, decoder = self._layer, self.spec.decoder
