@@ -61,7 +61,7 @@ def draft(target, tmp_path_factory):
 @pytest.mark.parametrize("spec", EXTENDED)
 def test_every_step_enters_the_same_forwards(spec, target, draft, tmp_path):
     if spec == "mtp":
-        chain, _ = save_tiny_mtp(tmp_path, "mimo", 3, vocab_size=11)
+        chain = save_tiny_mtp(tmp_path, "mimo", 3, vocab_size=11)
         engine = in_lockstep(chain, spec, num_steps=None)
     else:
         engine = in_lockstep(target, spec, draft_path=draft, num_steps=3)
