@@ -18,7 +18,7 @@ from tests.helpers.tiny_model import save_tiny_llama
 ROOT = Path(__file__).parents[3]
 NAMES = {path.stem for path in (ROOT / "benchmarks").glob("bench_*.py")}
 OF_THE_DEMO_MODEL = {
-    "bench_cluster", "bench_server", "bench_turns",
+    "bench_cluster", "bench_exact", "bench_server", "bench_turns",
     "bench_weights",
 }  # fmt: skip
 IN_OTHER_ENVIRONMENTS = {"bench_vllm"}
