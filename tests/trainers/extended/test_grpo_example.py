@@ -27,6 +27,7 @@ RUNS = {  # the number of ranks and the arguments
     "none": (1, ["--zero", "2", *NONE]),
     "ngram": (1, ["--zero", "2", *NGRAM]),
     "shared": (2, ["--zero", "3", *NGRAM]),
+    "exact": (2, ["--zero", "3", "--spec", "ngram", "--exact"]),
     "eagle": (1, ["--zero", "2", "--spec", "eagle", "--draft-tokens", "4", "--co-train", "2"]),
 }
 
@@ -99,6 +100,10 @@ def test_the_engine_follows_the_trainer(logs):
         assert any(step["reward"] > 0 for step in steps(log)), name
         assert all(step["logprob_gap"] < 1e-4 for step in steps(log)), (name, steps(log))
         assert len({step["nll"] for step in steps(log)}) == STEPS, name
+
+
+def test_with_exact_training_the_logprobs_are_the_engines(logs):
+    assert [step["logprob_gap"] for step in steps(logs["exact"])] == [0.0] * STEPS
 
 
 def test_ranks_share_the_rollouts_of_one(logs):
