@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from rollout import RolloutEngine, SamplingParams
@@ -15,6 +16,7 @@ from rollout.errors import InvalidInputError, UnsupportedModelError
 from rollout.models.layers.rope import cos_sin_table
 from rollout.models.spec import ModelSpec
 from rollout.ops.paged_attention import AttentionVariant
+from rollout.trainers import RolloutHook
 from rollout.trainers.exact import exact_forward, token_logprobs
 from rollout.trainers.exact import functions as exact_functions
 from rollout.trainers.exact.attention import attend
@@ -185,7 +187,9 @@ def gradients(model, batch, *, exact: bool) -> dict[str, torch.Tensor]:
         logits = model(**batch).logits / TEMPERATURE
         logprobs = logits.log_softmax(-1).gather(-1, batch["input_ids"].roll(-1, 1)[..., None])
         (logprobs[..., 0] * weights * mask).sum().backward()
-    return {name: each.grad.clone() for name, each in model.named_parameters()}
+    return {
+        name: each.grad.clone() for name, each in model.named_parameters() if each.requires_grad
+    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -201,6 +205,31 @@ def test_gradients_are_the_ordinary_models(tmp_path, family) -> None:
     for name, found in gradients(model, batch, exact=True).items():
         error = (found - expected[name]).norm() / expected[name].norm()
         assert error < 1e-5, name
+
+
+def test_adapters_are_merged_as_the_engine_gets_them(one) -> None:
+    config = LoraConfig(
+        r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, lora_bias=False
+    )
+    model, batch = get_peft_model(one.model(), config), one.batch("right")
+    expected = gradients(model, batch, exact=False)
+    found = gradients(model, batch, exact=True)
+    assert found.keys() == expected.keys() != set()
+    for name, gradient in found.items():
+        assert (gradient - expected[name]).norm() < 1e-5 * expected[name].norm(), name
+    optimizer = HiddenWrites([each for each in model.parameters() if each.requires_grad], lr=0.1)
+    with exact_forward(model):
+        with torch.no_grad():
+            before = logprobs_of(model, batch)
+        optimizer.step()
+        with torch.no_grad():
+            logprobs = one.of_responses(logprobs_of(model, batch), "right")
+            assert not torch.equal(before, logprobs_of(model, batch))
+    RolloutHook(one.engine, model).sync()
+    for tokens, own in zip(one.sequences, logprobs, strict=True):
+        cut = len(tokens) - len(own)
+        params = SamplingParams(temperature=TEMPERATURE)
+        assert own.tolist() == one.engine.score(tokens[:cut], tokens[cut:], params)
 
 
 def test_checkpointed_layers_have_the_same_gradients(one) -> None:

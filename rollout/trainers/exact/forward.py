@@ -13,6 +13,7 @@ from rollout.errors import InvalidInputError, UnsupportedModelError
 from rollout.models.layers.linear import Linear
 from rollout.models.spec import ModelSpec
 from rollout.trainers.exact.experts import ExactExperts, ExactRouter
+from rollout.trainers.exact.lora import ExactLora, is_lora
 from rollout.trainers.exact.modules import ExactAttention, ExactMlp, ExactNorm, Sequences
 from rollout.trainers.exact.products import ExactLinear, OptimizerSteps, make_exact
 
@@ -70,8 +71,13 @@ def exact_forward(model: nn.Module) -> Iterator[None]:
 def _unwrapped(model: Any) -> Any:
     from transformers import PreTrainedModel
 
-    while not isinstance(model, PreTrainedModel) and hasattr(model, "module"):
-        model = model.module
+    while not isinstance(model, PreTrainedModel):
+        if hasattr(model, "get_base_model"):  # PEFT's
+            model = model.get_base_model()
+        elif hasattr(model, "module"):
+            model = model.module
+        else:
+            break
     return model
 
 
@@ -91,11 +97,18 @@ def _forwards(
     sequences = Sequences(spec, next(model.parameters()).device)
     found: dict[Any, Callable[..., Any]] = {}
     linears: list[Linear] = []
+    inside: tuple[str, ...] = ()  # prefixes of what LoRA layers hold
     name: str
     module: Any
     for name, module in model.named_modules():
         kind = type(module).__name__
-        if isinstance(module, nn.Linear):
+        if name.startswith(inside):
+            continue
+        if is_lora(module):
+            found[module] = lora = ExactLora(module, name, steps)
+            linears.append(lora.product.linear)
+            inside = (*inside, f"{name}.")
+        elif isinstance(module, nn.Linear):
             found[module] = product = ExactLinear.of(module, steps)
             linears.append(product.linear)
         elif kind.endswith("RMSNorm"):

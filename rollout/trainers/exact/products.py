@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from rollout.errors import InvalidInputError
 from rollout.models.layers.grouped_linear import GroupedLinear
 from rollout.models.layers.linear import Linear
 from rollout.models.layers.row_invariance import make_row_invariant
@@ -82,8 +83,27 @@ class ExactLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., I] to [..., O]."""
         weight_OI, bias_O = self._module.weight, getattr(self._module, "bias", None)
-        if self._watch.has_changed(weight_OI, bias_O):
-            linear, outputs = self.linear, self.linear.out_features
+        return self.apply(x, weight_OI, bias_O, (weight_OI, bias_O))
+
+    def apply(
+        self,
+        x: torch.Tensor,
+        weight_OI: torch.Tensor,
+        bias_O: torch.Tensor | None,
+        sources: Sequence[torch.Tensor | None],
+    ) -> torch.Tensor:
+        """The product with a weight and a bias that are computed from parameters.
+
+        Raises InvalidInputError for parameters that are elsewhere meanwhile.
+        """
+        linear = self.linear
+        if weight_OI.shape != (linear.out_features, linear.in_features):
+            raise InvalidInputError(
+                "model", list(weight_OI.shape),
+                f"a weight must be {[linear.out_features, linear.in_features]}: it is sharded",
+            )  # fmt: skip
+        if self._watch.has_changed(*sources):
+            outputs = linear.out_features
             if not linear.is_packed:
                 linear.borrow(weight_OI.detach(), None if bias_O is None else bias_O.detach())
             else:
