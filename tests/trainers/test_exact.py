@@ -42,10 +42,13 @@ class Case:
 
     def batch(self, side: str) -> dict[str, torch.Tensor]:
         """All sequences, padded at a side or packed."""
-        if side == "packed":
+        if side in ("packed", "cu_seq_lens"):
             positions = [torch.arange(len(tokens)) for tokens in self.sequences]
             ids = torch.tensor([list(chain(*self.sequences))])
-            return {"input_ids": ids, "position_ids": torch.cat(positions)[None]}
+            if side == "packed":
+                return {"input_ids": ids, "position_ids": torch.cat(positions)[None]}
+            ends = torch.tensor([0, *map(len, self.sequences)]).cumsum(0)
+            return {"input_ids": ids, "cu_seq_lens_q": ends}
         longest = max(map(len, self.sequences))
         ids = torch.zeros(len(self.sequences), longest, dtype=torch.long)
         mask = torch.zeros_like(ids)
@@ -57,7 +60,7 @@ class Case:
 
     def of_responses(self, values_BT: torch.Tensor, side: str) -> list[torch.Tensor]:
         """The values at the positions before each response's tokens."""
-        if side == "packed":
+        if side in ("packed", "cu_seq_lens"):
             rows = values_BT[0].split([len(tokens) for tokens in self.sequences])
         else:
             lens = [len(tokens) for tokens in self.sequences]
@@ -106,7 +109,7 @@ def logprobs_of(model, batch) -> torch.Tensor:
     return token_logprobs(model(**batch).logits, ids.roll(-1, dims=1), TEMPERATURE)
 
 
-@pytest.mark.parametrize("side", ["right", "left", "packed"])
+@pytest.mark.parametrize("side", ["right", "left", "packed", "cu_seq_lens"])
 def test_logprobs_are_the_rollouts_bit_for_bit(case, side) -> None:
     model = case.model()
     with exact_forward(model), torch.no_grad():
@@ -147,6 +150,21 @@ def test_a_perturbed_weight_shows(one) -> None:
         model.model.layers[1].mlp.down_proj.weight[3, 5] += 1e-3
         after = logprobs_of(model, one.batch("right"))
     assert not torch.equal(before, after)
+
+
+def test_routers_choose_what_they_chose_in_the_rollout(tmp_path) -> None:
+    folder = save_tiny_family(tmp_path, "qwen3 moe window")
+    engine = RolloutEngine.from_pretrained(folder, spec="none", record_routes=True)
+    params = SamplingParams(max_new_tokens=20, seed=3, ignore_eos=True, routed_experts=True)
+    (rollout,) = engine.generate([PROMPTS[1]], params)
+    model, chosen = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), []
+    for module in model.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.register_forward_hook(lambda _, __, found: chosen.append(found[2]))
+    with exact_forward(model), torch.no_grad():
+        model(torch.tensor([rollout.prompt_ids + rollout.token_ids]))
+    routes = torch.from_numpy(rollout.routed_experts)  # of all tokens but the last
+    assert torch.equal(torch.stack(chosen, dim=1)[: len(routes)], routes.long())
 
 
 class HiddenWrites(torch.optim.SGD):
@@ -249,7 +267,7 @@ def test_attentions_gradient_is_that_of_its_op(variant, monkeypatch) -> None:
     """In float64 by finite differences of the plain function, whose values are the op's."""
     generator = torch.Generator().manual_seed(0)
     layout = SequenceLayout.of(
-        (2, 9), torch.tensor([[1] * 9, [0] * 4 + [1] * 5]), None, torch.device("cpu")
+        (2, 9), torch.tensor([[1] * 9, [0] * 4 + [1] * 5]), None, None, torch.device("cpu")
     )
     spec = ModelSpec.of({
         "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "num_attention_heads": 4,

@@ -33,6 +33,7 @@ class SequenceLayout:
         shape: tuple[int, int],
         mask: torch.Tensor | None,
         position_ids: torch.Tensor | None,
+        cu_seq_lens: torch.Tensor | None,
         device: torch.device,
     ) -> SequenceLayout:
         """
@@ -42,13 +43,22 @@ class SequenceLayout:
                 sees: those on the way to it, in order, and itself; None: every row is a token.
             position_ids: [B, T] or [1, T]; looked at without a mask: sequences that are packed
                 begin where they do not go on by one.
+            cu_seq_lens: [S + 1]; looked at without a mask, before positions: the rows where packed
+                sequences begin, and their end.
 
         Raises InvalidInputError for another shape, for a mask with gaps, and for a tree of one.
         """
         if mask is not None and mask.dim() == 4:
             return SequenceLayout._of_tree(shape, mask, device)
         batch, length = shape
-        if mask is None:
+        if mask is None and cu_seq_lens is not None:
+            bounds = cu_seq_lens.cpu().numpy().astype(np.int64)
+            starts, lens = bounds[:-1], np.diff(bounds)
+            if bounds[0] != 0 or bounds[-1] != batch * length or (lens < 0).any():
+                raise InvalidInputError(
+                    "cu_seq_lens_q", bounds.tolist(), f"must go up from 0 to {batch * length}"
+                )
+        elif mask is None:
             starts, lens = _packed(batch, length, position_ids)
         elif tuple(mask.shape) == shape:
             starts, lens = _masked(mask.cpu().numpy().astype(bool))

@@ -76,27 +76,32 @@ class Sequences:
             else cos_sin_table(rope, spec.rotary_dim, spec.max_context_len, device)
             for rope in ropes
         }
-        self._last: tuple[Any, Any, SequenceLayout] | None = None
+        self._last: tuple[tuple[torch.Tensor | None, ...], SequenceLayout] | None = None
 
     def table(self, layer: int) -> torch.Tensor:
         """Cosines and sines of a layer: [P, R]."""
         return self._tables[self.spec.rope_of(layer)]
 
     def layout(
-        self, hidden_BTE: torch.Tensor, mask: torch.Tensor | None, position_ids: Any
+        self,
+        hidden_BTE: torch.Tensor,
+        mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        cu_seq_lens: torch.Tensor | None,
     ) -> SequenceLayout:
         """The layout of a batch. Raises what `SequenceLayout.of` does, and InvalidInputError for
         sequences longer than the model's."""
+        given = mask, position_ids, cu_seq_lens
         if self._last is not None:
-            last_mask, positions, layout = self._last
-            if last_mask is mask and positions is position_ids:
+            last, layout = self._last
+            if all(one is other for one, other in zip(last, given, strict=True)):
                 return layout
         shape = (hidden_BTE.shape[0], hidden_BTE.shape[1])
-        layout = SequenceLayout.of(shape, mask, position_ids, hidden_BTE.device)
+        layout = SequenceLayout.of(shape, *given, hidden_BTE.device)
         longest, limit = layout.plan.req_to_token.shape[1] - 1, self.spec.max_context_len
         if longest > limit:
             raise InvalidInputError("input_ids", longest, f"the model's positions end at {limit}")
-        self._last = mask, position_ids, layout
+        self._last = given, layout
         return layout
 
 
@@ -115,6 +120,7 @@ class ExactAttention:
         attention_mask: torch.Tensor | None = None,
         past_key_values: Any = None,
         position_ids: torch.Tensor | None = None,
+        cu_seq_lens_q: torch.Tensor | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
         module, spec = self.module, self.sequences.spec
@@ -122,7 +128,7 @@ class ExactAttention:
             raise InvalidInputError(
                 "past_key_values", "a cache", "exact_forward takes whole sequences alone"
             )
-        layout = self.sequences.layout(hidden_states, attention_mask, position_ids)
+        layout = self.sequences.layout(hidden_states, attention_mask, position_ids, cu_seq_lens_q)
         rows, num_rows = hidden_states.shape[:-1], hidden_states.shape[:-1].numel()
         q, k, v = (
             projection(hidden_states).view(num_rows, -1, spec.head_dim)
