@@ -33,7 +33,7 @@ class Trainer:
         self._is_exact = contexts is not None
         generator = torch.Generator().manual_seed(0)
         shape = options.sequences, options.tokens
-        self._ids_BT = torch.randint(3, 30_000, shape, generator=generator)
+        self._ids_BT = torch.randint(3, self.model.config.vocab_size, shape, generator=generator)
         lens_B = torch.linspace(options.tokens / 4, options.tokens, options.sequences).int()
         self._mask_BT = torch.arange(options.tokens) < lens_B[:, None]
         if contexts is not None:

@@ -20,10 +20,10 @@ from rollout.models.forward_context import LayerStates, StepAttention
 from rollout.models.head_parts import spec_of_rank
 from rollout.models.layers.experts import RouteRecorder
 from rollout.models.layers.linear import Linear
-from rollout.models.layers.rope import cos_sin_table
 from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.own_weights import OwnWeights
+from rollout.models.rotary_tables import rotary_tables
 from rollout.models.spec import ModelSpec
 from rollout.models.vocab_parallel import VocabParallel
 from rollout.ops.rms_norm import add_rms_norm, rms_norm
@@ -47,7 +47,7 @@ class CausalLM(OwnWeights):
         self.vocabulary = VocabParallel(spec, weights)
         self.layers = self._make_layers(weights)
         self.final_norm_E = weights.tensor(spec.hidden_size)
-        self._cos_sin_PD = self._rotary_tables()
+        self._cos_sin_PD = rotary_tables(spec, self.device)
 
     def _make_layers(self, weights: WeightFactory) -> list[Layer]:
         """The layers in order."""
@@ -60,18 +60,6 @@ class CausalLM(OwnWeights):
             else self.layer_class(spec, weights, index=attending.index(layer), layer=layer)
             for layer in range(spec.num_layers)
         ]
-
-    def _rotary_tables(self) -> list[torch.Tensor]:
-        """The rotary table of each layer; layers with the same rope share it."""
-        spec, device = self.spec, self.device
-        ropes = [spec.rope_of(layer) for layer in range(spec.num_layers)]
-        tables = {
-            rope: torch.empty(spec.max_context_len, 0, device=device)
-            if rope is None
-            else cos_sin_table(rope, spec.rotary_dim, spec.max_context_len, device)
-            for rope in set(ropes)
-        }
-        return [tables[rope] for rope in ropes]
 
     def forward(
         self,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 
@@ -59,6 +60,7 @@ def load_model(
     packing: bool = True,
     ranks: ModelRanks = ONE_RANK,
     progress: Progress | None = None,
+    region: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> CausalLM:
     """Read config.json and safetensors into a model that is ready to run.
 
@@ -68,6 +70,7 @@ def load_model(
     Args:
         packing: whether CPU weights may be packed; False leaves them plain.
         ranks: each rank reads its part of every tensor.
+        region: in which weights are made, and nothing else.
 
     Raises CheckpointError for an incomplete, damaged or mismatching folder, UnsupportedModelError
     for a model that is not implemented, InvalidInputError for a ``max_context_len`` beyond the
@@ -81,8 +84,9 @@ def load_model(
         checkpoint = Checkpoint(folder) if load_format is LoadFormat.safetensors else None
         stored = spec.dtype or (torch.bfloat16 if checkpoint is None else checkpoint.dtype)
         weights = WeightFactory(
-            dtype=resolve_dtype(dtype, stored, device), device=device, packing=packing, ranks=ranks
-        )
+            dtype=resolve_dtype(dtype, stored, device), device=device, packing=packing,
+            ranks=ranks, region=region,
+        )  # fmt: skip
         model = MODEL_CLASSES[spec.architecture](spec, weights)
         if checkpoint is None:
             _fill_with_zeros(model)

@@ -14,7 +14,7 @@ from rollout.errors import EngineStateError, WeightUpdateError
 from rollout.memory.sizing import free_bytes
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.runner.graphs.graph_runner import GraphRunner
-from rollout.runner.kept_addresses import KeptAddresses
+from rollout.runner.memory_regions import MemoryRegions
 from rollout.types import MemoryTag
 from rollout.weights.parts import WeightParts
 from rollout.weights.transaction import WeightTransaction
@@ -64,20 +64,23 @@ class MemorySaver:
         kv_pools: Sequence[MemoryPool],
         *,
         graphs: GraphRunner | None = None,
-        addresses: KeptAddresses | None = None,
+        host_pools: Sequence[MemoryPool] = (),
+        regions: MemoryRegions | None = None,
         device: torch.device | None = None,
     ) -> None:
         """
         Args:
             kv_pools: of the target, its states too, and of every draft that has one.
             graphs: of the target.
-            addresses: whose regions weights and pools were made in; default: none are kept.
+            host_pools: memory of the host that comes and goes with the KV cache.
+            regions: that weights and pools were made in; default: none.
             device: a GPU whose free memory is measured and logged.
         """
         self._weights = weights
         self._kv_pools = list(kv_pools)
         self._graphs = [] if graphs is None else [graphs]
-        self.addresses = addresses or KeptAddresses()
+        self._host_pools = host_pools
+        self.regions = regions or MemoryRegions()
         self._device = device
         self._backup: WeightBackup | None = None
         self._pinned: dict[str, torch.Tensor] = {}  # kept: to pin memory takes as long as to copy
@@ -125,8 +128,9 @@ class MemorySaver:
         lost, except those of frozen parts, which no trainer sends. Raises what
         `require_held` raises; then nothing was released.
 
-        Graphs are dropped with any memory, since they hold its addresses, unless those are kept:
-        without their own tag they are captured again by themselves, with it not before `resume`.
+        Unless regions preserve addresses, graphs are dropped with any memory: they hold its
+        addresses. Without their own tag they are captured again by themselves, with it not before
+        `resume`.
         """
         self.require_held(tags)
         freed = dict.fromkeys(tags, 0)
@@ -135,7 +139,7 @@ class MemorySaver:
             parts = self._weights.parts
             names = frozenset(parts) if keep_weights else parts.frozen
             self._backup = WeightBackup(parts, names, self._pinned) if names else None
-        if MemoryTag.GRAPHS in tags or not self.addresses.are_kept:
+        if MemoryTag.GRAPHS in tags or not self.regions.preserve_addresses:
             for graphs in self._graphs:
                 dropped = graphs.drop()
                 if MemoryTag.GRAPHS in tags:
@@ -148,6 +152,7 @@ class MemorySaver:
             )
         if MemoryTag.KV_CACHE in tags:
             freed[MemoryTag.KV_CACHE] = self._release(MemoryTag.KV_CACHE, self._kv_pools)
+            freed[MemoryTag.KV_CACHE] += sum(pool.release() for pool in self._host_pools)
         self.released |= frozenset(tags)
         _return_freed_memory()
         if (after := self._free_bytes()) is not None and before is not None:
@@ -161,17 +166,18 @@ class MemorySaver:
         return freed
 
     def _release(self, tag: MemoryTag, owners: Iterable[MemoryPool]) -> int:
-        """Give back what a tag's owners hold; returns the bytes."""
-        if not self.addresses.are_kept:
+        """Give back what a tag's owners hold. Returns the bytes; of a region those that the device
+        has more for everybody."""
+        if not self.regions.preserve_addresses:
             return sum(owner.release() for owner in owners)
         before = self._free_bytes()
-        self.addresses.pause(tag)
+        self.regions.pause(tag)
         after = self._free_bytes()
         return 0 if before is None or after is None else max(0, after - before)
 
     def _allocate(self, tag: MemoryTag, owners: Iterable[MemoryPool]) -> None:
-        if self.addresses.are_kept:
-            self.addresses.resume(tag)
+        if self.regions.preserve_addresses:
+            self.regions.resume(tag)
         else:
             for owner in owners:
                 owner.allocate()
@@ -189,6 +195,8 @@ class MemorySaver:
                 self._resume_weights()
             elif tag is MemoryTag.KV_CACHE:
                 self._allocate(tag, self._kv_pools)
+                for pool in self._host_pools:
+                    pool.allocate()
             else:
                 for graphs in self._graphs:
                     graphs.is_paused = False

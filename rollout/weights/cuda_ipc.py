@@ -1,9 +1,8 @@
 """Weights through CUDA IPC, between processes that share a GPU.
 
 As `shared_memory`, but the buffer is on the device and its handle what the CUDA driver calls it.
-It has never been run on a GPU: `_exported` and `_mapped`, the two calls of torch it rests on, and
-`exporting_device` were written by reading, the rest is tested with memory of the CPU in their
-place.
+It has never been run on a GPU: `_exported` and `_mapped`, the two calls of torch it rests on, were
+written by reading, the rest is tested with memory of the CPU in their place.
 """
 
 from __future__ import annotations
@@ -145,6 +144,10 @@ class CudaIpcSender:
                 assert buffer is not None
                 if self._exported is None:
                     self._exported = _exported(buffer)
+                    if self._exported.memory[1:2] == _EXPANDABLE:
+                        raise InvalidInputError(
+                            "expandable_segments", True, "must be off where weights go by CUDA IPC"
+                        )
                 nonce = new_nonce()
                 _stamp(buffer, nonce)
                 _finish(buffer.device)
@@ -175,8 +178,7 @@ class CudaIpcSender:
 
 
 class CudaIpcReceiver:
-    """Maps the buffers that handles name, each once until `release`: a mapping takes as long as the
-    copy of some hundred MiB."""
+    """Maps the buffers that handles name, each once until `release`."""
 
     def __init__(self) -> None:
         self._mapped: dict[tuple[str, bytes, int], torch.Tensor] = {}
@@ -223,20 +225,6 @@ class CudaIpcReceiver:
             )  # fmt: skip
         refuse_replaced(handle.nonce, _nonce(buffer), field)
         return buffer
-
-
-def exporting_device() -> str | None:
-    """The UUID of this process's current GPU where its memory can be exported now; None on other
-    devices than NVIDIA's and under expandable segments."""
-    if not torch.cuda.is_available() or torch.version.hip is not None:
-        return None
-    exported = _exported(torch.empty(1, dtype=torch.uint8, device="cuda"))
-    return None if exported.memory[1:2] == _EXPANDABLE else exported.device_uuid
-
-
-def is_visible(device_uuid: str) -> bool:
-    """Whether this process sees the GPU, and can map what is exported on it."""
-    return device_uuid in _visible_uuids()
 
 
 def _stamp(buffer: torch.Tensor, nonce: bytes) -> None:

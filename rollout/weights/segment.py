@@ -11,6 +11,7 @@ names the one it is for, and the receiver compares before and after it reads.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -37,8 +38,6 @@ HEADER_BYTES = 64
 """The nonce, and room so that what follows is aligned as entries are."""
 
 NO_BUCKET = bytes(NONCE_BYTES)
-
-_READ_ONLY = 8  # cudaHostRegisterReadOnly
 
 
 def host_memory() -> str:
@@ -95,17 +94,6 @@ class _Mapped:
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             # The tensor holds on to the map: it is unmapped with the last view.
             self.flat = torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
-        if torch.cuda.is_initialized():
-            self._pin(_READ_ONLY if access == mmap.ACCESS_READ else 0)
-
-    def _pin(self, flags: int) -> None:
-        """Have the GPU copy from and to it without a detour through the driver's own memory."""
-        cudart, address = torch.cuda.cudart(), self.flat.data_ptr() - HEADER_BYTES
-        status = cudart.cudaHostRegister(address, HEADER_BYTES + self.flat.numel(), flags)
-        if status == cudart.cudaError.success:
-            weakref.finalize(self, cudart.cudaHostUnregister, address)
-        else:
-            log.info("segment %s stays pageable: %s", self.name, status)
 
     @property
     def nonce(self) -> bytes:
@@ -135,6 +123,19 @@ class OwnedSegment(_Mapped):
                 "or give the container more (docker run --shm-size)"
             ) from None
         self._remove = weakref.finalize(self, _remove, name, descriptor, os.getpid())
+        if torch.cuda.is_initialized():
+            self._pin()
+
+    def _pin(self) -> None:
+        """Have this process's GPU copy to it without a detour through the driver's memory."""
+        cudart, address = torch.cuda.cudart(), self.flat.data_ptr() - HEADER_BYTES
+        status = cudart.cudaHostRegister(address, HEADER_BYTES + self.flat.numel(), 0)
+        if status == cudart.cudaError.success:
+            weakref.finalize(self, cudart.cudaHostUnregister, address)
+            return
+        log.warning("segment %s stays pageable, and copies are slower: %s", self.name, status)
+        with contextlib.suppress(RuntimeError):  # CUDA tells the next launch of the error again
+            torch.zeros(1, device="cuda")
 
     def stamp(self, nonce: bytes) -> None:
         """Say which bucket is in it."""

@@ -19,8 +19,6 @@ from rollout.models.draft_model import DraftModel, DraftSpec
 from rollout.models.eagle.loader import load_eagle, read_eagle_spec, tensors_for
 from rollout.models.mtp.loader import MtpChain
 from rollout.models.spec import ModelSpec
-from rollout.ops import gpu
-from rollout.types import MemoryTag
 from rollout.weights.checkpoint_source import CheckpointSource
 from spec_workers.neural.drafter import NeuralDrafter
 from spec_workers.neural.tree_proposer import proposal_graphs
@@ -165,8 +163,7 @@ def _opened(
             slots_per_request=sum(k + topk * (num_steps - 1) for k in range(num_runners)),
         ),
     )
-    region = target.memory_saver.addresses.region(MemoryTag.WEIGHTS)
-    with target.ranks.all_or_none("while it started"), gpu.on(target.model_device), region:
+    with target.ranks.all_or_none("while it started"):
         parts, reader = load(target.model)
     networks = list(parts.values())
     for name, network in parts.items():

@@ -83,7 +83,7 @@ class NeuralDrafter:
         self._num_steps = num_steps
         self._topk = topk
         rows, nodes_per_tree = target.memory.req_to_token.max_rows, topk * (num_steps - 1)
-        with gpu.on(first.device), target.memory_saver.addresses.region(MemoryTag.KV_CACHE):
+        with target.memory_saver.regions.region(MemoryTag.KV_CACHE):
             kvs = [
                 DraftKv(
                     target.memory,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 
 import torch
 
@@ -14,7 +15,9 @@ from rollout.models.layers.row_invariance import check_outputs, make_row_invaria
 from rollout.models.loader import load_model
 from rollout.ops import gpu
 from rollout.parallel.model_ranks import ModelRanks
+from rollout.runner.memory_regions import MemoryRegions
 from rollout.scheduler.step_limits import StepLimits
+from rollout.types import MemoryTag
 from rollout.weights.transaction import WeightTransaction
 
 _QUICKEST_ROWS = 4
@@ -23,9 +26,14 @@ slower: with the demo model in bf16 a step of one row took 16.0 ms, a step of fo
 
 
 def open_model(
-    config: EngineConfig, device: torch.device, ranks: ModelRanks, progress: Progress | None
+    config: EngineConfig,
+    device: torch.device,
+    ranks: ModelRanks,
+    regions: MemoryRegions,
+    progress: Progress | None,
 ) -> CausalLM:
-    """This rank's part of the target, on ``device``. Raises what `load_model` does."""
+    """This rank's part of the target, on ``device``, and its weights in their region. Raises what
+    `load_model` does."""
     model = config.model
     return load_model(
         model.path,
@@ -35,6 +43,7 @@ def open_model(
         load_format=model.load_format,
         ranks=ranks,
         progress=progress,
+        region=partial(regions.region, MemoryTag.WEIGHTS),
     )
 
 

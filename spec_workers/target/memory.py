@@ -27,10 +27,9 @@ from rollout.memory.window_slots import WindowSizes
 from rollout.models.causal_lm import CausalLM
 from rollout.models.experts_config import ExpertsSpec
 from rollout.models.spec import ModelSpec
-from rollout.ops import gpu
 from rollout.parallel import RankGroup
 from rollout.runner.dummy_run import DummyRun
-from rollout.runner.kept_addresses import KeptAddresses
+from rollout.runner.memory_regions import MemoryRegions
 from rollout.runner.memory_saver import MemoryPool
 from rollout.runner.profile_run import activation_bytes, warm_up
 from rollout.scheduler.step_limits import StepLimits
@@ -50,9 +49,13 @@ class TargetMemory:
 
     @property
     def pools(self) -> Sequence[MemoryPool]:
-        """All that is given back with the KV cache."""
-        pools = (self.kv_pool, self.state_pool, self.index.routes)
-        return [pool for pool in pools if pool is not None]
+        """The device's memory that is given back with the KV cache."""
+        return [pool for pool in (self.kv_pool, self.state_pool) if pool is not None]
+
+    @property
+    def host_pools(self) -> Sequence[MemoryPool]:
+        """The host's memory that is given back with the KV cache."""
+        return [] if self.index.routes is None else [self.index.routes]
 
 
 def target_memory(
@@ -61,14 +64,14 @@ def target_memory(
     model: CausalLM,
     ranks: RankGroup,
     *,
-    addresses: KeptAddresses,
+    regions: MemoryRegions,
     draft_bytes: DraftBytes,
     reserved_bytes: int,
 ) -> TargetMemory:
     """The target's memory. Ranks that run one model get equally many slots, as they schedule alike.
 
     Args:
-        addresses: whose region the pools are made in.
+        regions: that the pools are made in.
         draft_bytes: the bytes that a draft's keys and values are going to take.
         reserved_bytes: the part of the free memory that steps need.
 
@@ -122,7 +125,7 @@ def target_memory(
         windows,
     )
     state_pool = None
-    with gpu.on(device), addresses.region(MemoryTag.KV_CACHE):
+    with regions.region(MemoryTag.KV_CACHE):
         kv_pool = KvPool(
             num_layers=len(spec.attention_layers),
             num_slots=num_slots,

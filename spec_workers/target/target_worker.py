@@ -11,12 +11,11 @@ from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.checkpoint import Progress
 from rollout.models.loader import resolve_device
 from rollout.models.spec import ModelSpec
-from rollout.ops import gpu
 from rollout.parallel import local_rank, open_ranks
 from rollout.runner.dummy_run import DummyRun
 from rollout.runner.graphs import graphs_of_model
 from rollout.runner.graphs.capture import Capture
-from rollout.runner.kept_addresses import KeptAddresses
+from rollout.runner.memory_regions import MemoryRegions
 from rollout.runner.memory_saver import MemorySaver
 from rollout.runner.model_runner import Forwarded, ModelRunner
 from rollout.sampling.sampler import Sampled, TreeSampler, TreeSamples
@@ -27,7 +26,6 @@ from rollout.types import (
     DraftTrees,
     EntryResult,
     FinishReason,
-    MemoryTag,
     Request,
     TokenExtras,
 )
@@ -74,9 +72,8 @@ class TargetWorker:
         self.ranks = open_ranks(config.parallel, device)
         with self.ranks.all_or_none("while it started"):
             check_settings(self.ranks.all, config, device)
-            addresses = KeptAddresses.on(device)
-            with gpu.on(device), addresses.region(MemoryTag.WEIGHTS):
-                self.model = open_model(config, device, self.ranks, progress)
+            regions = MemoryRegions.on(device)
+            self.model = open_model(config, device, self.ranks, regions, progress)
             self.model_dtype, self.model_device = self.model.dtype, self.model.device
             self.vocab_size = self.model.spec.vocab_size
             self.max_context_len = self.model.spec.max_context_len
@@ -89,7 +86,7 @@ class TargetWorker:
             )
             steps = DummyRun(self.model, features, exact=config.exact)
             memory = target_memory(
-                config, limits, self.model, self.ranks.all, addresses=addresses,
+                config, limits, self.model, self.ranks.all, regions=regions,
                 draft_bytes=draft_bytes,
                 reserved_bytes=bytes_of_steps(config.memory, limits, steps, draft_nodes),
             )  # fmt: skip
@@ -100,7 +97,8 @@ class TargetWorker:
                 self.weights,
                 memory.pools,
                 graphs=None if self.graphs is None else self.graphs.graph_runner,
-                addresses=addresses,
+                host_pools=memory.host_pools,
+                regions=regions,
                 device=device,
             )
             self.runner = ModelRunner(

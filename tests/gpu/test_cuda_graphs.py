@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.runner.kept_addresses import KeptAddresses
+from rollout.runner.memory_regions import MemoryRegions
 from tests.helpers.compared import numbers
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11] * 9, [5, 6, 7, 12], [40, 41]]
@@ -50,7 +50,7 @@ def test_updates_in_place_reach_what_was_captured(tiny_model_path) -> None:
 
 @pytest.mark.parametrize("tags", [["kv_cache"], ["weights"], ["kv_cache", "weights", "graphs"]])
 def test_what_sleeps_may_wake_elsewhere(tiny_model_path, eager, tags, monkeypatch) -> None:
-    monkeypatch.setattr(KeptAddresses, "on", lambda device: KeptAddresses())
+    monkeypatch.setattr(MemoryRegions, "on", lambda device: MemoryRegions())
     engine = make(tiny_model_path)
     assert generated(engine) == eager
     engine.release_memory(tags)
@@ -62,10 +62,10 @@ def test_what_sleeps_may_wake_elsewhere(tiny_model_path, eager, tags, monkeypatc
     del blocker
 
 
-def test_graphs_survive_sleep_at_kept_addresses(tiny_model_path, eager) -> None:
+def test_graphs_survive_sleep_at_preserved_addresses(tiny_model_path, eager) -> None:
     pytest.importorskip("torch_memory_saver")
     engine = make(tiny_model_path)
-    assert engine.worker.memory_saver.addresses.are_kept
+    assert engine.worker.memory_saver.regions.preserve_addresses
     assert generated(engine) == eager
     captured = engine.worker.target.graphs.graph_runner.num_graphs
     freed = engine.release_memory()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from contextlib import contextmanager
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout import RolloutEngine, SamplingParams
 from rollout.config import engine_config
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
-from rollout.runner.kept_addresses import KeptAddresses
+from rollout.models.layers.linear import Linear
+from rollout.runner.memory_regions import MemoryRegions
 from tests.helpers.compared import outcome
 from tests.helpers.replaying import ReplayingCapture, plain_factory
+from tests.helpers.tiny_draft import save_tiny_eagle3
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [5, 6, 7, 12]]
 PARAMS = SamplingParams(temperature=0.9, max_new_tokens=24, seed=3, n=2, ignore_eos=True)
@@ -197,52 +201,72 @@ def test_weights_may_be_updated_before_the_kv_cache_is_back(engine, tiny_model_p
 
 
 class PausingSaver:
-    """Stands for torch-memory-saver: what is paused holds NaN, at its addresses."""
+    """Stands for torch-memory-saver: every tensor that was made in a region holds NaN once its tag
+    is paused."""
 
     def __init__(self) -> None:
-        self.regions: list[str] = []
+        self.made: dict[str, list[torch.Tensor]] = defaultdict(list)
         self.paused: set[str] = set()
-        self.engine: RolloutEngine | None = None
 
     @contextmanager
     def region(self, tag):
-        self.regions.append(tag)
-        yield
+        with Made(self.made[tag]):
+            yield
 
     def pause(self, tag):
         self.paused.add(tag)
-        target = self.engine.worker.target
-        if tag.endswith("kv_cache"):
-            for tensor in target.kv_pool.keys + target.kv_pool.values:
-                tensor.fill_(torch.nan)
-        else:
-            for name, values in weights_of(target.model):
-                target.model.weight_loaders()[name].write(torch.full_like(values, torch.nan))
+        for tensor in self.made[tag]:
+            tensor.fill_(torch.nan if tensor.is_floating_point() else 127)
 
     def resume(self, tag):
         self.paused.remove(tag)
 
 
-def test_graphs_survive_where_addresses_are_kept(tiny_model_path, monkeypatch):
+class Made(TorchDispatchMode):
+    """Keeps the tensors that are made."""
+
+    def __init__(self, found: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.empty.memory_format, torch.ops.aten.zeros.default):
+            self._found.append(result)
+        return result
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_graphs_survive_where_addresses_are_preserved(
+    tiny_model_path, tmp_path, monkeypatch, drafts
+):
     saver, capture = PausingSaver(), ReplayingCapture()
-    monkeypatch.setattr(KeptAddresses, "on", lambda device: KeptAddresses(saver))
-    factory = plain_factory(capture)
-    engine = RolloutEngine.from_config(engine_config(tiny_model_path, {"max_running": 4}), factory)
-    saver.engine = engine
-    assert [tag.split()[-1] for tag in saver.regions] == ["weights", "kv_cache"]
-    graphs, before = engine.worker.target.graphs.graph_runner, generated(engine)
+    monkeypatch.setattr(MemoryRegions, "on", lambda device: MemoryRegions(saver))
+    monkeypatch.setattr(Linear, "pack", lambda linear: None)  # plain, as on a GPU
+    if drafts:
+        eagle = {"draft_path": str(save_tiny_eagle3(tmp_path, tiny_model_path)), "frozen": True}
+        eagle |= {"budget": "fixed", "calibration_seconds": 0}
+        engine = RolloutEngine.from_pretrained(
+            tiny_model_path, "eagle", spec_options=eagle, max_running=4
+        )
+    else:
+        config = engine_config(tiny_model_path, {"max_running": 4})
+        engine = RolloutEngine.from_config(config, plain_factory(capture))
+    assert {tag.split()[-1] for tag in saver.made} == {"weights", "kv_cache"}
+    graphs, before = engine.worker.target.graphs, generated(engine)
     whole, captured = weights_of(engine.worker.target.model), len(capture.captures)
     for keep in (True, False):
         engine.release_memory(keep_weights=keep)
-        assert saver.paused == set(saver.regions)
+        assert saver.paused == set(saver.made)
         engine.resume_memory()
         assert not saver.paused
         if not keep:
             engine.update_weights_from_tensor(whole)
         assert generated(engine) == before
-    assert len(capture.captures) == captured == graphs.num_graphs > 0
-    engine.release_memory(ALL)
-    assert graphs.num_graphs == 0
-    engine.resume_memory()
-    assert generated(engine) == before
+    if not drafts:
+        assert len(capture.captures) == captured == graphs.graph_runner.num_graphs > 0
+        engine.release_memory(ALL)
+        assert graphs.graph_runner.num_graphs == 0
+        engine.resume_memory()
+        assert generated(engine) == before
     engine.check_integrity()

@@ -68,9 +68,11 @@ def experts():
         if x.dtype is torch.float64:  # the engine has no such ops: the plain function alone
             exact = ExactExperts.__new__(ExactExperts)
             exact._module, exact._num_experts = module, 5
-            exact._gate_up = exact._down = SimpleNamespace(refresh=lambda weights: None)
         else:
-            exact = ExactExperts(module, EXPERTS, 4, OptimizerSteps())
+            steps = OptimizerSteps()
+            gate = SimpleNamespace(weight=torch.zeros(5, 4))
+            router = ExactRouter(gate, EXPERTS, 4, torch.float32, steps)
+            exact = ExactExperts(module, EXPERTS, router, steps)
         return exact(x, chosen, weights)
 
     return run, (random(4, 4), random(5, 12, 4), random(5, 4, 6), random(4, 2).softmax(-1))

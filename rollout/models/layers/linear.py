@@ -132,11 +132,6 @@ class Linear:
             is_ours = isinstance(packed, PackedWeight) and packed.multiplies_few_rows
             self.sum_block = _USUAL_SUM_BLOCK if is_ours else 0
 
-    def borrow(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
-        """Multiply by tensors that another owns. Not once it is packed."""
-        assert self._packed is None
-        self._weight_OI, self.bias_O = weight_OI, bias_O
-
     def release(self) -> int:
         """Free weight, table and bias. Returns the bytes. Only ``allocate`` may be called next."""
         freed = 0

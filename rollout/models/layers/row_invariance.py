@@ -72,15 +72,23 @@ def make_row_invariant(linears: Iterable[Linear], max_rows: int) -> int:
     return max((linear.min_rows for linear in linears), default=1)
 
 
-@torch.inference_mode()
 def check_outputs(linears: Iterable[Linear]) -> None:
-    """Log a warning if an output's bits depend on how many others its product has.
+    """Log a warning for `dependent_on_outputs`: ranks split products by outputs, so bits would then
+    depend on the number of ranks."""
+    for linear in dependent_on_outputs(linears):
+        log.warning(
+            "exact=true: outputs of the %d -> %d product in %s differ from those of %d -> %d, "
+            "so tokens and logprobs may depend on parallel.size",
+            linear.in_features, linear.out_features, linear.dtype, linear.in_features, _WIDTH,
+        )  # fmt: skip
 
-    They are compared with those of a product of 64 outputs. Ranks split products by outputs, so the
-    bits would then depend on the number of ranks.
-    """
-    shapes = {_signature(linear): linear for linear in linears}
-    for linear in shapes.values():
+
+@torch.inference_mode()
+def dependent_on_outputs(linears: Iterable[Linear]) -> list[Linear]:
+    """Products, one for each shape, in which an output's bits depend on how many others there are.
+    They are compared with those of a product of 64 outputs."""
+    found = []
+    for linear in {_signature(linear): linear for linear in linears}.values():
         outputs = min(linear.out_features, _WIDTH)
         with gpu.on(linear.device):
             x_MI = _cancelling_rows(FEW_ROWS + 1, linear)  # fewer have the order of these
@@ -89,11 +97,8 @@ def check_outputs(linears: Iterable[Linear]) -> None:
                 for width in (linear.out_features, _WIDTH)
             )
         if not torch.equal(y_MO, narrow_MO):
-            log.warning(
-                "exact=true: outputs of the %d -> %d product in %s differ from those of %d -> %d, "
-                "so tokens and logprobs may depend on parallel.size",
-                linear.in_features, linear.out_features, linear.dtype, linear.in_features, _WIDTH,
-            )  # fmt: skip
+            found.append(linear)
+    return found
 
 
 @torch.inference_mode()

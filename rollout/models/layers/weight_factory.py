@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +21,7 @@ class WeightFactory:
     packing: bool = True  # whether products on the CPU may be packed
     ranks: ModelRanks = ONE_RANK  # that share the network
     stacked: bool | None = None  # whether experts' weights are one tensor; None: on a GPU
+    region: Callable[[], AbstractContextManager[object]] = nullcontext  # that weights are made in
 
     def linear(
         self,
@@ -30,11 +33,13 @@ class WeightFactory:
         table_OI: torch.Tensor | None = None,
     ) -> Linear:
         """A matrix product. ``dtype``: default: the network's."""
-        return Linear(
-            inputs, outputs, bias=bias, dtype=dtype or self.dtype, device=self.device,
-            packing=self.packing, table_OI=table_OI,
-        )  # fmt: skip
+        with self.region():
+            return Linear(
+                inputs, outputs, bias=bias, dtype=dtype or self.dtype, device=self.device,
+                packing=self.packing, table_OI=table_OI,
+            )  # fmt: skip
 
     def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A parameter of this shape. ``dtype``: default: the network's."""
-        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        with self.region():
+            return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)

@@ -16,17 +16,25 @@ from rollout.ops.combine_experts import combine_experts
 from rollout.ops.glu import silu_mul
 from rollout.ops.group_rows import group_rows
 from rollout.ops.routing import route
+from rollout.trainers.exact.changes import OptimizerSteps
 from rollout.trainers.exact.functions import exactly
-from rollout.trainers.exact.products import ExactGrouped, ExactLinear, OptimizerSteps
+from rollout.trainers.exact.products import ExactGrouped, ExactLinear
 
 
 class ExactRouter:
     """The forward of a router: logits [T, N], and of the chosen experts weights, float32 [T, X],
     and numbers, int64 [T, X]."""
 
-    def __init__(self, module: Any, spec: ExpertsSpec, hidden: int, steps: OptimizerSteps) -> None:
+    def __init__(
+        self,
+        module: Any,
+        spec: ExpertsSpec,
+        hidden: int,
+        dtype: torch.dtype,
+        steps: OptimizerSteps,
+    ) -> None:
         self._spec = spec
-        self.product = ExactLinear(module, hidden, spec.num_experts, steps)
+        self.product = ExactLinear(module, hidden, spec.num_experts, dtype, steps)
 
     def __call__(
         self, hidden_states: torch.Tensor
@@ -52,28 +60,39 @@ class ExactRouter:
 class ExactExperts:
     """The forward of all experts of a layer."""
 
-    def __init__(self, module: Any, spec: ExpertsSpec, hidden: int, steps: OptimizerSteps) -> None:
+    def __init__(
+        self, module: Any, spec: ExpertsSpec, router: ExactRouter, steps: OptimizerSteps
+    ) -> None:
+        """``router``: of the layer; its product's dtype and tiles are those of the experts."""
+        like = router.product.linear
+        hidden, ffn = like.in_features, spec.ffn_size
         self._module = module
-        self._num_experts, ffn = spec.num_experts, spec.ffn_size
-        sizes = (spec.num_experts, 2 * ffn, hidden), (spec.num_experts, hidden, ffn)
-        self._gate_up = ExactGrouped(module.gate_up_proj, sizes[0], steps)
-        self._down = ExactGrouped(module.down_proj, sizes[1], steps)
+        self._num_experts = spec.num_experts
+        self._like = like
+        shapes = (spec.num_experts, 2 * ffn, hidden), (spec.num_experts, hidden, ffn)
+        self._gate_up, self._down = (
+            ExactGrouped(shape, like.dtype, like.device, steps) for shape in shapes
+        )
 
     def linears(self) -> list[Linear]:
         """On a CPU, a product for each expert and weight."""
-        return [*self._gate_up.grouped.linears(), *self._down.grouped.linears()]
+        return [*self._gate_up.linears(), *self._down.linears()]
 
     def __call__(
         self, hidden_TE: torch.Tensor, experts_TX: torch.Tensor, weights_TX: torch.Tensor
     ) -> torch.Tensor:
         module = self._module
-        self._gate_up.refresh(module.gate_up_proj)
-        self._down.refresh(module.down_proj)
 
-        def op(hidden_TE: torch.Tensor, _: Any, __: Any, weights_TX: torch.Tensor) -> torch.Tensor:
+        def op(
+            hidden_TE: torch.Tensor,
+            gate_up_N2FE: torch.Tensor,
+            down_NEF: torch.Tensor,
+            weights_TX: torch.Tensor,
+        ) -> torch.Tensor:
             groups = group_rows(experts_TX.int(), self._num_experts)
-            inner_SF = silu_mul(self._gate_up.grouped(hidden_TE, groups))
-            outputs_SE = self._down.grouped(inner_SF, groups)
+            gate_up_S2F = self._gate_up.multiply(hidden_TE, gate_up_N2FE, groups, self._like)
+            inner_SF = silu_mul(gate_up_S2F)
+            outputs_SE = self._down.multiply(inner_SF, down_NEF, groups, self._like)
             return combine_experts(outputs_SE.view(*experts_TX.shape, -1), weights_TX)
 
         def plain(

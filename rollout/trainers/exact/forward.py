@@ -12,10 +12,12 @@ from torch import nn
 from rollout.errors import InvalidInputError, UnsupportedModelError
 from rollout.models.layers.linear import Linear
 from rollout.models.spec import ModelSpec
+from rollout.trainers.exact.changes import OptimizerSteps
 from rollout.trainers.exact.experts import ExactExperts, ExactRouter
 from rollout.trainers.exact.lora import ExactLora, is_lora
-from rollout.trainers.exact.modules import ExactAttention, ExactMlp, ExactNorm, Sequences
-from rollout.trainers.exact.products import ExactLinear, OptimizerSteps, make_exact
+from rollout.trainers.exact.modules import ExactAttention, ExactMlp, ExactNorm
+from rollout.trainers.exact.products import ExactLinear, make_exact
+from rollout.trainers.exact.sequences import Sequences
 
 ARCHITECTURES = (
     "Gemma3ForCausalLM",
@@ -25,37 +27,45 @@ ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
 )
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _MASKS = "specrollout_exact"
 """The attention implementation under which transformers hands masks on as they are."""
 
-_KNOWN = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU)
-_UNCHANGED = ("DecoderLayer", "RotaryEmbedding", "ForCausalLM", "Model", "WordEmbedding",
-    "Activation", "GELUTanh", "SparseMoeBlock")  # fmt: skip
+_UNCHANGED = {
+    "DecoderLayer", "ForCausalLM", "Model", "RotaryEmbedding", "SparseMoeBlock", "TextModel",
+    "TextScaledWordEmbedding",
+}  # fmt: skip
+"""Modules of an architecture, without its name, that compute nothing or what the engine does."""
+_KNOWN = {"Embedding", "ModuleList", "SiLUActivation", "SiLU", "GELUTanh", "PytorchGELUTanh"}
 
 
 @contextmanager
-def exact_forward(model: nn.Module) -> Iterator[None]:
+def exact_forward(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
     """A context in which a model's logits are those of the engine, bit for bit.
 
     The engine must have the same weights, in the same dtype, and ``exact`` products on the same
     machine; gradients are those of the ordinary modules but for rounding. `token_logprobs` turns
-    logits into the engine's logprobs. Parameters stay the trainer's; on a CPU a packed copy of the
-    weights is kept beside them until the context ends.
+    logits into the engine's logprobs. Parameters stay the trainer's. On a CPU a packed copy of the
+    weights is kept beside them until the context ends, and packed again when they have changed: see
+    `ChangeDetector`.
 
     Args:
         model: a transformers model of `ARCHITECTURES`, or what wraps one (DeepSpeed's engine, DDP,
-            FSDP). Batches may be padded on either side, with a mask, or packed, with
-            positions; a batch of one may be a tree, with a mask of four dimensions.
+            FSDP2, PEFT). Batches may be padded on either side, with a mask, or packed, with
+            positions; a batch of one may be a tree, with a mask of four dimensions. Always with
+            ``use_cache=False``.
+        dtype: that the forward computes in, of parameters that are cast for it; default: theirs.
 
     Raises UnsupportedModelError for another model and for a module that is not known,
     InvalidInputError for dropout, ExactnessError where this machine's products are not exact.
     """
     target = _unwrapped(model)
     steps = OptimizerSteps()
-    forwards = _forwards(target, _spec_of(target), steps)
+    forwards = _forwards(target, dtype or target.dtype, steps)
     _register_masks()
     attention = target.config._attn_implementation
+    before = {module: module.__dict__.get("forward") for module in forwards}
     try:
         for module, forward in forwards.items():
             module.forward = forward
@@ -63,8 +73,11 @@ def exact_forward(model: nn.Module) -> Iterator[None]:
         with steps.counted():
             yield
     finally:
-        for module in forwards:
-            module.__dict__.pop("forward", None)
+        for module, own in before.items():
+            if own is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.forward = own
         target.config._attn_implementation = attention
 
 
@@ -78,22 +91,27 @@ def _unwrapped(model: Any) -> Any:
             model = model.module
         else:
             break
-    return model
-
-
-def _spec_of(model: Any) -> ModelSpec:
-    name = type(model).__name__.removeprefix("FSDP")  # FSDP2 derives a class
+    name = _kind(model)
     if name not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"exact_forward: {name} is not one of {', '.join(ARCHITECTURES)}"
         )
-    return ModelSpec.of(model.config.to_dict() | {"architectures": [name]})
+    return model
+
+
+def _kind(module: nn.Module) -> str:
+    """The module's class; FSDP2 derives its own."""
+    return type(module).__name__.removeprefix("FSDP")
 
 
 def _forwards(
-    model: nn.Module, spec: ModelSpec, steps: OptimizerSteps
+    model: Any, dtype: torch.dtype, steps: OptimizerSteps
 ) -> dict[Any, Callable[..., Any]]:
     """The forwards of all modules that compute."""
+    if dtype not in DTYPES:
+        raise InvalidInputError("dtype", dtype, f"must be one of {DTYPES}")
+    architecture = _kind(model)
+    spec = ModelSpec.of(model.config.to_dict() | {"architectures": [architecture]})
     sequences = Sequences(spec, next(model.parameters()).device)
     found: dict[Any, Callable[..., Any]] = {}
     linears: list[Linear] = []
@@ -101,34 +119,45 @@ def _forwards(
     name: str
     module: Any
     for name, module in model.named_modules():
-        kind = type(module).__name__
         if name.startswith(inside):
             continue
         if is_lora(module):
-            found[module] = lora = ExactLora(module, name, steps)
+            found[module] = lora = ExactLora(module, name, dtype, steps)
             linears.append(lora.product.linear)
             inside = (*inside, f"{name}.")
-        elif isinstance(module, nn.Linear):
-            found[module] = product = ExactLinear.of(module, steps)
+            continue
+        if type(module) is nn.Linear or _kind(module) == "Linear":
+            found[module] = product = ExactLinear.of(module, dtype, steps)
             linears.append(product.linear)
-        elif kind.endswith("RMSNorm"):
-            found[module] = ExactNorm(module, spec.rms_norm_eps, spec.norm_unit_offset)
-        elif kind.endswith("MLP"):
-            found[module] = ExactMlp(module, spec)
-        elif kind.endswith("Attention"):
-            if module.attention_dropout:
-                raise InvalidInputError(
-                    "attention_dropout", module.attention_dropout, "must be 0: rollouts have none"
+            continue
+        match _kind(module).removeprefix(architecture.removesuffix("ForCausalLM")):
+            case "RMSNorm":
+                found[module] = ExactNorm(module, spec.rms_norm_eps, spec.norm_unit_offset)
+            case "MLP":
+                found[module] = ExactMlp(module, spec)
+            case "Attention":
+                if module.attention_dropout:
+                    raise InvalidInputError(
+                        "attention_dropout", module.attention_dropout,
+                        "must be 0: rollouts have none",
+                    )  # fmt: skip
+                found[module] = ExactAttention(module, module.layer_idx, sequences)
+            case "TopKRouter" if spec.experts is not None:
+                router = ExactRouter(module, spec.experts, spec.hidden_size, dtype, steps)
+                found[module] = router
+                linears.append(router.product.linear)
+            case part if part in _UNCHANGED or _kind(module) in _KNOWN or part == "Experts":
+                pass
+            case _:
+                raise UnsupportedModelError(
+                    f"exact_forward: module {name} is a {type(module).__name__}, not known"
                 )
-            found[module] = ExactAttention(module, module.layer_idx, sequences)
-        elif kind.endswith("TopKRouter") and spec.experts is not None:
-            found[module] = router = ExactRouter(module, spec.experts, spec.hidden_size, steps)
-            linears.append(router.product.linear)
-        elif kind.endswith("Experts") and spec.experts is not None:
-            found[module] = experts = ExactExperts(module, spec.experts, spec.hidden_size, steps)
+    for name, module in model.named_modules():
+        if name.endswith(".experts") and spec.experts is not None:
+            gate = found[model.get_submodule(f"{name.removesuffix('.experts')}.gate")]
+            assert isinstance(gate, ExactRouter)
+            found[module] = experts = ExactExperts(module, spec.experts, gate, steps)
             linears += experts.linears()
-        elif not (isinstance(module, _KNOWN) or kind.endswith(_UNCHANGED)):
-            raise UnsupportedModelError(f"exact_forward: module {name} is a {kind}, not known")
     make_exact(linears)
     return found
 

@@ -23,7 +23,7 @@ class SequenceLayout:
 
     rows_N: torch.Tensor | None  # int64, of tokens; None: every row is one, in order
     positions_N: torch.Tensor  # int64
-    slots_N: torch.Tensor  # int64; slot 0 is nobody's
+    slots_N: torch.Tensor  # int64, from 1
     lens: list[int]
     plan: AttentionPlan
     visible_NN: torch.Tensor | None = None  # of a tree of tokens, which is one "sequence"
@@ -40,17 +40,21 @@ class SequenceLayout:
         Args:
             shape: B and T.
             mask: [B, T], whether a row is a token; [1, 1, T, T], the rows that each row of a tree
-                sees: those on the way to it, in order, and itself; None: every row is a token.
-            position_ids: [B, T] or [1, T]; looked at without a mask: sequences that are packed
-                begin where they do not go on by one.
-            cu_seq_lens: [S + 1]; looked at without a mask, before positions: the rows where packed
-                sequences begin, and their end.
+                sees: its path in order, itself last; None: every row is a token.
+            position_ids: [B, T], or [1, T] for all. They count a sequence's tokens from 0. Without
+                a mask each 0 begins a packed sequence. With one they are checked, unless they
+                count rows, as transformers does by default.
+            cu_seq_lens: [S + 1], the rows where packed sequences begin, and their end.
 
-        Raises InvalidInputError for another shape, for a mask with gaps, and for a tree of one.
+        Raises InvalidInputError for other shapes, a mask with gaps, a mask of a packed batch, and
+        positions that do not begin at 0.
         """
         if mask is not None and mask.dim() == 4:
             return SequenceLayout._of_tree(shape, mask, device)
         batch, length = shape
+        positions_BT = None
+        if position_ids is not None:
+            positions_BT = np.broadcast_to(position_ids.cpu().numpy(), shape)
         if mask is None and cu_seq_lens is not None:
             bounds = cu_seq_lens.cpu().numpy().astype(np.int64)
             starts, lens = bounds[:-1], np.diff(bounds)
@@ -59,12 +63,14 @@ class SequenceLayout:
                     "cu_seq_lens_q", bounds.tolist(), f"must go up from 0 to {batch * length}"
                 )
         elif mask is None:
-            starts, lens = _packed(batch, length, position_ids)
+            starts, lens = _packed(shape, positions_BT)
         elif tuple(mask.shape) == shape:
             starts, lens = _masked(mask.cpu().numpy().astype(bool))
         else:
             raise InvalidInputError("attention_mask", list(mask.shape), f"must be {list(shape)}")
         rows_N = ranges(starts, lens)
+        if positions_BT is not None:
+            _check_positions(positions_BT, rows_N, ranges(np.zeros_like(lens), lens))
         offsets_S1 = offsets_of(lens)
         slots = np.arange(1, len(rows_N) + 1)
         paths = [slots[first : first + own] for first, own in zip(offsets_S1, lens, strict=False)]
@@ -88,10 +94,11 @@ class SequenceLayout:
             )
         visible_NN = mask[0, 0].bool()
         seen = visible_NN.cpu().numpy()
-        if not seen.diagonal().all() or np.triu(seen, 1).any():
+        if not _is_tree(seen):
             raise InvalidInputError(
-                "attention_mask", "a tree", "each row must see itself, and none behind it"
-            )
+                "attention_mask", "a mask of four dimensions",
+                "must be a tree's: each row sees what its parent sees, and itself",
+            )  # fmt: skip
         lens = seen.sum(axis=1).astype(np.int64)
         paths = np.split(seen.nonzero()[1] + 1, lens.cumsum()[:-1])
         return SequenceLayout(
@@ -103,17 +110,21 @@ class SequenceLayout:
             visible_NN=visible_NN.to(device),
         )
 
-    def taken(self, of_rows: torch.Tensor) -> torch.Tensor:
-        """The tokens' rows of [B * T, ...], as a new tensor."""
-        return of_rows.clone() if self.rows_N is None else of_rows[self.rows_N]
-
-    def placed(self, of_tokens: torch.Tensor, num_rows: int) -> torch.Tensor:
+    def scattered(self, of_tokens: torch.Tensor, num_rows: int) -> torch.Tensor:
         """Tokens' values at their rows, [B * T, ...]; zeros elsewhere."""
         if self.rows_N is None:
             return of_tokens
-        return of_tokens.new_zeros(num_rows, *of_tokens.shape[1:]).index_copy(
-            0, self.rows_N, of_tokens
-        )
+        zeros = of_tokens.new_zeros(num_rows, *of_tokens.shape[1:])
+        return zeros.index_copy(0, self.rows_N, of_tokens)
+
+
+def _is_tree(seen_NN: NDArray[np.bool_]) -> bool:
+    if not seen_NN.diagonal().all() or np.triu(seen_NN, 1).any():
+        return False
+    above_NN = np.tril(seen_NN, -1)
+    has_parent = above_NN.any(axis=1)
+    parents = len(seen_NN) - 1 - above_NN[:, ::-1].argmax(axis=1)
+    return bool((above_NN[has_parent] == seen_NN[parents[has_parent]]).all())
 
 
 def _plan(
@@ -142,17 +153,26 @@ def _plan(
 
 
 def _packed(
-    batch: int, length: int, position_ids: torch.Tensor | None
+    shape: tuple[int, int], positions_BT: NDArray[np.int64] | None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """First rows and lengths of sequences that fill all rows."""
-    if position_ids is None:
-        positions_BT = np.broadcast_to(np.arange(length), (batch, length))
-    else:
-        positions_BT = np.broadcast_to(position_ids.cpu().numpy(), (batch, length))
-    begins_BT = np.ones((batch, length), dtype=bool)
-    begins_BT[:, 1:] = positions_BT[:, 1:] != positions_BT[:, :-1] + 1
+    begins_BT = np.zeros(shape, dtype=bool)
+    if positions_BT is not None:
+        begins_BT |= positions_BT == 0
+    begins_BT[:, :1] = True
     starts = begins_BT.reshape(-1).nonzero()[0].astype(np.int64)
-    return starts, np.diff(starts, append=batch * length)
+    return starts, np.diff(starts, append=begins_BT.size)
+
+
+def _check_positions(
+    positions_BT: NDArray[np.int64], rows_N: NDArray[np.int64], expected_N: NDArray[np.int64]
+) -> None:
+    """Raise InvalidInputError for given positions other than the tokens' own."""
+    counts_rows = (positions_BT == np.arange(positions_BT.shape[1])).all()
+    if not counts_rows and (positions_BT.reshape(-1)[rows_N] != expected_N).any():
+        raise InvalidInputError(
+            "position_ids", "other positions", "must count each sequence's tokens from 0"
+        )
 
 
 def _masked(mask_BT: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

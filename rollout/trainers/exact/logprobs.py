@@ -21,20 +21,29 @@ def token_logprobs(
         ids_BT: int64, the token after each position.
         temperature: of the requests; 0 gives those of temperature 1, as greedy requests have.
 
-    Raises InvalidInputError for a temperature that is none.
+    Raises InvalidInputError for a temperature below 0, ids of another shape, and ids outside the
+    vocabulary.
     """
-    if not (isinstance(temperature, int | float) and 0 <= temperature < math.inf):
+    is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    if not (is_number and 0 <= temperature < math.inf):
         raise InvalidInputError("temperature", temperature, "must be a finite number >= 0")
-    heat, tokens_R = temperature or 1.0, ids_BT.flatten()
+    shape, vocab_size = logits_BTV.shape[:-1], logits_BTV.shape[-1]
+    if ids_BT.shape != shape:
+        raise InvalidInputError("ids_BT", list(ids_BT.shape), f"must have the shape {list(shape)}")
+    if ids_BT.numel() and not (int(ids_BT.min()) >= 0 and int(ids_BT.max()) < vocab_size):
+        raise InvalidInputError(
+            "ids_BT", "an id", f"must be in [0, {vocab_size}); mask others later"
+        )
+    divisor, tokens_R = temperature or 1.0, ids_BT.flatten()
 
     def op(logits_BTV: torch.Tensor) -> torch.Tensor:
         rows_RV = logits_BTV.flatten(0, -2)
-        heats_R = torch.full((len(rows_RV),), temperature, device=rows_RV.device)
-        return categorical.token_logprobs(rows_RV, heats_R, tokens_R).view(ids_BT.shape)
+        temperature_R = torch.full((len(rows_RV),), float(temperature), device=rows_RV.device)
+        return categorical.token_logprobs(rows_RV, temperature_R, tokens_R).view(shape)
 
     def plain(logits_BTV: torch.Tensor) -> torch.Tensor:
         wide = torch.promote_types(logits_BTV.dtype, torch.float32)
-        logprobs_BTV = (logits_BTV.to(wide) / heat).log_softmax(-1)
+        logprobs_BTV = (logits_BTV.to(wide) / divisor).log_softmax(-1)
         return logprobs_BTV.gather(-1, ids_BT[..., None]).squeeze(-1)
 
     return exactly(op, plain, logits_BTV)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from rollout.errors import InvalidInputError
-from rollout.trainers.exact.products import ExactLinear, OptimizerSteps
+from rollout.trainers.exact.changes import OptimizerSteps
+from rollout.trainers.exact.products import ExactLinear
 from rollout.weights.lora import lora_delta
 
 
@@ -19,9 +20,9 @@ def is_lora(module: object) -> bool:
 
 
 class ExactLora:
-    """The forward of a LoRA layer with whatever adapters are active."""
+    """The forward of a LoRA layer with the adapters that are active."""
 
-    def __init__(self, module: Any, name: str, steps: OptimizerSteps) -> None:
+    def __init__(self, module: Any, name: str, dtype: torch.dtype, steps: OptimizerSteps) -> None:
         """Raises InvalidInputError for dropout and for variants of LoRA."""
         for adapter, dropout in module.lora_dropout.items():
             if isinstance(dropout, torch.nn.Dropout):
@@ -30,25 +31,20 @@ class ExactLora:
                 kind = type(module.lora_variant.get(adapter)).__name__
                 raise InvalidInputError(name, kind, "exact training takes plain LoRA alone")
         self._module = module
-        self.product = ExactLinear.of(module.get_base_layer(), steps)
+        self.product = ExactLinear.of(module.get_base_layer(), dtype, steps)
 
     def __call__(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         module = self._module
         base = module.get_base_layer()
         weight_OI, bias_O = base.weight, base.bias
         sources = [weight_OI, bias_O]
-        if not module.disable_adapters:
-            for adapter in module.active_adapters:
-                if adapter not in module.lora_A or adapter in module.merged_adapters:
-                    continue
-                a, b, scaling = (
-                    module.lora_A[adapter],
-                    module.lora_B[adapter],
-                    module.scaling[adapter],
-                )
-                delta_OI = lora_delta(a.weight, b.weight, scaling)
-                weight_OI = (weight_OI + delta_OI).to(base.weight.dtype)  # as a merge in place
-                if b.bias is not None:
-                    bias_O = (bias_O + b.bias * scaling).to(base.bias.dtype)
-                sources += [a.weight, b.weight, b.bias]
+        for adapter in () if module.disable_adapters else module.active_adapters:
+            if adapter not in module.lora_A or adapter in module.merged_adapters:
+                continue
+            a, b, scaling = module.lora_A[adapter], module.lora_B[adapter], module.scaling[adapter]
+            delta_OI = lora_delta(a.weight, b.weight, scaling)
+            weight_OI = (weight_OI + delta_OI).to(base.weight.dtype)  # as a merge in place
+            if b.bias is not None:
+                bias_O = (bias_O + b.bias * scaling).to(base.bias.dtype)
+            sources += [a.weight, b.weight, b.bias]
         return self.product.apply(x, weight_OI, bias_O, sources)

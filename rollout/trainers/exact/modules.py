@@ -12,14 +12,13 @@ import torch
 from torch.nn.functional import gelu, silu
 
 from rollout.errors import InvalidInputError
-from rollout.models.layers.rope import cos_sin_table
 from rollout.models.spec import ModelSpec
 from rollout.ops.glu import gelu_mul
 from rollout.ops.paged_attention import AttentionVariant
 from rollout.ops.rms_norm import rms_norm
 from rollout.trainers.exact.attention import attend
 from rollout.trainers.exact.functions import exactly
-from rollout.trainers.exact.layout import SequenceLayout
+from rollout.trainers.exact.sequences import Sequences
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,48 +62,6 @@ class ExactMlp:
         return module.down_proj(exactly(op, plain, gate_up))
 
 
-class Sequences:
-    """The layout of the batch that a model runs, made once for all of its layers, and its rotary
-    tables."""
-
-    def __init__(self, spec: ModelSpec, device: torch.device) -> None:
-        self.spec = spec
-        ropes = {spec.rope_of(layer) for layer in range(spec.num_layers)}
-        self._tables = {
-            rope: torch.empty(spec.max_context_len, 0, device=device)
-            if rope is None
-            else cos_sin_table(rope, spec.rotary_dim, spec.max_context_len, device)
-            for rope in ropes
-        }
-        self._last: tuple[tuple[torch.Tensor | None, ...], SequenceLayout] | None = None
-
-    def table(self, layer: int) -> torch.Tensor:
-        """Cosines and sines of a layer: [P, R]."""
-        return self._tables[self.spec.rope_of(layer)]
-
-    def layout(
-        self,
-        hidden_BTE: torch.Tensor,
-        mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        cu_seq_lens: torch.Tensor | None,
-    ) -> SequenceLayout:
-        """The layout of a batch. Raises what `SequenceLayout.of` does, and InvalidInputError for
-        sequences longer than the model's."""
-        given = mask, position_ids, cu_seq_lens
-        if self._last is not None:
-            last, layout = self._last
-            if all(one is other for one, other in zip(last, given, strict=True)):
-                return layout
-        shape = (hidden_BTE.shape[0], hidden_BTE.shape[1])
-        layout = SequenceLayout.of(shape, *given, hidden_BTE.device)
-        longest, limit = layout.plan.req_to_token.shape[1] - 1, self.spec.max_context_len
-        if longest > limit:
-            raise InvalidInputError("input_ids", longest, f"the model's positions end at {limit}")
-        self._last = given, layout
-        return layout
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ExactAttention:
     """The forward of an attention module, projections included."""
@@ -126,7 +83,7 @@ class ExactAttention:
         module, spec = self.module, self.sequences.spec
         if past_key_values is not None and past_key_values.get_seq_length(self.layer):
             raise InvalidInputError(
-                "past_key_values", "a cache", "exact_forward takes whole sequences alone"
+                "past_key_values", "a cache", "exact_forward takes whole sequences: use_cache=False"
             )
         layout = self.sequences.layout(hidden_states, attention_mask, position_ids, cu_seq_lens_q)
         rows, num_rows = hidden_states.shape[:-1], hidden_states.shape[:-1].numel()
@@ -141,6 +98,6 @@ class ExactAttention:
         variant = AttentionVariant(
             window=spec.window_of(self.layer), soft_cap=spec.attention_soft_cap
         )
-        table = self.sequences.table(self.layer)
+        table = self.sequences.tables[self.layer]
         out_NHD = attend(q, k, v, layout, table, spec.attention_scale, variant)
-        return module.o_proj(layout.placed(out_NHD, num_rows).view(*rows, -1)), None
+        return module.o_proj(layout.scattered(out_NHD, num_rows).view(*rows, -1)), None

@@ -1,84 +1,55 @@
 """The products of a trainer's modules in the engine's order.
 
-Legend: M rows, I input features, O output features, N experts.
+On a CPU weights are packed, and packed again once they have changed. On a GPU the parameters
+themselves are multiplied by.
+
+Legend: M rows, S pairs of a row and an expert, I input features, O output features, N experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.nn.functional import linear as plain_linear
 
-from rollout.errors import InvalidInputError
+from rollout.errors import ExactnessError, InvalidInputError
 from rollout.models.layers.grouped_linear import GroupedLinear
 from rollout.models.layers.linear import Linear
-from rollout.models.layers.row_invariance import make_row_invariant
+from rollout.models.layers.row_invariance import dependent_on_outputs, make_row_invariant
 from rollout.models.layers.weight_factory import WeightFactory
+from rollout.ops.grouped_matmul import RowGroups, grouped_matmul
+from rollout.ops.matmul import matmul
+from rollout.trainers.exact.changes import ChangeDetector, OptimizerSteps
 from rollout.trainers.exact.functions import product
 
 _MAX_ROWS = 2048  # of a product on a CPU: so many were compared with fewer
 
 
-class OptimizerSteps:
-    """Counts the steps of all optimizers of this process, whatever they write and however."""
-
-    def __init__(self) -> None:
-        self.number = 0
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """A context in which steps count."""
-
-        def note(*_: Any) -> None:
-            self.number += 1
-
-        hook = register_optimizer_step_post_hook(note)
-        try:
-            yield
-        finally:
-            hook.remove()
-
-
-class Watch:
-    """Whether parameters have changed: after any optimizer's step, a write in place that torch
-    counts, or at another address."""
-
-    def __init__(self, steps: OptimizerSteps) -> None:
-        self._steps = steps
-        self._seen: tuple[int, ...] = ()
-
-    def has_changed(self, *tensors: torch.Tensor | None) -> bool:
-        """Since it was asked last; True the first time."""
-        there = [each for each in tensors if each is not None]
-        seen = (
-            self._steps.number,
-            *(n for each in there for n in (each.data_ptr(), each._version)),
-        )
-        is_same = seen == self._seen
-        self._seen = seen
-        return not is_same
-
-
 class ExactLinear:
-    """The product with a module's ``weight`` and, if it has one, ``bias``. On a CPU the weight is
-    packed, and packed again once it has changed."""
+    """The product with a module's ``weight`` and, if it has one, ``bias``."""
 
-    def __init__(self, module: Any, inputs: int, outputs: int, steps: OptimizerSteps) -> None:
-        weight, bias = module.weight, getattr(module, "bias", None)
+    def __init__(
+        self, module: Any, inputs: int, outputs: int, dtype: torch.dtype, steps: OptimizerSteps
+    ) -> None:
+        """``dtype``: of the forward."""
+        device = module.weight.device
         self._module = module
-        self._watch = Watch(steps)
-        self._factory = WeightFactory(dtype=weight.dtype, device=weight.device)
-        self.linear = self._factory.linear(inputs, outputs, bias=bias is not None)
+        self._changes = ChangeDetector(steps)
+        has_bias = getattr(module, "bias", None) is not None
+        # On a GPU it stands for the product's shape alone.
+        none = None if device.type == "cpu" else torch.empty(0, dtype=dtype, device=device)
+        self.linear = Linear(
+            inputs, outputs, bias=has_bias, dtype=dtype, device=device, table_OI=none
+        )
         _pack([self.linear])
 
     @staticmethod
-    def of(module: nn.Linear, steps: OptimizerSteps) -> ExactLinear:
+    def of(module: nn.Linear, dtype: torch.dtype, steps: OptimizerSteps) -> ExactLinear:
         """The product of a linear module."""
-        return ExactLinear(module, module.in_features, module.out_features, steps)
+        return ExactLinear(module, module.in_features, module.out_features, dtype, steps)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., I] to [..., O]."""
@@ -92,60 +63,108 @@ class ExactLinear:
         bias_O: torch.Tensor | None,
         sources: Sequence[torch.Tensor | None],
     ) -> torch.Tensor:
-        """The product with a weight and a bias that are computed from parameters.
+        """The product with a weight and a bias that are computed from the parameters ``sources``.
 
-        Raises InvalidInputError for parameters that are elsewhere meanwhile.
+        Raises InvalidInputError for sharded parameters, and for other dtypes than the forward's.
         """
         linear = self.linear
-        if weight_OI.shape != (linear.out_features, linear.in_features):
-            raise InvalidInputError(
-                "model", list(weight_OI.shape),
-                f"a weight must be {[linear.out_features, linear.in_features]}: it is sharded",
-            )  # fmt: skip
-        if self._watch.has_changed(*sources):
-            outputs = linear.out_features
-            if not linear.is_packed:
-                linear.borrow(weight_OI.detach(), None if bias_O is None else bias_O.detach())
-            else:
-                linear.weight_rows(0, outputs).write(weight_OI.detach())
-                if bias_O is not None:
-                    linear.bias_rows(0, outputs).write(bias_O.detach())
-        return product(self._multiply, x, weight_OI, bias_O)
+        shape = (linear.out_features, linear.in_features)
+        require_whole(weight_OI, shape)
+        require_dtype(linear.dtype, input=x, weight=weight_OI)
+        if linear.is_packed and self._changes.has_changed(*sources):
+            linear.weight_rows(0, linear.out_features).write(weight_OI.detach())
+            if bias_O is not None:
+                linear.bias_rows(0, linear.out_features).write(bias_O.detach())
 
-    def _multiply(self, x_MI: torch.Tensor) -> torch.Tensor:
-        missing = self.linear.min_rows - len(x_MI)
-        if missing > 0:
-            padded_MI = torch.cat((x_MI, x_MI.new_zeros(missing, x_MI.shape[1])))
-            return self.linear(padded_MI)[: len(x_MI)]
-        if x_MI.is_cuda or len(x_MI) <= _MAX_ROWS:
-            return self.linear(x_MI.contiguous())
-        parts = x_MI.tensor_split(-(-len(x_MI) // _MAX_ROWS))
-        return torch.cat([self.linear(part_MI.contiguous()) for part_MI in parts])
+        def multiply(x_MI: torch.Tensor) -> torch.Tensor:
+            if linear.is_packed:
+                return _packed_product(linear, x_MI)
+            if linear.row_invariant:
+                return matmul(x_MI, weight_OI.detach(), bias_O, linear.left_out_tiles)
+            return plain_linear(x_MI, weight_OI, bias_O)
+
+        return product(multiply, x, weight_OI, bias_O)
 
 
 class ExactGrouped:
-    """The products of rows with their experts' weights, one parameter [N, O, I] of a module."""
+    """The products of rows with their experts' weights."""
 
     def __init__(
-        self, weights_NOI: torch.Tensor, shape: tuple[int, int, int], steps: OptimizerSteps
-    ):
-        """``shape``: N, O, I; the parameter itself may be elsewhere meanwhile."""
-        experts, outputs, inputs = shape
-        factory = WeightFactory(dtype=weights_NOI.dtype, device=weights_NOI.device)
-        self.grouped = GroupedLinear(experts, inputs, outputs, factory)
-        self._watch = Watch(steps)
-        _pack(self.grouped.linears())
+        self,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        steps: OptimizerSteps,
+    ) -> None:
+        """``shape``: N, O, I."""
+        self._shape, self._dtype = shape, dtype
+        self._changes = ChangeDetector(steps)
+        self._packed: GroupedLinear | None = None
+        if device.type == "cpu":
+            experts, outputs, inputs = shape
+            factory = WeightFactory(dtype=dtype, device=device)
+            self._packed = GroupedLinear(experts, inputs, outputs, factory)
+            _pack(self._packed.linears())
 
-    def refresh(self, weights_NOI: torch.Tensor) -> None:
-        """Take the parameter's values, if they have changed."""
-        if self._watch.has_changed(weights_NOI):
-            self.grouped.all_weights(()).write(weights_NOI.detach())
+    def linears(self) -> list[Linear]:
+        """On a CPU a product for each expert."""
+        return [] if self._packed is None else self._packed.linears()
+
+    def multiply(
+        self, x_MI: torch.Tensor, weights_NOI: torch.Tensor, groups: RowGroups, like: Linear
+    ) -> torch.Tensor:
+        """[S, O]. ``like``: a product of the same dtype, which knows the tiles to leave out."""
+        require_whole(weights_NOI, self._shape)
+        require_dtype(self._dtype, input=x_MI, weight=weights_NOI)
+        if self._packed is None:
+            return grouped_matmul(x_MI, weights_NOI.detach(), groups, like.left_out_tiles)
+        if self._changes.has_changed(weights_NOI):
+            self._packed.all_weights(()).write(weights_NOI.detach())
+        return self._packed(x_MI, groups)
 
 
 def make_exact(linears: Sequence[Linear]) -> None:
-    """Make products' rows independent of the number of rows. Raises ExactnessError where this
-    machine's cannot be."""
+    """Make products independent of the numbers of rows and outputs.
+
+    Raises ExactnessError where this machine's cannot be: the engine multiplies some together.
+    """
     make_row_invariant(linears, _MAX_ROWS)
+    if dependent := dependent_on_outputs(linears):
+        shapes = ", ".join(f"{each.in_features} -> {each.out_features}" for each in dependent)
+        raise ExactnessError(
+            f"exact training: on this machine a product's bits depend on its number of outputs "
+            f"({shapes} in {dependent[0].dtype}), and the engine joins products"
+        )
+
+
+def require_whole(weight: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raise InvalidInputError for a parameter whose values are on other ranks."""
+    if hasattr(weight, "full_tensor") or tuple(weight.shape) != shape:
+        raise InvalidInputError(
+            "model", list(weight.shape), f"a weight of {list(shape)} is sharded during the forward"
+        )
+
+
+def require_dtype(dtype: torch.dtype, **tensors: torch.Tensor) -> None:
+    """Raise InvalidInputError unless tensors, and autocast where it is on, are of the dtype."""
+    found = {name: tensor.dtype for name, tensor in tensors.items()}
+    device = next(iter(tensors.values())).device.type
+    if torch.is_autocast_enabled(device):
+        found["autocast"] = torch.get_autocast_dtype(device)
+    for name, other in found.items():
+        if other is not dtype:
+            raise InvalidInputError(
+                f"{name} dtype", other, f"must be {dtype}, that of the engine: see exact_forward"
+            )
+
+
+def _packed_product(linear: Linear, x_MI: torch.Tensor) -> torch.Tensor:
+    rows = len(x_MI)
+    if rows < linear.min_rows:
+        padding_MI = x_MI.new_zeros(linear.min_rows - rows, x_MI.shape[1])
+        return linear(torch.cat((x_MI, padding_MI)))[:rows]
+    parts = x_MI.tensor_split(max(1, -(-rows // _MAX_ROWS)))
+    return torch.cat([linear(part_MI.contiguous()) for part_MI in parts])
 
 
 def _pack(linears: Sequence[Linear]) -> None:

@@ -7,26 +7,26 @@ from typing import Any
 import torch
 
 from rollout.errors import InvalidInputError
-from rollout.trainers.exact import exact_forward, token_logprobs
+from rollout.trainers.exact import token_logprobs
+from rollout.trainers.exact.models import ExactModels
 
 _Logprobs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 class ExactLogprobs:
-    """Before GRPOTrainer or RLOOTrainer in a class: it trains by the engine's bits, so that ratios
-    of what was just sampled are exactly 1::
+    """Before GRPOTrainer or RLOOTrainer in a class: its policy computes the engine's logprobs, so
+    that ratios of what was just sampled are exactly 1::
 
         class ExactTrainer(ExactLogprobs, GRPOTrainer): ...
 
-    Text alone, without the routers' auxiliary loss. A reference model computes as ever.
+    Text alone, without the routers' auxiliary loss. The policy stays exact after training; a
+    reference model is an ordinary one.
     """
 
     temperature: float
     model: Any
-
-    def train(self, *args: Any, **options: Any) -> Any:
-        with exact_forward(self.model):
-            return super().train(*args, **options)  # type: ignore[misc]
+    accelerator: Any
+    _exact: ExactModels | None = None
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -45,6 +45,9 @@ class ExactLogprobs:
         for name, value in others.items():
             if value is not None and value is not False:
                 raise InvalidInputError(name, type(value).__name__, "is not for exact training")
+        if self.accelerator.unwrap_model(model) is self.accelerator.unwrap_model(self.model):
+            self._exact = self._exact or ExactModels()
+            self._exact.enter(self, model)
         logprobs, entropies = [], []
         for ids, mask in zip(
             *(each.split(batch_size or len(input_ids)) for each in (input_ids, attention_mask)),

@@ -14,7 +14,7 @@ from verl.workers.rollout.base import BaseRollout
 from rollout.errors import InvalidInputError
 from rollout.trainers.verl.options import NAME, server_name
 from rollout.weights.adapter_folder import adapter_scaling, update_name
-from rollout.weights.cuda_ipc import CudaIpcSender, exporting_device
+from rollout.weights.cuda_ipc import CudaIpcSender
 from rollout.weights.shared_memory import SharedMemorySender
 
 SEGMENTS = 4
@@ -35,7 +35,9 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl is untyped here
         self.replica_rank = replica if replica_rank == -1 else replica_rank
         self.is_leader_rank = rank == 0
         self.sleep_level = 2
-        if (config.engine_kwargs.get(NAME) or {}).get("exact_training"):
+        own = config.engine_kwargs.get(NAME) or {}
+        self._by_ipc = bool(own.get("cuda_ipc", False))
+        if own.get("exact_training"):
             from rollout.trainers.verl.exact import train_exactly
 
             train_exactly()
@@ -76,18 +78,17 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl is untyped here
             if kwargs.get("base_sync_done"):
                 options["lora_scaling"] = adapter_scaling(peft_config)
             weights = _renamed(weights)
-        sender = await self._sender()
+        sender = self._sender()
         try:
             await send_weights(self._server, weights, sender, global_steps=global_steps, **options)
         finally:
             if sender is not self._shared:
                 sender.close()  # the trainer's GPU has other uses for it
 
-    async def _sender(self) -> Sender:
-        """CUDA IPC where the server sees this worker's GPU, else shared memory."""
+    def _sender(self) -> Sender:
+        """CUDA IPC if that is asked for, else shared memory."""
         bucket_bytes = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
-        device_uuid = exporting_device()
-        if device_uuid is not None and await self._server.sees_gpu.remote(device_uuid):
+        if self._by_ipc:
             return CudaIpcSender(bucket_bytes, torch.device("cuda", torch.cuda.current_device()))
         if self._shared is None:
             self._shared = SharedMemorySender(bucket_bytes, num_segments=SEGMENTS)

@@ -1,17 +1,17 @@
-"""verl's FSDP workers train by the engine's bits."""
+"""verl's FSDP workers compute the engine's logprobs."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
 import torch
 from verl.workers.engine.fsdp import transformer_impl
 
-from rollout.trainers.exact import exact_forward, token_logprobs
+from rollout.trainers.exact import token_logprobs
+from rollout.trainers.exact.models import ExactModels
 
-_contexts = ExitStack()  # of the models of this process, for as long as it lives
+_MARK = "specrollout_exact"
 
 
 def train_exactly() -> None:
@@ -20,20 +20,18 @@ def train_exactly() -> None:
 
     Models that are not known are refused at their first forward: see `exact_forward`.
     """
-    engine_class = transformer_impl.FSDPEngineWithLMHead
+    engine_class, models = transformer_impl.FSDPEngineWithLMHead, ExactModels()
     forward_step = engine_class.forward_step
-    if hasattr(forward_step, "__wrapped__"):
+    if hasattr(forward_step, _MARK):
         return
-    entered: set[int] = set()
 
     @wraps(forward_step)
     def exact_step(engine: Any, *args: Any, **options: Any) -> Any:
-        is_language_model = type(engine).prepare_model_outputs is engine_class.prepare_model_outputs
-        if is_language_model and id(engine) not in entered:
-            entered.add(id(engine))
-            _contexts.enter_context(exact_forward(engine.module))
+        if type(engine).prepare_model_outputs is engine_class.prepare_model_outputs:
+            models.enter(engine, engine.module, engine._autocast_dtype)
         return forward_step(engine, *args, **options)
 
+    setattr(exact_step, _MARK, True)
     engine_class.forward_step = exact_step
     transformer_impl.logprobs_from_logits = _logprobs
 
@@ -41,5 +39,5 @@ def train_exactly() -> None:
 def _logprobs(
     logits: torch.Tensor, labels: torch.Tensor, inplace_backward: bool = True
 ) -> torch.Tensor:
-    """By logits that verl has divided by the temperature."""
+    """The logprobs of labels. verl has divided the logits by the temperature."""
     return token_logprobs(logits, labels)

@@ -94,7 +94,7 @@ class ServerOptions:
         try:
             return engine_config(self.model_path, dict(self.engine))
         except UnknownOptionError as error:
-            remedy = f"{error.remedy}, spec, spec_options, sleep_level, exact_training"
+            remedy = f"{error.remedy}, spec, spec_options, sleep_level, exact_training, cuda_ipc"
             raise InvalidInputError(f"{OWN}.{error.field}", error.value, remedy) from None
 
     def worker_factory(self) -> WorkerFactory:
@@ -131,7 +131,8 @@ def server_options(
         raise InvalidInputError(f"{OWN}.parallel", own["parallel"], f"is set by {SIZE}")
     spec, spec_options = own.pop("spec", "ngram"), own.pop("spec_options", None) or {}
     sleep_level = own.pop("sleep_level", 2)
-    checked_flag(own.pop("exact_training", False), f"{OWN}.exact_training")  # of the workers
+    for name in ("exact_training", "cuda_ipc"):  # of the workers
+        checked_flag(own.pop(name, False), f"{OWN}.{name}")
     if sleep_level not in (1, 2):
         remedy = "1 keeps the weights in a copy, 2 drops them until the next update"
         raise InvalidInputError(f"{OWN}.sleep_level", sleep_level, remedy)

@@ -27,7 +27,6 @@ from rollout.trainers.served_engine import ServedEngine
 from rollout.trainers.verl.options import NAME, OWN, ServerOptions, server_options
 from rollout.trainers.verl.sampling import RequestStart, engine_params
 from rollout.types import FinishReason, Rollout
-from rollout.weights.cuda_ipc import is_visible
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
@@ -186,10 +185,6 @@ class Server:
         return await self._engine.call(lambda engine: copy.copy(engine.metrics()))
 
     # Weights
-
-    async def sees_gpu(self, device_uuid: str) -> bool:
-        """Whether handles of `CudaIpcSender` for a buffer on this GPU can be loaded."""
-        return is_visible(device_uuid)
 
     async def begin_weight_update(self, lora_scaling: float | None = None) -> None:
         """``lora_scaling``: of LoRA adapters that come without their weights.

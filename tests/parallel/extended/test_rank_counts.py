@@ -130,7 +130,7 @@ def test_every_family_on_two_ranks(tmp_path: Path) -> None:
 def test_ranks_with_rows_of_their_own_have_the_bits_of_one_alone(tmp_path: Path) -> None:
     llama = save_tiny_llama(tmp_path / "llama", vocab_size=VOCABULARY)
     eagle = {"draft_path": str(save_tiny_eagle3(tmp_path / "eagle", llama))}
-    chain, _ = save_tiny_mtp(tmp_path, "mimo", 2, vocab_size=VOCABULARY)
+    chain = save_tiny_mtp(tmp_path, "mimo", 2, vocab_size=VOCABULARY)
     experts, hybrid = save_tiny_moe(tmp_path / "moe"), save_tiny_hybrid(tmp_path / "hybrid")
     tree = LEARNED | {"topk": 3, "num_draft_tokens": 8}
     rows = [
