@@ -1,5 +1,5 @@
-"""Question: what do a forward and a training step cost where the trainer computes by the engine's
-bits (`exact_forward`)? Bars: 1.3 times the ordinary model's forward, 1.25 times its step.
+"""Question: what do a forward and a training step cost where the trainer computes the engine's
+logprobs (`exact_forward`)? Bars: 1.3 times the ordinary model's forward, 1.25 times its step.
 
     python benchmarks/bench_exact.py [--threads 2] [--dtypes float32 bfloat16] [--json FILE]
 

@@ -76,7 +76,11 @@ def parse_arguments() -> argparse.Namespace:
     add("--clip", type=float, default=0.2, help="ratios count within 1 - CLIP and 1 + CLIP")
     add("--held-out", type=int, default=48, help="problems to evaluate on, before and after")
     add("--seed", type=int, default=0, help="of problems and samples")
-    add("--exact", action="store_true", help="train by the engine's bits: every first ratio is 1")
+    add(
+        "--exact",
+        action="store_true",
+        help="train on exactly the engine's logprobs: first ratios are 1",
+    )
     add("--threads", type=int, default=1, help="CPU threads per process")
     add("--output", type=Path, default=Path("runs/grpo.jsonl"), help="the log, JSON lines")
     args = parser.parse_args()

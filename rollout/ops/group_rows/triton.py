@@ -1,7 +1,7 @@
 """Pairs sorted by expert on a GPU: one launch, a program per expert, which looks at all pairs.
 
-It counts those of lower experts, behind which its own begin, then writes its own in order. A sort
-takes several launches, and each of them as long as this.
+It counts those of lower experts, behind which its own begin, then writes its own in order: a sort
+takes several launches.
 """
 
 from __future__ import annotations

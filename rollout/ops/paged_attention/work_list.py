@@ -156,7 +156,7 @@ def _item_splits(
     programs, max_part_rows,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, WAVES: tl.constexpr, FOLD_QUARTERS: tl.constexpr,
 ):  # fmt: skip
-    """Splits of an item, a power of two, with which the list ends first; of equal ones the most."""
+    """Splits of an item, a power of two, with which the list ends first; of equals the largest."""
     lane = tl.arange(0, 64)
     length = (1 << tl.arange(0, 16))[None, :]  # the largest cuts no tile
     items = tl.zeros((64, 16), tl.int32)

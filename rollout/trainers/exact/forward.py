@@ -1,4 +1,4 @@
-"""`exact_forward`: a transformers model whose forward has the engine's bits."""
+"""`exact_forward`: a transformers model whose logits are the engine's, bit for bit."""
 
 from __future__ import annotations
 
