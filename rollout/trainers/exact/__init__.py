@@ -1,5 +1,5 @@
-"""A trainer's forward with the engine's logprobs, bit for bit: the ratio of its probabilities to the
-rollout's is exactly 1."""
+"""A trainer's forward whose logprobs are the engine's, bit for bit: the ratio of its probabilities
+to the rollout's is exactly 1."""
 
 from rollout.trainers.exact.forward import exact_forward
 from rollout.trainers.exact.logprobs import token_logprobs
