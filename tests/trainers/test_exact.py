@@ -36,9 +36,7 @@ class Case:
     logprobs: list[list[float]]  # of the responses
 
     def model(self):
-        return AutoModelForCausalLM.from_pretrained(
-            self.folder, dtype=self.engine.worker.target.model_dtype
-        )
+        return opened(self.folder, self.engine.worker.target.model_dtype)
 
     def batch(self, side: str) -> dict[str, torch.Tensor]:
         """All sequences, padded at a side or packed."""
@@ -69,6 +67,12 @@ class Case:
                 for row, length in zip(values_BT, lens, strict=True)
             ]
         return [row[-len(own) - 1 : -1] for row, own in zip(rows, self.logprobs, strict=True)]
+
+
+def opened(folder: Path, dtype: torch.dtype = torch.float32):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model.config.use_cache = False
+    return model
 
 
 def make_case(folder: Path, dtype: str) -> Case:
@@ -157,7 +161,7 @@ def test_routers_choose_what_they_chose_in_the_rollout(tmp_path) -> None:
     engine = RolloutEngine.from_pretrained(folder, spec="none", record_routes=True)
     params = SamplingParams(max_new_tokens=20, seed=3, ignore_eos=True, routed_experts=True)
     (rollout,) = engine.generate([PROMPTS[1]], params)
-    model, chosen = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), []
+    model, chosen = opened(folder), []
     for module in model.modules():
         if type(module).__name__.endswith("TopKRouter"):
             module.register_forward_hook(lambda _, __, found: chosen.append(found[2]))
@@ -212,9 +216,7 @@ def gradients(model, batch, *, exact: bool) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_the_ordinary_models(tmp_path, family) -> None:
-    model = AutoModelForCausalLM.from_pretrained(
-        save_tiny_family(tmp_path, family), dtype=torch.float32
-    )
+    model = opened(save_tiny_family(tmp_path, family))
     ids = torch.randint(3, 97, (3, 90), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[0, 60:] = mask[1, 80:] = 0
@@ -291,6 +293,28 @@ def test_attentions_gradient_is_that_of_its_op(variant, monkeypatch) -> None:
     assert torch.autograd.gradcheck(recomputed, wide)
 
 
+def test_a_batch_is_scored_in_inference_mode_and_trained_on_after_hidden_writes(one) -> None:
+    model, batch = one.model(), one.batch("left")
+    with exact_forward(model):
+        with torch.inference_mode():
+            before = logprobs_of(model, batch)
+        for parameter in model.parameters():
+            parameter.data.mul_(1.01)  # an EMA, a checkpoint that is loaded: no version counts it
+        after = logprobs_of(model, batch)
+        after.sum().backward()
+    with exact_forward(model):
+        assert torch.equal(logprobs_of(model, batch), after)
+    assert not torch.equal(before, after)
+
+
+def test_a_batch_of_padding_has_gradients_of_zero(one) -> None:
+    model, batch = one.model(), one.batch("right")
+    with exact_forward(model):
+        logits = model(batch["input_ids"], torch.zeros_like(batch["input_ids"])).logits
+        (logits * 0).sum().backward()
+    assert not any(each.grad.any() for each in model.parameters() if each.grad is not None)
+
+
 def test_it_is_undone_on_leaving(one) -> None:
     model, batch = one.model(), one.batch("right")
     with torch.no_grad():
@@ -313,9 +337,38 @@ def test_what_it_does_not_know_is_refused(tmp_path, one) -> None:
     model.model.layers[1].self_attn.attention_dropout = 0.1
     with pytest.raises(InvalidInputError, match="attention_dropout"):
         exact_forward(model).__enter__()
-    model, batch = one.model(), one.batch("right")
-    batch["attention_mask"][0, 1] = 0
-    with exact_forward(model), pytest.raises(InvalidInputError, match="gaps"):
-        model(**batch)
-    with pytest.raises(InvalidInputError, match="temperature"):
-        token_logprobs(torch.zeros(1, 1, 3), torch.zeros(1, 1, dtype=torch.long), -1.0)
+    capped = opened(save_tiny_family(tmp_path / "capped", "gemma3 capped"))
+    with pytest.raises(UnsupportedModelError, match="final_logit_softcapping"):
+        exact_forward(capped).__enter__()
+    batch = one.batch("right")
+    ids, mask = batch["input_ids"], batch["attention_mask"].clone()
+    mask[0, 1] = 0
+    later = torch.arange(3, 3 + ids.shape[1]).expand(ids.shape)
+    model = one.model()
+    with exact_forward(model):
+        for arguments, match in (
+            ({"attention_mask": mask}, "gaps"),
+            ({"position_ids": later}, "from 0"),
+            (
+                {
+                    **batch,
+                    "position_ids": later - 2,
+                },
+                "from 0",
+            ),
+            ({"cu_seq_lens_q": torch.tensor([0, 4, 4, ids.numel()])}, "must go up"),
+            ({"use_cache": True}, "use_cache=False"),
+            ({"attention_mask": torch.ones(1, 1, 4, 4).bool()}, "attention_mask"),
+        ):
+            with pytest.raises(InvalidInputError, match=match):
+                model(**{"input_ids": ids} | arguments)
+        autocast = torch.autocast("cpu", torch.bfloat16)
+        with autocast, pytest.raises(InvalidInputError, match="autocast"):
+            model(**batch)
+    logits, ids = torch.zeros(1, 2, 3), torch.zeros(1, 2, dtype=torch.long)
+    for given, match in (
+        ((logits, ids, -1.0), "temperature"), ((logits, ids - 100), "in .0, 3"),
+        ((logits, ids[:, :1]), "shape"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidInputError, match=match):
+            token_logprobs(*given)

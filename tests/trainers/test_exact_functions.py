@@ -12,7 +12,6 @@ from rollout.ops.glu import gelu_mul, silu_mul
 from rollout.trainers.exact import functions, token_logprobs
 from rollout.trainers.exact.experts import ExactExperts, ExactRouter
 from rollout.trainers.exact.modules import ExactMlp, ExactNorm
-from rollout.trainers.exact.products import OptimizerSteps
 
 EXPERTS = ExpertsSpec(layers=(0,), num_experts=5, experts_per_token=2, ffn_size=6)
 
@@ -69,10 +68,9 @@ def experts():
             exact = ExactExperts.__new__(ExactExperts)
             exact._module, exact._num_experts = module, 5
         else:
-            steps = OptimizerSteps()
             gate = SimpleNamespace(weight=torch.zeros(5, 4))
-            router = ExactRouter(gate, EXPERTS, 4, torch.float32, steps)
-            exact = ExactExperts(module, EXPERTS, router, steps)
+            router = ExactRouter(gate, EXPERTS, 4, torch.float32)
+            exact = ExactExperts(module, EXPERTS, router)
         return exact(x, chosen, weights)
 
     return run, (random(4, 4), random(5, 12, 4), random(5, 4, 6), random(4, 2).softmax(-1))

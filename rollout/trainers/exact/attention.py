@@ -42,7 +42,7 @@ def attend(
                 *(each.split(layout.lens) for each in (q_NHD, k_NKD, v_NKD)), strict=True
             )
         ]
-        return torch.cat(found)
+        return torch.cat(found) if found else q_NHD + 0 * (k_NKD.sum() + v_NKD.sum())
 
     return exactly(op, plain, q_NHD, k_NKD, v_NKD)
 

@@ -16,7 +16,6 @@ from rollout.ops.combine_experts import combine_experts
 from rollout.ops.glu import silu_mul
 from rollout.ops.group_rows import group_rows
 from rollout.ops.routing import route
-from rollout.trainers.exact.changes import OptimizerSteps
 from rollout.trainers.exact.functions import exactly
 from rollout.trainers.exact.products import ExactGrouped, ExactLinear
 
@@ -31,10 +30,9 @@ class ExactRouter:
         spec: ExpertsSpec,
         hidden: int,
         dtype: torch.dtype,
-        steps: OptimizerSteps,
     ) -> None:
         self._spec = spec
-        self.product = ExactLinear(module, hidden, spec.num_experts, dtype, steps)
+        self.product = ExactLinear(module, hidden, spec.num_experts, dtype)
 
     def __call__(
         self, hidden_states: torch.Tensor
@@ -60,9 +58,7 @@ class ExactRouter:
 class ExactExperts:
     """The forward of all experts of a layer."""
 
-    def __init__(
-        self, module: Any, spec: ExpertsSpec, router: ExactRouter, steps: OptimizerSteps
-    ) -> None:
+    def __init__(self, module: Any, spec: ExpertsSpec, router: ExactRouter) -> None:
         """``router``: of the layer; its product's dtype and tiles are those of the experts."""
         like = router.product.linear
         hidden, ffn = like.in_features, spec.ffn_size
@@ -71,7 +67,7 @@ class ExactExperts:
         self._like = like
         shapes = (spec.num_experts, 2 * ffn, hidden), (spec.num_experts, hidden, ffn)
         self._gate_up, self._down = (
-            ExactGrouped(shape, like.dtype, like.device, steps) for shape in shapes
+            ExactGrouped(shape, like.dtype, like.device) for shape in shapes
         )
 
     def linears(self) -> list[Linear]:

@@ -12,7 +12,6 @@ from torch import nn
 from rollout.errors import InvalidInputError, UnsupportedModelError
 from rollout.models.layers.linear import Linear
 from rollout.models.spec import ModelSpec
-from rollout.trainers.exact.changes import OptimizerSteps
 from rollout.trainers.exact.experts import ExactExperts, ExactRouter
 from rollout.trainers.exact.lora import ExactLora, is_lora
 from rollout.trainers.exact.modules import ExactAttention, ExactMlp, ExactNorm
@@ -46,9 +45,9 @@ def exact_forward(model: nn.Module, dtype: torch.dtype | None = None) -> Iterato
 
     The engine must have the same weights, in the same dtype, and ``exact`` products on the same
     machine; gradients are those of the ordinary modules but for rounding. `token_logprobs` turns
-    logits into the engine's logprobs. Parameters stay the trainer's. On a CPU a packed copy of the
-    weights is kept beside them until the context ends, and packed again when they have changed: see
-    `ChangeDetector`.
+    logits into the engine's logprobs. Parameters stay the trainer's; on a CPU a packed copy is kept
+    beside them until the context ends. Not for a model that several threads run, or that is copied
+    or compiled meanwhile; the model's config is not to be used for another one.
 
     Args:
         model: a transformers model of `ARCHITECTURES`, or what wraps one (DeepSpeed's engine, DDP,
@@ -61,8 +60,7 @@ def exact_forward(model: nn.Module, dtype: torch.dtype | None = None) -> Iterato
     InvalidInputError for dropout, ExactnessError where this machine's products are not exact.
     """
     target = _unwrapped(model)
-    steps = OptimizerSteps()
-    forwards = _forwards(target, dtype or target.dtype, steps)
+    forwards = _forwards(target, dtype or target.dtype)
     _register_masks()
     attention = target.config._attn_implementation
     before = {module: module.__dict__.get("forward") for module in forwards}
@@ -70,8 +68,7 @@ def exact_forward(model: nn.Module, dtype: torch.dtype | None = None) -> Iterato
         for module, forward in forwards.items():
             module.forward = forward
         target.config._attn_implementation = _MASKS
-        with steps.counted():
-            yield
+        yield
     finally:
         for module, own in before.items():
             if own is None:
@@ -104,14 +101,16 @@ def _kind(module: nn.Module) -> str:
     return type(module).__name__.removeprefix("FSDP")
 
 
-def _forwards(
-    model: Any, dtype: torch.dtype, steps: OptimizerSteps
-) -> dict[Any, Callable[..., Any]]:
+def _forwards(model: Any, dtype: torch.dtype) -> dict[Any, Callable[..., Any]]:
     """The forwards of all modules that compute."""
     if dtype not in DTYPES:
         raise InvalidInputError("dtype", dtype, f"must be one of {DTYPES}")
     architecture = _kind(model)
     spec = ModelSpec.of(model.config.to_dict() | {"architectures": [architecture]})
+    if spec.logit_soft_cap is not None:
+        raise UnsupportedModelError(
+            f"exact_forward: final_logit_softcapping={spec.logit_soft_cap} is not implemented"
+        )
     sequences = Sequences(spec, next(model.parameters()).device)
     found: dict[Any, Callable[..., Any]] = {}
     linears: list[Linear] = []
@@ -122,12 +121,12 @@ def _forwards(
         if name.startswith(inside):
             continue
         if is_lora(module):
-            found[module] = lora = ExactLora(module, name, dtype, steps)
+            found[module] = lora = ExactLora(module, name, dtype)
             linears.append(lora.product.linear)
             inside = (*inside, f"{name}.")
             continue
         if type(module) is nn.Linear or _kind(module) == "Linear":
-            found[module] = product = ExactLinear.of(module, dtype, steps)
+            found[module] = product = ExactLinear.of(module, dtype)
             linears.append(product.linear)
             continue
         match _kind(module).removeprefix(architecture.removesuffix("ForCausalLM")):
@@ -143,7 +142,7 @@ def _forwards(
                     )  # fmt: skip
                 found[module] = ExactAttention(module, module.layer_idx, sequences)
             case "TopKRouter" if spec.experts is not None:
-                router = ExactRouter(module, spec.experts, spec.hidden_size, dtype, steps)
+                router = ExactRouter(module, spec.experts, spec.hidden_size, dtype)
                 found[module] = router
                 linears.append(router.product.linear)
             case part if part in _UNCHANGED or _kind(module) in _KNOWN or part == "Experts":
@@ -156,7 +155,7 @@ def _forwards(
         if name.endswith(".experts") and spec.experts is not None:
             gate = found[model.get_submodule(f"{name.removesuffix('.experts')}.gate")]
             assert isinstance(gate, ExactRouter)
-            found[module] = experts = ExactExperts(module, spec.experts, gate, steps)
+            found[module] = experts = ExactExperts(module, spec.experts, gate)
             linears += experts.linears()
     make_exact(linears)
     return found

@@ -49,8 +49,19 @@ class SequenceLayout:
         Raises InvalidInputError for other shapes, a mask with gaps, a mask of a packed batch, and
         positions that do not begin at 0.
         """
-        if mask is not None and mask.dim() == 4:
-            return SequenceLayout._of_tree(shape, mask, device)
+        with torch.inference_mode(False):  # later forwards of the same batch may have gradients
+            if mask is not None and mask.dim() == 4:
+                return SequenceLayout._of_tree(shape, mask, device)
+            return SequenceLayout._of_rows(shape, mask, position_ids, cu_seq_lens, device)
+
+    @staticmethod
+    def _of_rows(
+        shape: tuple[int, int],
+        mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        cu_seq_lens: torch.Tensor | None,
+        device: torch.device,
+    ) -> SequenceLayout:
         batch, length = shape
         positions_BT = None
         if position_ids is not None:
@@ -58,7 +69,7 @@ class SequenceLayout:
         if mask is None and cu_seq_lens is not None:
             bounds = cu_seq_lens.cpu().numpy().astype(np.int64)
             starts, lens = bounds[:-1], np.diff(bounds)
-            if bounds[0] != 0 or bounds[-1] != batch * length or (lens < 0).any():
+            if bounds[0] != 0 or bounds[-1] != batch * length or (lens < 1).any():
                 raise InvalidInputError(
                     "cu_seq_lens_q", bounds.tolist(), f"must go up from 0 to {batch * length}"
                 )
@@ -107,7 +118,7 @@ class SequenceLayout:
             slots_N=torch.arange(1, length + 1, device=device),
             lens=[length],
             plan=_plan(paths, lens - 1, device),
-            visible_NN=visible_NN.to(device),
+            visible_NN=visible_NN.to(device).clone(),
         )
 
     def scattered(self, of_tokens: torch.Tensor, num_rows: int) -> torch.Tensor:

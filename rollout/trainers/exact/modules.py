@@ -81,7 +81,7 @@ class ExactAttention:
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
         module, spec = self.module, self.sequences.spec
-        if past_key_values is not None and past_key_values.get_seq_length(self.layer):
+        if past_key_values is not None:
             raise InvalidInputError(
                 "past_key_values", "a cache", "exact_forward takes whole sequences: use_cache=False"
             )

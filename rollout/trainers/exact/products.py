@@ -1,7 +1,7 @@
 """The products of a trainer's modules in the engine's order.
 
-On a CPU weights are packed, and packed again once they have changed. On a GPU the parameters
-themselves are multiplied by.
+On a CPU weights are packed anew for each forward, which takes a hundredth of its time: whether a
+trainer has written to a parameter cannot be told. A GPU multiplies by the parameters themselves.
 
 Legend: M rows, S pairs of a row and an expert, I input features, O output features, N experts.
 """
@@ -22,7 +22,6 @@ from rollout.models.layers.row_invariance import dependent_on_outputs, make_row_
 from rollout.models.layers.weight_factory import WeightFactory
 from rollout.ops.grouped_matmul import RowGroups, grouped_matmul
 from rollout.ops.matmul import matmul
-from rollout.trainers.exact.changes import ChangeDetector, OptimizerSteps
 from rollout.trainers.exact.functions import product
 
 _MAX_ROWS = 2048  # of a product on a CPU: so many were compared with fewer
@@ -31,13 +30,10 @@ _MAX_ROWS = 2048  # of a product on a CPU: so many were compared with fewer
 class ExactLinear:
     """The product with a module's ``weight`` and, if it has one, ``bias``."""
 
-    def __init__(
-        self, module: Any, inputs: int, outputs: int, dtype: torch.dtype, steps: OptimizerSteps
-    ) -> None:
+    def __init__(self, module: Any, inputs: int, outputs: int, dtype: torch.dtype) -> None:
         """``dtype``: of the forward."""
         device = module.weight.device
         self._module = module
-        self._changes = ChangeDetector(steps)
         has_bias = getattr(module, "bias", None) is not None
         # On a GPU it stands for the product's shape alone.
         none = None if device.type == "cpu" else torch.empty(0, dtype=dtype, device=device)
@@ -47,23 +43,18 @@ class ExactLinear:
         _pack([self.linear])
 
     @staticmethod
-    def of(module: nn.Linear, dtype: torch.dtype, steps: OptimizerSteps) -> ExactLinear:
+    def of(module: nn.Linear, dtype: torch.dtype) -> ExactLinear:
         """The product of a linear module."""
-        return ExactLinear(module, module.in_features, module.out_features, dtype, steps)
+        return ExactLinear(module, module.in_features, module.out_features, dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., I] to [..., O]."""
-        weight_OI, bias_O = self._module.weight, getattr(self._module, "bias", None)
-        return self.apply(x, weight_OI, bias_O, (weight_OI, bias_O))
+        return self.apply(x, self._module.weight, getattr(self._module, "bias", None))
 
     def apply(
-        self,
-        x: torch.Tensor,
-        weight_OI: torch.Tensor,
-        bias_O: torch.Tensor | None,
-        sources: Sequence[torch.Tensor | None],
+        self, x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None
     ) -> torch.Tensor:
-        """The product with a weight and a bias that are computed from the parameters ``sources``.
+        """The product with a weight and a bias that are computed from parameters.
 
         Raises InvalidInputError for sharded parameters, and for other dtypes than the forward's.
         """
@@ -71,7 +62,7 @@ class ExactLinear:
         shape = (linear.out_features, linear.in_features)
         require_whole(weight_OI, shape)
         require_dtype(linear.dtype, input=x, weight=weight_OI)
-        if linear.is_packed and self._changes.has_changed(*sources):
+        if linear.is_packed:
             linear.weight_rows(0, linear.out_features).write(weight_OI.detach())
             if bias_O is not None:
                 linear.bias_rows(0, linear.out_features).write(bias_O.detach())
@@ -90,15 +81,10 @@ class ExactGrouped:
     """The products of rows with their experts' weights."""
 
     def __init__(
-        self,
-        shape: tuple[int, int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-        steps: OptimizerSteps,
+        self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
     ) -> None:
         """``shape``: N, O, I."""
         self._shape, self._dtype = shape, dtype
-        self._changes = ChangeDetector(steps)
         self._packed: GroupedLinear | None = None
         if device.type == "cpu":
             experts, outputs, inputs = shape
@@ -118,8 +104,7 @@ class ExactGrouped:
         require_dtype(self._dtype, input=x_MI, weight=weights_NOI)
         if self._packed is None:
             return grouped_matmul(x_MI, weights_NOI.detach(), groups, like.left_out_tiles)
-        if self._changes.has_changed(weights_NOI):
-            self._packed.all_weights(()).write(weights_NOI.detach())
+        self._packed.all_weights(()).write(weights_NOI.detach())
         return self._packed(x_MI, groups)
 
 

@@ -34,7 +34,7 @@ class Sequences:
         shape = (hidden_BTE.shape[0], hidden_BTE.shape[1])
         given = mask, position_ids, cu_seq_lens
         # The tensors are held, so that an id stays theirs.
-        key = shape, *((id(each), None if each is None else each._version) for each in given)
+        key = shape, *map(_identity, given)
         for known, _, layout in self._layouts:
             if known == key:
                 return layout
@@ -44,3 +44,11 @@ class Sequences:
             raise InvalidInputError("input_ids", longest, f"the model's positions end at {limit}")
         self._layouts = [*self._layouts, (key, given, layout)][-_KEPT:]
         return layout
+
+
+def _identity(tensor: torch.Tensor | None) -> tuple[int, int]:
+    """Another one once a tensor has been written to; of those made in inference mode nobody can
+    tell."""
+    if tensor is None or tensor.is_inference():
+        return id(tensor), 0
+    return id(tensor), tensor._version
