@@ -26,7 +26,7 @@ def test_logprobs_are_the_rollouts_bit_for_bit(small_model_path, device, dtype) 
         ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
     ids, mask = ids.to(device), mask.to(device)
     with exact_forward(model):
-        logprobs = token_logprobs(model(ids, mask).logits[:, :-1], ids[:, 1:], 0.8)
+        logprobs = token_logprobs(model(ids, mask, use_cache=False).logits[:, :-1], ids[:, 1:], 0.8)
         logprobs.sum().backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
     for row, rollout in enumerate(rollouts):
