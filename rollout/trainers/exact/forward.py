@@ -125,7 +125,7 @@ def _forwards(model: Any, dtype: torch.dtype) -> dict[Any, Callable[..., Any]]:
             linears.append(lora.product.linear)
             inside = (*inside, f"{name}.")
             continue
-        if type(module) is nn.Linear or _kind(module) == "Linear":
+        if isinstance(module, nn.Linear) and _kind(module) == "Linear":
             found[module] = product = ExactLinear.of(module, dtype)
             linears.append(product.linear)
             continue
