@@ -29,6 +29,7 @@ class SequenceLayout:
     visible_NN: torch.Tensor | None = None  # of a tree of tokens, which is one "sequence"
 
     @staticmethod
+    @torch.inference_mode(False)  # later forwards of the same batch may have gradients
     def of(
         shape: tuple[int, int],
         mask: torch.Tensor | None,
@@ -49,19 +50,8 @@ class SequenceLayout:
         Raises InvalidInputError for other shapes, a mask with gaps, a mask of a packed batch, and
         positions that do not begin at 0.
         """
-        with torch.inference_mode(False):  # later forwards of the same batch may have gradients
-            if mask is not None and mask.dim() == 4:
-                return SequenceLayout._of_tree(shape, mask, device)
-            return SequenceLayout._of_rows(shape, mask, position_ids, cu_seq_lens, device)
-
-    @staticmethod
-    def _of_rows(
-        shape: tuple[int, int],
-        mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        cu_seq_lens: torch.Tensor | None,
-        device: torch.device,
-    ) -> SequenceLayout:
+        if mask is not None and mask.dim() == 4:
+            return SequenceLayout._of_tree(shape, mask, device)
         batch, length = shape
         positions_BT = None
         if position_ids is not None:

@@ -1,6 +1,6 @@
 """The products of a trainer's modules in the engine's order.
 
-On a CPU weights are packed anew for each forward, which takes a hundredth of its time: whether a
+On a CPU weights are packed anew for each forward, a small part of its time: whether a
 trainer has written to a parameter cannot be told. A GPU multiplies by the parameters themselves.
 
 Legend: M rows, S pairs of a row and an expert, I input features, O output features, N experts.
