@@ -256,3 +256,24 @@ def test_what_the_server_tells_of_itself(live, client, text_model_path):
     assert model["architectures"] == ["LlamaForCausalLM"]
     assert model["weight_version"] == client.get("/get_weight_version").json()["weight_version"]
     assert client.get("/get_world_size").json() == {"world_size": 1}
+    assert info["disable_radix_cache"] is False
+    (state,) = info["internal_states"]
+    assert state["avg_spec_accept_length"] == state["speculative"]["accept_length"]
+    vllm = client.get("/server_info", params={"config_format": "json"}).json()["vllm_config"]
+    assert vllm["parallel_config"]["nnodes"] == 1
+
+
+def test_load_is_watched_until_nothing_runs(live, client):
+    watched = {"include_inflight": True, "inflight_limit": 100}
+    post(client, "/pause_generation", mode="in_place")
+    with in_flight(live, LONG, rid="a") as first, in_flight(live, LONG, rid="b") as second:
+        assert client.get("/load", params=watched).json() == {"server_load": 2}
+        busy = post(client, "/drain", timeout=0.1)
+        assert busy == {"success": False, "remaining_requests": 2}
+        assert post(client, "/abort_requests", request_ids=[]) == {"aborted": 0}
+        assert post(client, "/abort_requests", request_ids=["a", "nobody"]) == {"aborted": 1}
+        assert ended(first) == (0, "abort")
+        assert post(client, "/abort_requests") == {"aborted": 1}
+        assert ended(second) == (0, "abort")
+    assert post(client, "/drain", timeout=60) == {"success": True, "remaining_requests": 0}
+    assert client.get("/load").json() == {"server_load": 0}

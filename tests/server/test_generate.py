@@ -124,6 +124,16 @@ def test_top_logprobs_of_prompt_and_output(client):
     assert " ".join(text for _, _, text in best) == answer["text"]
 
 
+def test_sampled_tokens_logprobs_are_asked_for_by_their_mode(client):
+    sampling = {"temperature": 1.0, "top_k": 3, "max_new_tokens": 3, "sampling_seed": 1}
+    body = {"input_ids": [5], "sampling_params": sampling, "return_sampling_mask": True}
+    plain, selected = (
+        ask(client, **body, **mode)["meta_info"]["output_token_sampling_logprobs"]
+        for mode in ({}, {"sampling_logprobs_mode": "selected"})
+    )
+    assert plain == selected
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_ended_it_is_no_text_unless_asked_for(client, generated, stream):
     (rollout,) = generated(["one two"], temperature=0, max_new_tokens=10, ignore_eos=True)

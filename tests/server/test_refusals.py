@@ -41,6 +41,8 @@ GENERATE = [
     ("prompt", {"prompt": "one"}),
     ("stream", {"prompt": {"prompt_token_ids": [5]}, "stream": True}),
     ("prompt_logprobs", {"prompt": {"prompt_token_ids": [5]}, "prompt_logprobs": 1}),
+    ("sampling_logprobs_mode", {"input_ids": [5], "sampling_logprobs_mode": "support"}),
+    ("sampling_logprobs_mode", {"input_ids": [5], "sampling_logprobs_mode": "nonsense"}),
 ]
 GENERATE_SAMPLING = [
     ("sampling.temperature", {"temperature": -1}),

@@ -45,6 +45,10 @@ def test_a_second_turn_continues_the_ids_of_the_first(client, offline):
         assert choice["token_ids"] == expected.token_ids
         assert logprobs_of(choice) == expected.logprobs
         assert choice["finish_reason"] == expected.finish_reason
+        assert answer["weight_version"] == str(expected.weight_versions[-1])
+        spec = answer["request_spec_decode_stats"]
+        assert 0 <= spec["num_accepted_draft_tokens"] <= spec["num_draft_tokens"]
+        assert spec["num_spec_steps"] >= 1
         prompt = [*prompt, *choice["token_ids"], *tool_result]
     body = {"temperature": 0.9, "ignore_eos": True, "seed": 1}
     (choice,) = post(client, GENERATE, token_ids=[5] * 490, sampling_params=body)["choices"]

@@ -169,6 +169,14 @@ def admin_routes(serving: Serving) -> APIRouter:
         """The same; ``timeout`` may come in the address or the body, and the longer one counts."""
         return await flush(max(query.timeout, 0.0 if body is None else body.timeout))
 
+    @router.post("/drain")
+    async def drain(body: FlushFields | None = None) -> dict[str, Any]:
+        """Wait until no request runs or waits, at most ``timeout`` seconds."""
+        deadline = time.monotonic() + (0.0 if body is None else body.timeout)
+        while (remaining := serving.num_unfinished) and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        return {"success": not remaining, "remaining_requests": remaining}
+
     async def flush(timeout: float) -> JsonAnswer:
         deadline = time.monotonic() + timeout
         while not await serving.call(flush_idle):

@@ -31,7 +31,7 @@ _HARMLESS = frozenset(
         "routing_key", "session_id",
         # How it is logged
         "external_trace_header", "log_metrics", "no_logs", "return_bytes",
-        "sampling_logprobs_mode", "use_audio_in_video",
+        "use_audio_in_video",
     }
 )  # fmt: skip
 

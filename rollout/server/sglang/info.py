@@ -90,6 +90,7 @@ def _load(serving: Serving, status: EngineStatus) -> dict[str, Any]:
         "num_used_tokens": status.kv_used,
         "max_total_num_tokens": status.kv_slots,
         "token_usage": status.kv_used / status.kv_slots,
+        "avg_spec_accept_length": total.accept_length,
         "speculative": {
             "accept_length": total.accept_length,
             "accept_rate": total.accepted / total.drafted if total.drafted else 0.0,
@@ -112,6 +113,7 @@ def _server_arguments(serving: Serving) -> dict[str, Any]:
         "max_running_requests": serving.max_running,
         "chunked_prefill_size": serving.limits.chunk_len,
         "tp_size": config.parallel.size,
+        "disable_radix_cache": not config.memory.prefix_cache,
         "pp_size": 1,
         "ep_size": 1,
         "dp_size": config.cluster.replicas,

@@ -33,6 +33,10 @@ class PauseFields(Body):
     wait_for_inflight_requests: bool = False  # the former name of mode=wait
 
 
+class AbortRequestsBody(Body):
+    request_ids: list[str] | None = None  # default: all; an empty list names none
+
+
 class SleepFields(Body):
     """``level``: 1 keeps the weights, 2 drops them: only a full update makes them serve again."""
 
@@ -79,6 +83,14 @@ def routes(serving: Serving) -> APIRouter:
             return serving.open_update.continue_generation(engine) | {"status": "resumed"}
 
         return await change(serving, go_on)
+
+    @router.post("/abort_requests")
+    async def abort_requests(body: AbortRequestsBody | None = None) -> dict[str, int]:
+        """End requests with the tokens they have: those that are named, or all."""
+        ids = None if body is None else body.request_ids
+        if ids is None:
+            return {"aborted": await asyncio.wrap_future(serving.loop.abort_all())}
+        return {"aborted": sum(serving.abort(each) for each in ids)}
 
     @router.get("/is_paused")
     async def is_paused() -> dict[str, bool]:

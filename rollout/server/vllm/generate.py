@@ -128,6 +128,12 @@ class _TokenAnswer:
             ],
             "prompt_logprobs": of_prompt,
             "kv_transfer_params": None,
+            "weight_version": _newest_version(rollouts),
+            "request_spec_decode_stats": {
+                "num_accepted_draft_tokens": sum(each.stats.accepted for each in rollouts),
+                "num_draft_tokens": sum(each.stats.drafted for each in rollouts),
+                "num_spec_steps": sum(each.stats.verify_steps for each in rollouts),
+            },
             "usage": self._usage(rollouts),
         }
 
@@ -166,6 +172,12 @@ class _TokenAnswer:
             "total_tokens": len(self._prompt_ids) + count,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+
+
+def _newest_version(rollouts: Sequence[Rollout]) -> str | None:
+    """The last weights that made a token, as text; None where there are no tokens."""
+    versions = [version for rollout in rollouts for version in rollout.weight_versions]
+    return str(max(versions)) if versions else None
 
 
 class _SkyrlAnswer(_TokenAnswer):

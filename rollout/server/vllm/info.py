@@ -41,6 +41,11 @@ def routes(serving: Serving) -> APIRouter:
         shown = config if config_format == "json" else str(config)
         return {**await server_info(serving), "vllm_config": shown}
 
+    @router.get("/load")
+    async def load(include_inflight: bool = False, inflight_limit: int = 100) -> dict[str, int]:
+        """Requests that run or wait. They are counted and never listed, whatever is asked for."""
+        return {"server_load": serving.num_unfinished}
+
     @router.get("/get_world_size")
     async def get_world_size(include_dp: bool = True) -> dict[str, int]:
         """The members that a group of weights has beside the trainer: one for each rank.
@@ -70,6 +75,7 @@ def _vllm_config(serving: Serving) -> dict[str, Any]:
             "pipeline_parallel_size": 1,
             "data_parallel_size": serving.num_replicas,
             "world_size": config.parallel.size,
+            "nnodes": 1,
         },
         "scheduler_config": {"max_num_seqs": serving.max_running},
         "lora_config": None,
