@@ -51,6 +51,14 @@ class TokenStopCheck:
         return completed_stop(self._stop, tail, self._decode) is not None
 
 
+def matched_stop(params: SamplingParams, token_ids: Sequence[int], decode: Decode) -> int | str:
+    """The stop string, or the last token, that ended an output."""
+    last = token_ids[-1]
+    if last in params.stop_token_ids or not params.stop:
+        return last
+    return completed_stop(params.stop, token_ids, decode) or last
+
+
 def completed_stop(stops: Sequence[str], token_ids: Sequence[int], decode: Decode) -> str | None:
     """The stop string that the last token completes, if it completes one."""
     window = list(token_ids[-max_tokens_of(stops) :])

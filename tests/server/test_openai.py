@@ -41,6 +41,7 @@ def test_a_completion_is_the_rollout(live: Live, offline: RolloutEngine) -> None
     assert choice.finish_reason == "length"
     assert choice.weight_versions == [[0, 0, 24]]
     assert answer.system_fingerprint == "weights-0"
+    assert answer.metadata == {"weight_version": "0", "weight_versions": [[0, 0, 24]]}
     # Equal, not close: a float passes through JSON unchanged
     assert choice.logprobs.token_logprobs == expected.logprobs
     for place, top in enumerate(choice.logprobs.top_logprobs):
@@ -151,6 +152,22 @@ def test_vllms_and_sglangs_fields_have_their_effect(live: Live) -> None:
     assert trimmed["text"].split() == words[:3]
     assert len(trimmed["token_ids"]) == 4
     assert choice(stop=stop, no_stop_trim=True)["text"] == trimmed["text"] + stop
+    ended = ("matched_stop", "stop_reason")
+    assert [plain[name] for name in ended] == [None, None]
+    assert [trimmed[name] for name in ended] == [stop, stop]
+    last = trimmed["token_ids"][-1]
+    by_token = choice(stop_token_ids=[last])
+    assert [by_token[name] for name in ended] == [last, last]
+
+
+def test_a_models_own_end_is_matched_but_was_no_reason_asked_for(live: Live) -> None:
+    eos = live.serving.encoder.tokenizer.eos_token_id
+    asked: Any = {"max_tokens": 3, "logit_bias": {str(eos): 100}}
+    (choice,) = chat(live, **asked).choices
+    assert (choice.finish_reason, choice.matched_stop, choice.stop_reason) == ("stop", eos, None)
+    parts = [part for chunk in chat(live, stream=True, **asked) for part in chunk.choices]
+    assert [part.matched_stop for part in parts] == [None] * (len(parts) - 1) + [eos]
+    assert all(part.stop_reason is None for part in parts)
 
 
 def test_a_chat_is_the_rollout(live: Live, offline: RolloutEngine) -> None:

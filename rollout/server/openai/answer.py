@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from fastapi import Request, Response
 
-from rollout.engine.stopping import cut_at_stop
+from rollout.engine.stopping import cut_at_stop, matched_stop
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.server.openai.logprobs import LogprobWriter, TokenSpelling
 from rollout.server.openai.sampling_body import OpenAISamplingBody
@@ -34,6 +34,7 @@ class OutputTexts:
     def __init__(self, encoder: PromptEncoder) -> None:
         self.spelling = TokenSpelling(encoder.tokenizer)
         self.streams = TextStreams(encoder.tokenizer)
+        self.decode = encoder.decode_with_specials
 
     def whole(
         self,
@@ -148,6 +149,17 @@ class Answer(ABC, Generic[BodyType]):
         """Fields that are said once, beside the choices."""
         return {}
 
+    def finish(self, index: int, rollout: Rollout) -> dict[str, Any]:
+        """The fields that end a choice, and what it stopped at: sglang's ``matched_stop``, and
+        vLLM's ``stop_reason``, which is null at the model's own end."""
+        matched = reason = None
+        if rollout.finish_reason is FinishReason.STOP:
+            params = self.samples[index].params
+            matched = matched_stop(params, rollout.token_ids, self.texts.decode)
+            is_asked = isinstance(matched, str) or matched in params.stop_token_ids
+            reason = matched if is_asked else None
+        return finish(rollout) | {"matched_stop": matched, "stop_reason": reason}
+
     def text(self, index: int, rollout: Rollout) -> str:
         stop = self.samples[index].params.stop
         return self.texts.whole(self.body, stop, rollout, self.shown_ids)
@@ -155,7 +167,14 @@ class Answer(ABC, Generic[BodyType]):
     def whole(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
         choices = [self.choice(index, rollout) for index, rollout in enumerate(rollouts)]
         usage = self.usage(rollouts)
-        return self.heading.over(choices, _versions(rollouts), usage=usage, **self.answer_fields())
+        first = rollouts[0].weight_versions
+        metadata = {
+            "weight_version": str(first[-1]) if first else None,
+            "weight_versions": [list(span) for span in rollouts[0].weight_version_spans],
+        }
+        return self.heading.over(
+            choices, _versions(rollouts), usage=usage, metadata=metadata, **self.answer_fields()
+        )
 
     async def parts(self, deltas: DeltaStream) -> AsyncGenerator[dict[str, Any], None]:
         heading, write = self.part_heading, self.part_writers()

@@ -15,7 +15,6 @@ from rollout.server.openai.answer import (
     Heading,
     OutputTexts,
     WritePart,
-    finish,
     sampling_mask,
 )
 from rollout.server.openai.chat_body import ChatBody
@@ -51,7 +50,7 @@ class ChatAnswer(Answer[ChatBody]):
             "index": index,
             "message": message,
             **self.of_tokens(rollout),
-            **_finish(rollout, reader),
+            **self.ending(index, rollout, reader),
         }
         if self.body.return_prompt_token_ids:
             choice["prompt_token_ids"] = list(rollout.prompt_ids)
@@ -88,6 +87,12 @@ class ChatAnswer(Answer[ChatBody]):
     def part_writers(self) -> list[WritePart]:
         return [_PartWriter(self).next_part for _ in self.samples]
 
+    def ending(self, index: int, rollout: Rollout, reader: MessageReader) -> dict[str, Any]:
+        fields = self.finish(index, rollout)
+        if reader.num_calls and rollout.finish_reason is FinishReason.STOP:
+            fields["finish_reason"] = "tool_calls"
+        return fields
+
     def of_tokens(self, tokens: EmittedTokens) -> dict[str, Any]:
         """The fields of a choice that are about its tokens."""
         fields: dict[str, Any] = {"logprobs": None}
@@ -110,7 +115,7 @@ class _PartWriter:
         message = self._reader.push(text) if rollout is None else self._reader.finish(text)
         part = _part(delta.index, self._delta(message, num_before)) | answer.of_tokens(delta.tokens)
         if rollout is not None:
-            return part | _finish(rollout, self._reader)
+            return part | answer.ending(delta.index, rollout, self._reader)
         body = answer.body
         is_told = body.logprobs or body.return_token_ids or body.return_sampling_mask
         return part if message or is_told else None
@@ -129,15 +134,11 @@ class _PartWriter:
         return delta
 
 
-def _finish(rollout: Rollout, reader: MessageReader) -> dict[str, Any]:
-    fields = finish(rollout)
-    if reader.num_calls and rollout.finish_reason is FinishReason.STOP:
-        fields["finish_reason"] = "tool_calls"
-    return fields
-
-
 def _part(index: int, delta: dict[str, Any]) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+    return {
+        "index": index, "delta": delta, "logprobs": None,
+        "finish_reason": None, "matched_stop": None, "stop_reason": None,
+    }  # fmt: skip
 
 
 class ChatResponder:

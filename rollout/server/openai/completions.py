@@ -16,7 +16,6 @@ from rollout.server.openai.answer import (
     Heading,
     OutputTexts,
     WritePart,
-    finish,
     sampling_mask,
 )
 from rollout.server.openai.logprobs import NO_TOKENS, ScoredTokens, TextOffsets
@@ -147,7 +146,10 @@ class _Choice:
     def part(self, text: str, tokens: ScoredTokens, ended: Rollout | None) -> dict[str, Any]:
         """``tokens``: those since the last part; ``text``: what may be shown by now."""
         body = self._answer.body
-        choice = {"index": self._index, "text": text, "logprobs": None, "finish_reason": None}
+        choice = {
+            "index": self._index, "text": text, "logprobs": None,
+            "finish_reason": None, "matched_stop": None, "stop_reason": None,
+        }  # fmt: skip
         if body.return_token_ids:
             choice["token_ids"] = list(tokens.token_ids)
             if not self._begun:
@@ -159,7 +161,7 @@ class _Choice:
         if self._echo is not None and not self._begun:
             choice["text"] = self._echo.text + text
         self._begun = True
-        return choice if ended is None else {**choice, **finish(ended)}
+        return choice if ended is None else {**choice, **self._answer.finish(self._index, ended)}
 
     def _logprobs(self, tokens: ScoredTokens) -> dict[str, Any]:
         offsets = self._offsets.push(tokens.token_ids)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.engine.stopping import completed_stop
+from rollout.engine.stopping import matched_stop
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.types import FinishReason, Rollout, SamplingParams, TokenExtras
 
@@ -131,10 +131,7 @@ class MetaInfoWriter:
 
     def _matched(self, asked: MetaInfoOptions, rollout: Rollout) -> int | str:
         """The stop string, or the last token, that ended it."""
-        params, ids = asked.params, rollout.token_ids
-        if ids[-1] in params.stop_token_ids or not params.stop:
-            return ids[-1]
-        return completed_stop(params.stop, ids, self._encoder.decode_with_specials) or ids[-1]
+        return matched_stop(asked.params, rollout.token_ids, self._encoder.decode_with_specials)
 
 
 def _sampling_mask(asked: MetaInfoOptions, extras: TokenExtras) -> dict[str, Any]:
