@@ -81,6 +81,8 @@ class Grammars:
         try:
             if kind == "json_schema":
                 grammar = LLMatcher.grammar_from_json_schema(text)
+            elif kind == "ebnf":
+                grammar = LLMatcher.grammar_from_lark(_lark(text))
             else:
                 grammar = LLMatcher.grammar_from_regex(text)
         except ValueError as error:
@@ -117,10 +119,22 @@ class Grammars:
         )
 
 
+def _lark(text: str) -> str:
+    """A grammar in GBNF or Lark as Lark. Raises ValueError for what is neither."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return any_to_lark(text)
+    except Exception as error:  # its errors have no class in common, RecursionError among them
+        raise ValueError(str(error)) from None
+
+
 def _grammar_of(params: SamplingParams) -> tuple[str, str] | None:
     """The kind of grammar that parameters name, and its text; None where they name none."""
     if params.json_schema is not None:
         return "json_schema", params.json_schema
+    if params.ebnf is not None:
+        return "ebnf", params.ebnf
     return None if params.regex is None else ("regex", params.regex)
 
 

@@ -135,7 +135,8 @@ class RequestFactory:
                 raise InvalidInputError(f"sampling.{name}", texts, "texts need a tokenizer")
         ids = {
             "logit_bias": params.logit_bias,
-            "stop_token_ids": params.stop_token_ids,
+            # Clients send one list to every model: ids beyond the vocabulary never come.
+            "stop_token_ids": [token for token in params.stop_token_ids if token < 0],
             "allowed_token_ids": params.allowed_token_ids or (),
             "logprob_token_ids": params.logprob_token_ids,
         }

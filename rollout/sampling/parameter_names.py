@@ -27,8 +27,9 @@ FIELD_OF: Mapping[str, str] = {
     "min_tokens": "min_new_tokens",  # vLLM's
     "max_new_tokens": "max_new_tokens",
     "max_tokens": "max_new_tokens",  # vLLM's
-    "json_schema": "json_schema",  # sglang's, and the next
+    "json_schema": "json_schema",  # sglang's, and the next two
     "regex": "regex",
+    "ebnf": "ebnf",
     "seed": "seed",
     "sampling_seed": "seed",  # sglang's
 }

@@ -192,7 +192,8 @@ def _changes(rows: SampleRows, vocab: int) -> Changes[NDArray] | None:
             edited.append(first + tokens)
             edits.append(edits_3E)
         if is_short_R[row]:
-            banned.append(np.array(sorted(request.stop_check.stop_token_ids), dtype=np.int64))
+            stops = sorted(id for id in request.stop_check.stop_token_ids if id < vocab)
+            banned.append(np.array(stops, dtype=np.int64))
         forbidden += [first + tokens_X for tokens_X in banned]
         if len(tokens) or any(map(len, banned)):
             rows_C.append(row)

@@ -59,7 +59,7 @@ def check_params(params: SamplingParams, vocab_size: int, has_tokenizer: bool) -
     for name in ("stop_token_ids", "logprob_token_ids"):
         if (count := len(getattr(params, name))) > _MAX_LISTED_TOKENS:
             raise InvalidInputError(f"len({name})", count, f"at most {_MAX_LISTED_TOKENS}")
-    for name in ("logit_bias", "stop_token_ids", "logprob_token_ids", "allowed_token_ids"):
+    for name in ("logit_bias", "logprob_token_ids", "allowed_token_ids"):
         ids = getattr(params, name) or ()
         for token in ids:
             if not 0 <= token < vocab_size:

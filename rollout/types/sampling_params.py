@@ -55,7 +55,8 @@ class SamplingParams:
         allowed_token_ids: other tokens are not drawn; None: all may be.
         bad_words: texts whose last token is not drawn.
         stop: texts that end the output. They are cut from its text, and their tokens stay.
-        stop_token_ids: tokens that end the output, beside the model's own.
+        stop_token_ids: tokens that end the output, beside the model's own. Those beyond the
+            vocabulary never come.
         ignore_eos: the model's own end tokens do not end it.
         min_new_tokens: nothing ends it before.
         max_new_tokens: the longest output in tokens.
@@ -70,6 +71,7 @@ class SamplingParams:
         routed_experts: also the experts of each token; needs model.record_routes.
         json_schema: a JSON schema as text: the output is JSON that obeys it.
         regex: the whole output matches it.
+        ebnf: a grammar in GBNF or Lark that the output obeys.
         grammar_after: the grammar begins after this text, as after reasoning.
 
     Raises InvalidInputError for an unknown name or a wrong value.
@@ -101,6 +103,7 @@ class SamplingParams:
     routed_experts: bool = False
     json_schema: str | None = None
     regex: str | None = None
+    ebnf: str | None = None
     grammar_after: str | None = None
 
     def __post_init__(self) -> None:
@@ -159,22 +162,24 @@ class SamplingParams:
         require("top_logprobs", 0 <= self.top_logprobs <= 100, "must be in [0, 100]")
         require("sampling_mask", not self.sampling_mask or self.truncates,
                 "needs top_k, top_p or min_p: without them nothing is cut")  # fmt: skip
-        for name in ("json_schema", "regex"):
+        for name in ("json_schema", "regex", "ebnf"):
             given = getattr(self, name)
             require(name, given is None or isinstance(given, str), "must be text")
         after = self.grammar_after
         require("grammar_after", after is None or (isinstance(after, str) and after != ""),
                 "must be text, or None: the grammar holds from the first token")  # fmt: skip
-        require("grammar_after", after is None or self.has_grammar, "needs json_schema or regex")
+        require("grammar_after", after is None or self.has_grammar, "needs a grammar")
         require("regex", None in (self.regex, self.json_schema), "excludes json_schema")
+        require("ebnf", self.ebnf is None or self.regex is self.json_schema is None,
+                "excludes json_schema and regex")  # fmt: skip
         for name in ("ignore_eos", "min_new_tokens"):
             require(name, not (self.has_grammar and getattr(self, name)),
-                    "excludes json_schema and regex, which say where outputs end")  # fmt: skip
+                    "excludes grammars, which say where outputs end")  # fmt: skip
 
     @property
     def has_grammar(self) -> bool:
         """Whether the output must obey a grammar."""
-        return self.json_schema is not None or self.regex is not None
+        return not (self.json_schema is self.regex is self.ebnf is None)
 
     @property
     def forbids(self) -> bool:

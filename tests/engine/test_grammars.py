@@ -26,7 +26,9 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
     "x-guidance": {"whitespace_flexible": False},
 }
-OBEDIENT = {"regex": REGEX}, {"json_schema": json.dumps(SCHEMA)}
+GBNF = """root ::= "(" word "," word ("," word){1,3} ")"
+word ::= "ab" | "abc" | [0-9]"""
+OBEDIENT = {"regex": REGEX}, {"json_schema": json.dumps(SCHEMA)}, {"ebnf": GBNF}
 
 
 @pytest.fixture(scope="module")
@@ -61,19 +63,24 @@ def rest_of(engine: RolloutEngine, whole: Rollout, asked: SamplingParams, cut: i
 
 def test_outputs_obey_with_drafts_as_without(engine, plain):
     """Twice, so that the second time the corpus knows the outputs and drafts are accepted."""
-    prompts = ["x", "x", "yz"]
-    asked = [params(regex=REGEX), params(temperature=0.8), params(**OBEDIENT[1], top_p=0.9)]
+    prompts = ["x", "x", "yz", "x"]
+    asked = [
+        params(regex=REGEX), params(temperature=0.8), params(**OBEDIENT[1], top_p=0.9),
+        params(ebnf=GBNF),
+    ]  # fmt: skip
     expected = plain.generate(prompts, asked)
     for _ in range(2):
         rollouts = engine.generate(prompts, asked)
         assert numbers(rollouts) == numbers(expected)
     assert sum(rollout.stats.accepted for rollout in rollouts[:4]) > 0
-    assert sum(rollout.stats.accepted for rollout in rollouts[8:]) > 0
+    assert sum(rollout.stats.accepted for rollout in rollouts[8:12]) > 0
     texts = [engine.encoder.decode(rollout.token_ids[:-1]) for rollout in rollouts]  # but the end
     for text, rollout in zip(texts[:4], rollouts, strict=False):
         assert re.fullmatch(REGEX, text)
         assert rollout.finish_reason is FinishReason.STOP
-    for text in texts[8:]:
+    for text in texts[12:]:
+        assert re.fullmatch(r"\((ab|abc|[0-9])(,(ab|abc|[0-9])){2,4}\)", text)
+    for text in texts[8:12]:
         value = json.loads(text)
         assert value["kind"] in ("one", "other")
         assert 2 <= len(value["flags"]) <= 3
@@ -120,6 +127,10 @@ def test_a_rollout_that_was_cut_goes_on_and_its_logprobs_are_those_of_no_grammar
 REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("regex", {"regex": "(a"}),
     ("regex", {"regex": 1}),
+    ("ebnf", {"ebnf": "root ::= (a"}),
+    ("ebnf", {"ebnf": "root ::= nothing"}),
+    ("ebnf", {"ebnf": "root ::= " + "(" * 9000 + '"a"' + ")" * 9000}),
+    ("ebnf", {"ebnf": GBNF, "regex": "a"}),
     ("regex", {"regex": r"[^\x00-\x{10FFFF}]"}),  # no text obeys it
     ("regex", {"regex": "a", "json_schema": "{}"}),
     ("regex", {"regex": "a" * 70_000}),

@@ -26,7 +26,7 @@ def first_stop(request, tokens):
 def test_end_of_sequence_stops_unless_ignored():
     assert first_stop(request_with(), [1, 9, 2]) == (2, FinishReason.STOP)
     assert first_stop(request_with(ignore_eos=True), [1, 9, 2]) == (3, None)
-    assert first_stop(request_with(stop_token_ids=[1]), [0, 1]) == (2, FinishReason.STOP)
+    assert first_stop(request_with(stop_token_ids=[1, 10**30]), [0, 1]) == (2, FinishReason.STOP)
 
 
 @pytest.mark.parametrize("cut", [0, 2, 4, 5, 6])

@@ -24,7 +24,7 @@ PARAMS = [
     {"temperature": 0.9, "repetition_penalty": 1.7},
     {"temperature": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.3},
     {"temperature": 1.0, "logit_bias": {3: 8.0, 7: -100.0}},
-    {"temperature": 1.0, "min_new_tokens": 6, "max_new_tokens": 20},
+    {"temperature": 1.0, "min_new_tokens": 6, "max_new_tokens": 20, "stop_token_ids": [10**30]},
     {"temperature": 1.0, "top_p": 0.7, "repetition_penalty": 0.8, "min_new_tokens": 3},
 ]
 

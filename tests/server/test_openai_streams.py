@@ -75,7 +75,14 @@ def test_outputs_obey_a_grammar_in_every_dialect(live: Live) -> None:
     sampling = {"regex": "(ab|c){3}-d", "max_new_tokens": 20}
     with live.client() as client:
         answer = post(client, "/generate", text="x", sampling_params=sampling)
-    assert re.fullmatch("(ab|c){3}-d", answer["text"])
+        assert re.fullmatch("(ab|c){3}-d", answer["text"])
+        grammar = 'root ::= ("ab" | "c"){3} "-d"'
+        sampling = {"ebnf": grammar, "max_new_tokens": 20}
+        answer = post(client, "/generate", text="x", sampling_params=sampling)
+        assert re.fullmatch("(ab|c){3}-d", answer["text"])
+        for fields in ({"structured_outputs": {"grammar": grammar}}, {"guided_grammar": grammar}):
+            answer = post(client, "/v1/completions", prompt="x", max_tokens=20, **fields)
+            assert answer["choices"][0]["text"].startswith(("ab", "c"))
 
 
 def favouring(text: str) -> dict[int, float]:

@@ -47,7 +47,7 @@ GENERATE = [
 GENERATE_SAMPLING = [
     ("sampling.temperature", {"temperature": -1}),
     ("sampling_params.temperature", {"temperature": "hot"}),
-    ("sampling_params.ebnf", {"ebnf": "x"}),
+    ("sampling.ebnf", {"ebnf": 'root ::= "a"'}),
     ("sampling.regex", {"regex": "a+"}),  # this tokenizer's words have no known bytes
     ("sampling_params.seed", {"seed": 1, "sampling_seed": 2}),
     ("request_seed", {"request_seed": 2**64}),
@@ -77,7 +77,7 @@ COMPLETIONS = [
     ("prompt_logprobs", {"prompt_logprobs": 1, "stream": True}),
     ("stream_options", {"stream_options": {"include_usage": True}}),
     ("include_reasoning", {"include_reasoning": False}),
-    ("structured_outputs.grammar", {"structured_outputs": {"grammar": "root ::= x"}}),
+    ("sampling.ebnf", {"structured_outputs": {"grammar": "root ::= x"}}),
     ("structured_outputs.regex", {"structured_outputs": {"json": {}, "regex": "a"}}),
     ("regex", {"regex": "a", "guided_regex": "a"}),
     ("sampling.regex", {"regex": "a"}),

@@ -28,8 +28,10 @@ class GrammarBody(BaseModel):
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: Listed[str] | None = None
+    guided_grammar: str | None = None
     json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
+    ebnf: str | None = None
 
     @property
     def grammar(self) -> Grammar | None:
@@ -91,6 +93,12 @@ def _regex(pattern: Any, field: str) -> Grammar:
     return "regex", pattern
 
 
+def _ebnf(text: Any, field: str) -> Grammar:
+    if not isinstance(text, str):
+        raise InvalidInputError(field, text, "must be a grammar in GBNF or Lark")
+    return "ebnf", text
+
+
 def _choice(texts: Any, field: str) -> Grammar:
     if not isinstance(texts, list) or not texts or not all(isinstance(each, str) for each in texts):
         raise InvalidInputError(field, texts, "must be a list of texts, at least one")
@@ -101,12 +109,15 @@ _READ: Mapping[str, Callable[[Any, str], Grammar]] = {
     "guided_json": _schema,
     "guided_regex": _regex,
     "guided_choice": _choice,
+    "guided_grammar": _ebnf,
     "json_schema": _schema,
     "regex": _regex,
+    "ebnf": _ebnf,
 }
 _READ_STRUCTURED: Mapping[str, Callable[[Any, str], Grammar]] = {
     "json": _schema,
     "regex": _regex,
     "choice": _choice,
+    "grammar": _ebnf,
     "json_object": lambda asked, field: _schema(_ANY_OBJECT, field),
 }

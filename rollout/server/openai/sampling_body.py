@@ -69,7 +69,7 @@ class SamplingFields(GrammarBody):
         ``asked``: of SamplingParams that the body has beside these fields.
         """
         given = our_fields({name: getattr(self, name) for name in SamplingFields.model_fields})
-        for kind in ("json_schema", "regex"):
+        for kind in ("json_schema", "regex", "ebnf"):
             given.pop(kind, None)
         if self.grammar is not None:
             given |= [self.grammar]

@@ -44,6 +44,7 @@ class SglangSamplingBody(BaseModel):
     bad_words: Listed[str] | None = None
     json_schema: str | None = None
     regex: str | None = None
+    ebnf: str | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     n: int | None = None

@@ -20,7 +20,7 @@ from rollout.server.openai.sampling_body import SamplingFields
 from rollout.server.serving import Serving
 
 _PLAIN_FIELDS = SamplingFields.model_fields.keys() - GrammarBody.model_fields.keys()
-_STRUCTURED = {"json_schema": "json", "regex": "regex"}
+_STRUCTURED = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
 
 
 class TokensBody(ChatBody):

@@ -24,7 +24,7 @@ _REASONS = {"abort": "error"}  # with a status code: what sglang calls one that 
 _SENT = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos", "min_new_tokens",
-    "max_new_tokens", "allowed_token_ids", "bad_words", "json_schema", "regex",
+    "max_new_tokens", "allowed_token_ids", "bad_words", "json_schema", "regex", "ebnf",
 )  # fmt: skip
 
 
