@@ -316,7 +316,7 @@ class RolloutCluster(UpdateCalls):
     def weights_digest(self, selector: str = "all") -> str:
         return self.weights.weights_digest(selector)
 
-    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[float]:
+    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
         return self.replicas.on_one(RolloutEngine.get_weights_by_name, name, truncate_size)
 
     # Corpora

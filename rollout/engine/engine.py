@@ -680,9 +680,10 @@ class RolloutEngine(UpdateCalls):
         return self.weights.digest(selector)
 
     @exclusive
-    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[float]:
-        """The first values of a tensor, flattened. Raises InvalidInputError for an unknown name."""
-        return self.weights.first_values(name, truncate_size)
+    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
+        """The first rows of a tensor, or values of a vector. Raises InvalidInputError for an
+        unknown name."""
+        return self.weights.first_rows(name, truncate_size)
 
     # Corpora
 

@@ -35,6 +35,7 @@ from rollout.weights.source import WeightSource
 from rollout.weights.update_counts import UpdateCounts
 from rollout.weights.update_options import UpdateOptions
 
+_MAX_VALUES = 1 << 24  # of a tensor that is looked at, as they become a list
 _RAISED_BY_ALL = (Exception,)
 """Errors of updates, on whose ends all ranks agree; an interrupt ends the ranks."""
 
@@ -131,11 +132,15 @@ class EngineWeights:
         empty = FlattenedBucket(torch.empty(0, dtype=torch.uint8), BucketLayout(()))
         return PackedBucket.of(next(buckets(tensors.items(), 1 << 62), empty))
 
-    def first_values(self, name: str, count: int) -> list[float]:
+    def first_rows(self, name: str, count: int) -> list[Any]:
         checked_name(name, "name")
         count = checked_int(count, "truncate_size", minimum=1)
         self._worker.weights.require_resident()
         if not any(name in part.weight_loaders() for part in self._worker.weights.parts.values()):
             raise InvalidInputError("name", name, "is no tensor of this model")
-        values = self._read([name])[name]
-        return values.flatten()[:count].float().tolist()
+        rows = self._read([name])[name][:count]
+        if rows.numel() > _MAX_VALUES:
+            raise InvalidInputError(
+                "truncate_size", count, f"must leave at most {_MAX_VALUES} values: ask for fewer"
+            )
+        return rows.float().tolist()

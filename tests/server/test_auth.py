@@ -15,6 +15,8 @@ ADMIN_CALLS = [
     ("POST", "/continue_generation"),
     ("GET", "/flush_cache"),
     ("POST", "/weights_checker"),
+    ("POST", "/drain"),
+    ("POST", "/abort_requests"),
 ]
 VLLM_ADMIN_CALLS = [
     ("POST", "/pause"), ("POST", "/resume"), ("GET", "/is_paused"), ("POST", "/sleep"),

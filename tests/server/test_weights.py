@@ -112,6 +112,9 @@ def test_every_transport_brings_an_update(client, first, second):
     assert "is no group" in refused(client.post("/destroy_weights_update_group", json=GROUP))
     body = {"name": "model.norm.weight", "truncate_size": 3}
     assert client.post("/get_weights_by_name", json=body).json() == [1.0, 1.0, 1.0]
+    name = "model.embed_tokens.weight"
+    rows = client.post("/get_weights_by_name", json={"name": name, "truncate_size": 2}).json()
+    assert rows == second.tensors[name][:2].tolist()
 
 
 def test_a_trainer_of_refused_tensors_is_not_left_waiting(client, first):

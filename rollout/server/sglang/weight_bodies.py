@@ -123,7 +123,7 @@ class InitGroupBody(GroupBody):
 
 
 class TensorByName(Body):
-    """``truncate_size``: the most values to answer with."""
+    """``truncate_size``: the most rows to answer with."""
 
     name: str
     truncate_size: int = Field(100, ge=1, le=10**6)

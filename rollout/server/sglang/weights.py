@@ -17,7 +17,7 @@ import base64
 import binascii
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Query, Request
 
@@ -158,8 +158,8 @@ def routes(serving: Serving) -> APIRouter:
         return await change(serving, leave)
 
     @router.post("/get_weights_by_name")
-    async def get_weights_by_name(body: TensorByName) -> list[float]:
-        """The tensor's first values, flattened."""
+    async def get_weights_by_name(body: TensorByName) -> list[Any]:
+        """The first rows of a matrix, or values of a vector."""
         return await serving.call(
             lambda engine: engine.get_weights_by_name(body.name, body.truncate_size)
         )
