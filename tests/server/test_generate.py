@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollout import SamplingParams
+from rollout.server.sglang.generate_body import _HARMLESS
 from tests.server.conftest import events_of, post
 
 PROMPTS = [[3 + i % 7, 10 + i, 11, 3 + i % 5] for i in range(12)]
@@ -46,6 +47,28 @@ def test_a_batch_is_bitwise_that_of_offline_generation(client, generated):
     assert len(answers) == 36
     for answer, rollout in zip(answers, expected, strict=True):
         same(answer, rollout)
+
+
+def test_fields_without_effect_change_nothing_that_is_answered(client):
+    def answered(**fields):
+        answer = ask(client, input_ids=PROMPTS[0], sampling_params=SAMPLING, **fields)
+        told = ("weight_versions", "finish_reason", "completion_tokens", "prompt_tokens", "seed")
+        meta = {name: answer["meta_info"][name] for name in told}
+        return answer.keys(), answer["meta_info"].keys(), answer["output_ids"], meta
+
+    plain = answered()
+    for name in _HARMLESS:
+        for value in ("nonsense", True, 7, ["x"]):
+            assert answered(**{name: value}) == plain, name
+
+
+@pytest.mark.parametrize("scored", [{}, {"return_logprob": True, "logprob_start_len": 0}])
+def test_a_prompt_that_nothing_is_generated_for_is_cached(client, scored):
+    prompt = [(7 * i + 3 * len(scored)) % 60 + 3 for i in range(40)]
+    answer = ask(client, input_ids=prompt, sampling_params={"max_new_tokens": 0}, **scored)
+    assert answer["meta_info"]["completion_tokens"] == 0
+    after = ask(client, input_ids=[*prompt, 5], sampling_params=SAMPLING)
+    assert after["meta_info"]["cached_tokens"] >= len(prompt) - 1
 
 
 def test_a_sample_can_be_asked_for_alone_and_from_its_middle(client, generated):

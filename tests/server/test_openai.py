@@ -41,7 +41,10 @@ def test_a_completion_is_the_rollout(live: Live, offline: RolloutEngine) -> None
     assert choice.finish_reason == "length"
     assert choice.weight_versions == [[0, 0, 24]]
     assert answer.system_fingerprint == "weights-0"
-    assert answer.metadata == {"weight_version": "0", "weight_versions": [[0, 0, 24]]}
+    assert answer.metadata == {
+        "weight_version": "0",
+        "weight_versions": [{"version": "0", "start": 0, "end": 24}],
+    }
     # Equal, not close: a float passes through JSON unchanged
     assert choice.logprobs.token_logprobs == expected.logprobs
     for place, top in enumerate(choice.logprobs.top_logprobs):

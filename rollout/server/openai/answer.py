@@ -21,6 +21,7 @@ from rollout.server.openai.logprobs import LogprobWriter, TokenSpelling
 from rollout.server.openai.sampling_body import OpenAISamplingBody
 from rollout.server.respond import respond
 from rollout.server.serving import Serving
+from rollout.server.sglang.meta_info import version_spans
 from rollout.server.streams import Delta, DeltaStream, SampleRequest, with_rid
 from rollout.server.text_stream import TextStreams
 from rollout.types import EmittedTokens, FinishReason, Rollout
@@ -67,8 +68,10 @@ class Heading:
     model: str
 
     @classmethod
-    def new(cls, prefix: str, kind: str, model: str) -> Heading:
-        return cls(f"{prefix}-{uuid.uuid4().hex}", kind, int(time.time()), model)
+    def new(cls, prefix: str, kind: str, model: str, request_id: str | None) -> Heading:
+        """``request_id``: the client's name for the call; None: a new one."""
+        name = uuid.uuid4().hex if request_id is None else request_id
+        return cls(f"{prefix}-{name}", kind, int(time.time()), model)
 
     def over(
         self, choices: list[dict[str, Any]], weight_versions: Iterable[int], **fields: Any
@@ -170,7 +173,7 @@ class Answer(ABC, Generic[BodyType]):
         first = rollouts[0].weight_versions
         metadata = {
             "weight_version": str(first[-1]) if first else None,
-            "weight_versions": [list(span) for span in rollouts[0].weight_version_spans],
+            "weight_versions": version_spans(rollouts[0]),
         }
         return self.heading.over(
             choices, _versions(rollouts), usage=usage, metadata=metadata, **self.answer_fields()
@@ -218,7 +221,7 @@ class Answer(ABC, Generic[BodyType]):
         }
 
     async def respond(self, request: Request, serving: Serving) -> Response:
-        samples = with_rid(self.samples, self.body.rid)
+        samples = with_rid(self.samples, self.body.rid or self.body.request_id)
         parts = self.parts if self.body.stream else None
         return await respond(request, serving, samples, self.whole, parts)
 

@@ -173,7 +173,7 @@ class ChatResponder:
             )
             scored = await while_connected(request, scoring)
         answer = ChatAnswer(
-            heading=Heading.new("chatcmpl", "chat.completion", serving.model_name),
+            heading=Heading.new("chatcmpl", "chat.completion", serving.model_name, body.request_id),
             body=body,
             samples=[
                 SampleRequest(prompt_ids=prompt_ids, params=params, sample_index=index)

@@ -183,7 +183,7 @@ def routes(serving: Serving) -> APIRouter:
         serving.require_batch(body.num_samples * len(body.prompts), "n")
         samples = await _samples(serving, body)
         answer = CompletionAnswer(
-            heading=Heading.new("cmpl", "text_completion", serving.model_name),
+            heading=Heading.new("cmpl", "text_completion", serving.model_name, body.request_id),
             body=body,
             samples=samples,
             echoes=await while_connected(request, _echoes(serving, body, samples)),

@@ -15,8 +15,7 @@ from rollout.types import SamplingParams
 HARMLESS = frozenset(
     {
         # Who asks, and how it is billed and stored
-        "user", "store", "metadata", "service_tier", "safety_identifier", "request_id",
-        "session_id",
+        "user", "store", "metadata", "service_tier", "safety_identifier", "session_id",
         # Caches and scheduling: no token depends on them
         "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_salt",
         "priority", "stream_interval",
@@ -91,6 +90,7 @@ class OpenAISamplingBody(SamplingFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     rid: Rid | None = None
+    request_id: Rid | None = Field(None, description="the answer's id, and vLLM's name of rid")
 
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = Field(None, description="sglang's name of the same")

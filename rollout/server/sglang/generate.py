@@ -145,6 +145,9 @@ class Generator:
                     logprob_token_ids=item.params.logprob_token_ids,
                 )
                 logprobs, extras = await self._serving.score(known, scored, params)
+        elif not item.generates and len(item.prompt_ids) > 1:
+            # Nothing is asked for but that the prompt is in the cache from now on.
+            await self._serving.score(item.prompt_ids[:-1], item.prompt_ids[-1:], SamplingParams())
         return self._writer.prompt_logprobs(item, logprobs, extras)
 
     async def _weight_version(

@@ -30,8 +30,7 @@ _HARMLESS = frozenset(
         "data_parallel_rank", "disagg_prefill_dp_rank", "extra_key", "priority", "routed_dp_rank",
         "routing_key", "session_id",
         # How it is logged
-        "external_trace_header", "log_metrics", "no_logs", "return_bytes",
-        "use_audio_in_video",
+        "external_trace_header", "log_metrics", "no_logs",
     }
 )  # fmt: skip
 

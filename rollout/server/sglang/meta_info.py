@@ -48,10 +48,7 @@ class MetaInfoWriter:
             **self.meta(asked, rollout.sample_index, versions or [weight_version], count),
             "finish_reason": self._finish_reason(asked, rollout),
             "cached_tokens": stats.cached_tokens,
-            "weight_versions": [
-                {"version": str(version), "start": start, "end": end}
-                for version, start, end in rollout.weight_version_spans
-            ],
+            "weight_versions": version_spans(rollout),
             "num_retractions": stats.preemptions,
             "request_seed": rollout.seed,
             "spec_verify_ct": stats.verify_steps,
@@ -132,6 +129,14 @@ class MetaInfoWriter:
     def _matched(self, asked: MetaInfoOptions, rollout: Rollout) -> int | str:
         """The stop string, or the last token, that ended it."""
         return matched_stop(asked.params, rollout.token_ids, self._encoder.decode_with_specials)
+
+
+def version_spans(rollout: Rollout) -> list[dict[str, Any]]:
+    """The weight version of each stretch of a rollout's tokens."""
+    return [
+        {"version": str(version), "start": start, "end": end}
+        for version, start, end in rollout.weight_version_spans
+    ]
 
 
 def _sampling_mask(asked: MetaInfoOptions, extras: TokenExtras) -> dict[str, Any]:

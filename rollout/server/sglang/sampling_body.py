@@ -12,12 +12,7 @@ from rollout.sampling.parameter_names import our_fields
 from rollout.server.body_fields import Biases, Listed, biases_by_id, refuse_unknown
 from rollout.types import SamplingParams
 
-_HARMLESS_SAMPLING = frozenset(
-    {
-        "spaces_between_special_tokens",  # the tokenizer's own spacing stays
-        "stream_interval",  # events come as often as the reader takes them
-    }
-)
+_HARMLESS_SAMPLING = frozenset({"stream_interval"})  # events come as the reader takes them
 _GREEDY_BELOW = 1e-6  # as temperatures that small are taken there
 _MAX_TOP_K = 2**30  # a whole vocabulary, however large
 

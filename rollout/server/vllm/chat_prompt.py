@@ -66,7 +66,7 @@ def routes(serving: Serving) -> APIRouter:
         if body.logprobs:
             sampling["logprobs"] = params.top_logprobs
         return {
-            "request_id": Heading.new("chatcmpl", "", serving.model_name).id,
+            "request_id": Heading.new("chatcmpl", "", serving.model_name, body.request_id).id,
             "token_ids": prompt_ids,
             "features": None,
             "sampling_params": sampling,
