@@ -9,6 +9,9 @@ al. 2024) has a network for each token ahead. Row i of runner k joins token i + 
 state of position i: the target's for runner 0, that of runner k - 1 after it. It tells of token
 i + k + 2. So every runner reads a sequence of its own, and has keys and values of its own.
 
+A block draft (DFlash, Chen et al. 2026) is a chain of one that reads known positions alike, and
+proposes a whole tree in one forward (`block_proposer.py`).
+
 Below the known tokens a tree's nodes stand in for those that follow (`draft_levels.py`). They go
 into scratch slots; when the true tokens are known those positions are run again.
 
@@ -31,6 +34,7 @@ from rollout.ops.transfers import upload
 from rollout.runner.graphs.graph_runner import GraphRunner
 from rollout.types import Batch, DraftTrees, MemoryTag, Request, Scheduled
 from spec_workers.draft_tree import only_roots, spread
+from spec_workers.neural.block_proposer import BlockProposer
 from spec_workers.neural.draft_extend import DraftExtension
 from spec_workers.neural.draft_kv import DraftKv
 from spec_workers.neural.draft_levels import DraftLevels
@@ -82,7 +86,10 @@ class NeuralDrafter:
         self._device = first.device
         self._num_steps = num_steps
         self._topk = topk
-        rows, nodes_per_tree = target.memory.req_to_token.max_rows, topk * (num_steps - 1)
+        rows, nodes_per_tree = (
+            target.memory.req_to_token.max_rows,
+            first.spec.nodes_per_tree(num_steps, topk),
+        )
         with target.memory_saver.regions.region(MemoryTag.KV_CACHE):
             kvs = [
                 DraftKv(
@@ -223,7 +230,8 @@ class NeuralDrafter:
             num_steps=self._num_steps,
             on_host=on_host,
         )
-        return TreeProposer(
+        make = BlockProposer if self.runners[0].model.spec.block_size > 1 else TreeProposer
+        return make(
             levels,
             self._guesser,
             topk=self._topk,
