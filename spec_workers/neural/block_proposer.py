@@ -91,7 +91,7 @@ class BlockProposer(TreeProposer):
         hidden_TE = runner.run_block(
             inputs["block_ids"], inputs["block_positions"], inputs["block_slots"], plan
         )
-        hidden_PLE = hidden_TE.unflatten(0, (trees, -1))[:, 1 : 1 + levels]
+        hidden_PLE = hidden_TE.unflatten(0, (trees, 1 + self._num_steps))[:, 1 : 1 + levels]
         index_R = torch.arange(trees * levels, device=hidden_TE.device)
         logits_RD = runner.logits(hidden_PLE.flatten(0, 1))
         found = self._guesser.children(logits_RD, inputs, index_R // levels, index_R % levels)

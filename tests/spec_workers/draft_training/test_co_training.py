@@ -155,7 +155,9 @@ def test_engines_and_settings_that_cannot_be_are_refused(setting, tmp_path):
     unrecorded = drafting_engine(setting.target, setting.draft, feature_ring=None)
     with pytest.raises(InvalidInputError, match="feature_ring"):
         CoTrainer(unrecorded, CONFIG)
-    with pytest.raises(InvalidInputError, match=r"engine='\w*Worker': must run an EAGLE-3 draft"):
+    with pytest.raises(
+        InvalidInputError, match=r"engine='\w*Worker': must run an EAGLE-3 or block draft"
+    ):
         CoTrainer(RolloutEngine.from_pretrained(setting.target, spec="none"), CONFIG)
     normed = save_tiny_eagle3(tmp_path, setting.target, options={"norm_before_fc": True})
     with pytest.raises(InvalidInputError, match="other weights"):
