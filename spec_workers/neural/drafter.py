@@ -255,13 +255,14 @@ class NeuralDrafter:
         rows_G = np.array([entry.request.row for entry in entries], dtype=np.int64)
         ends_G = np.array([entry.end for entry in entries], dtype=np.int64)
         sizes_G = np.array([len(entry.draft_slots) for entry in entries], dtype=np.int64)
+        reach_G = self._reach(entries, rows_G, ends_G)
         return TreesToGrow(
             batch=batch,
             entries_G=growing,
             rows_G=rows_G,
             ends_G=ends_G,
-            sizes_G=np.minimum(sizes_G, self.max_draft_tokens),
-            depths_G=np.minimum(sizes_G, self._reach(entries, rows_G, ends_G)),
+            sizes_G=np.where(reach_G > 0, np.minimum(sizes_G, self.max_draft_tokens), 0),
+            depths_G=np.minimum(sizes_G, reach_G),
             floor=floor,
         )
 
@@ -270,14 +271,15 @@ class NeuralDrafter:
     ) -> NDArray[np.int64]:
         """Levels that each tree can have; their rows are followed from now on.
 
-        Below its first level a tree needs something to attend to, and in a chain the hidden state
-        that its first nodes take of the runner before.
+        Below its first level a tree needs something to attend to, a block's from the first on; and
+        in a chain the hidden state that its first nodes take of the runner before.
         """
         tokens_G = [entry.request.tokens for entry in entries]
         if len(self.runners) == 1:
             kv = self.runners[0].kv
             kv.follow(rows_G, ends_G - 1, tokens_G)
-            return np.where(kv.lens_Q[rows_G] > 0, self._num_steps, 1)
+            alone = 1 if self.runners[0].model.spec.block_size == 1 else 0
+            return np.where(kv.lens_Q[rows_G] > 0, self._num_steps, alone)
         last_GK = self._state.last([entry.request for entry in entries])
         reach_G = np.ones(len(entries), dtype=np.int64)
         goes_on_G = np.ones(len(entries), dtype=bool)
