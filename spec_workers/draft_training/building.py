@@ -114,7 +114,8 @@ def load_draft(folder: Path, embed: Embed) -> TrainableDraft:
     offsets_D = checkpoint.read("d2t")
     token_ids_D = (offsets_D + torch.arange(len(offsets_D))).sort()
     vocabulary = DraftVocabulary(token_ids_D.values, config["vocab_size"])
-    draft = _network(config, vocabulary, embed)
+    qk_norm = any(name.endswith("q_norm.weight") for name in checkpoint.tensors)
+    draft = _network(config, vocabulary, embed, qk_norm=qk_norm)
     tensors = {name: tensor.float() for name, tensor in checkpoint if name not in _TABLES}
     head = tensors.get("lm_head.weight")
     if head is not None:  # its rows are in the order of d2t
@@ -132,11 +133,17 @@ def _feature_layers(target: ModelSpec) -> list[int]:
 
 
 def _network(
-    config: Mapping[str, Any], vocabulary: DraftVocabulary, embed: Embed
+    config: Mapping[str, Any],
+    vocabulary: DraftVocabulary,
+    embed: Embed,
+    *,
+    qk_norm: bool = False,
 ) -> TrainableDraft:
     """An untrained network. ``config``: the fields of its config.json."""
     layer = {"num_hidden_layers": 1} | dict(config) | {"architectures": ["LlamaForCausalLM"]}
-    spec = replace(ModelSpec.of(layer), qkv_bias=False, o_bias=False, mlp_bias=False)
+    spec = replace(
+        ModelSpec.of(layer), qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=qk_norm
+    )
     shared = {name: value for name, value in config.items() if name != "architectures"}
     if block := config.get("dflash_config"):
         features = AuxHiddenStates(layers=tuple(layer + 1 for layer in block["target_layer_ids"]))
