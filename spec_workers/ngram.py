@@ -57,9 +57,8 @@ class NgramWorker(SpecWorker):
         return self._draft_corpus
 
     def prepare(self, batch: Batch) -> None:
-        self._draft_corpus.begin_step(
-            [entry.request for entry in batch.entries], self.weights.version
-        )
+        requests = (entry.request for entry in batch.entries)
+        self._draft_corpus.begin_step(requests, self.weights.version)
         if self.budget.is_open:
             self._feed.catch_up(entry.request for entry in batch.entries if entry.samples)
 

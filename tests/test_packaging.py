@@ -16,7 +16,7 @@ PACKAGES = ("rollout", "spec_workers", "ngram_native")
 EXTRAS = set(PROJECT["project"]["optional-dependencies"])
 IMAGES = sorted((ROOT / "docker").iterdir())
 WORKFLOW = ROOT / ".github" / "workflows" / "package.yml"
-INSTALL = ROOT / "docs" / "install.md"
+INSTALL = ROOT / "docs" / "index.md"
 
 
 def test_torch_is_the_one_that_is_tested():

@@ -105,9 +105,8 @@ class ChatTemplate:
             raise InvalidInputError(
                 field, messages, "the tokenizer has no chat template; send text"
             )
-        own = inspect.signature(self._tokenizer.apply_chat_template).parameters
         for name in chat_template_kwargs or {}:
-            if name in own:
+            if name in inspect.signature(self._tokenizer.apply_chat_template).parameters:
                 raise InvalidInputError(
                     "chat_template_kwargs",
                     name,

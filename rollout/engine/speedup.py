@@ -21,9 +21,6 @@ _LEAST_SHOWN = 0.01  # of a run's time: less than is printed
 _NARROW = 0.05  # half of an interval which rules out a speedup that matters
 _LONGEST = 2.0  # times the pace: more of a step's time is the machine's doing
 
-_IDLE_EVERY = 8
-"""One in so many plain steps is looked at while nothing is drafted, as looking takes time too."""
-
 
 class PlainPace:
     """The ratio of measured to predicted time of plain steps, and the time that drafts saved by it.
@@ -36,7 +33,6 @@ class PlainPace:
     def __init__(self) -> None:
         self.ratio = 1.0  # milliseconds of plain decoding for one predicted, at the last plain step
         self._seen = 0  # plain steps
-        self._passed = 0  # plain steps since the last one that was looked at
         self._squares = 0.0  # of differences of neighbours, halved
         self._saved_ms = 0.0  # predicted, by all drafting steps
         self._pending_ms = 0.0  # that since the last plain step
@@ -52,10 +48,6 @@ class PlainPace:
 
         Returns the milliseconds by which this changes what was saved since the plain step before.
         """
-        self._passed += 1
-        if not self._pending_ms and self._seen > _FEWEST and self._passed < _IDLE_EVERY:
-            return 0.0
-        self._passed = 0
         ratio = self.bounded(took_ms, predicted_ms) / predicted_ms
         change = ratio - self.ratio
         if self._seen:

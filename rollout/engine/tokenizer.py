@@ -51,6 +51,16 @@ class PromptEncoder:
         return bos is not None and self.tokenizer("")["input_ids"][:1] == [bos]
 
     @cached_property
+    def _backend(self) -> Any | None:
+        """The tokenizer below transformers' own, which encodes twice as fast; None: there is none.
+
+        A first use of transformers' drops a truncation that the tokenizer's file asks for.
+        """
+        assert self.tokenizer is not None
+        self.tokenizer("", add_special_tokens=False)
+        return self.tokenizer.backend_tokenizer if self.tokenizer.is_fast else None
+
+    @cached_property
     def _text_bound(self) -> MinTokenCount | None:
         return MinTokenCount.of(self.tokenizer)
 
@@ -109,6 +119,32 @@ class PromptEncoder:
         else:
             ids = _integers(prompt, field)
         return self._checked(ids, prompt, field)
+
+    def encode_all(self, prompts: Sequence[Prompt]) -> list[list[int] | InvalidInputError]:
+        """What `encode` returns or raises for each of many prompts: their texts are encoded by one
+        call of the tokenizer, on all cores, which lets other threads run."""
+        found: list[list[int] | InvalidInputError] = [[] for _ in prompts]
+        texts: dict[bool, dict[int, str]] = {True: {}, False: {}}  # by add_special_tokens
+        for number, prompt in enumerate(prompts):
+            is_chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
+            try:
+                if not is_chat and not (isinstance(prompt, str) and prompt):
+                    found[number] = self.encode(prompt)
+                    continue
+                text = self.render_chat(prompt, "prompt") if is_chat else str(prompt)
+                self._need_tokenizer("prompt", prompt)
+                _require_encodable(text, "prompt")
+                texts[not is_chat][number] = text
+            except InvalidInputError as error:
+                found[number] = error
+        for add_special_tokens, numbered in texts.items():
+            encoded = self._encode_texts([*numbered.values()], add_special_tokens)
+            for number, ids in zip(numbered, encoded, strict=True):
+                try:
+                    found[number] = self._checked(ids, prompts[number], "prompt")
+                except InvalidInputError as error:
+                    found[number] = error
+        return found
 
     def render_chat(self, messages: Any, field: str = "messages", **options: Any) -> str:
         """The text of a prompt for a list of messages; ``options``: those of `ChatTemplate.render`.
@@ -181,12 +217,26 @@ class PromptEncoder:
     def _encode_text(
         self, text: str, field: str, max_tokens: int | None, add_special_tokens: bool
     ) -> list[int]:
-        tokenizer = self._need_tokenizer(field, text)
+        self._need_tokenizer(field, text)
         self._check_text(text, field, max_tokens)
-        ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
-        if add_special_tokens and self._adds_bos and text.startswith(tokenizer.bos_token):
-            del ids[0]  # text of a chat template begins with its own
-        return ids
+        return self._encode_texts([text], add_special_tokens)[0]
+
+    def _encode_texts(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        if not texts:
+            return []
+        tokenizer = self.tokenizer
+        assert tokenizer is not None
+        found: list[list[int]]
+        if self._backend is None:
+            found = tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
+        else:
+            encoded = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+            found = [each.ids for each in encoded]
+        if add_special_tokens and self._adds_bos:
+            for text, ids in zip(texts, found, strict=True):
+                if text.startswith(tokenizer.bos_token):
+                    del ids[0]  # text of a chat template begins with its own
+        return found
 
     def _check_text(self, text: str, field: str, max_tokens: int | None) -> None:
         _require_encodable(text, field)

@@ -103,6 +103,11 @@ class KVCacheManager:
         self._accepted = np.zeros(num_slots + 1, dtype=bool)  # reserved ones now in req_to_token
 
     @property
+    def shares_unfinished(self) -> bool:
+        """Whether others can use a part of a prompt before all of it is computed."""
+        return self.shares_prefixes and not self.layer_slots.limits_prefixes
+
+    @property
     def obtainable(self) -> int:
         """Slots that are free or evictable, so that no running request has to give any."""
         return self.slots.available + self.prefix_cache.evictable

@@ -6,7 +6,6 @@ import logging
 import signal
 import threading
 import time
-from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -26,9 +25,9 @@ from rollout.offline.job_corpus import JobCorpus
 from rollout.offline.output import RolloutOutput, output_lock
 from rollout.offline.output_rows import rollout_columns
 from rollout.offline.paths import JobPaths
-from rollout.offline.progress import JobProgress, loading_model
-from rollout.offline.prompt_check import CheckedPrompts, check_rows
-from rollout.offline.prompt_tokens import check_tokens
+from rollout.offline.progress import JobProgress, loading_model, reading_prompts
+from rollout.offline.prompt_check import check_rows
+from rollout.offline.prompt_tokens import TokenizedPrompts
 from rollout.offline.prompts import PromptFile, PromptRow
 from rollout.offline.run_log import RunLog
 from rollout.offline.summary import JobResult, JobStatus, Summary
@@ -97,7 +96,8 @@ def _run(config: RunConfig, console: Console, opened: OpenEngine) -> JobResult:
     with ExitStack() as at_end:
         file = PromptFile(config.data)
         columns = rollout_columns(config.output, config.sampling)
-        prompts = check_rows(file, config.data.on_error, path, columns)
+        with reading_prompts(console) as read:
+            prompts = check_rows(file, config.data.on_error, path, columns, read)
         at_end.enter_context(output_lock(path))
         output = RolloutOutput(
             paths, config.output, config.sampling, fingerprint(config, file.sha256)
@@ -109,7 +109,7 @@ def _run(config: RunConfig, console: Console, opened: OpenEngine) -> JobResult:
         with loading_model(console, config.model.path) as progress:
             engine = opened(progress)
         at_end.callback(engine.close)
-        tokens = check_tokens(prompts, engine, config)
+        tokens = TokenizedPrompts(prompts, engine, config)
         at_end.callback(output.close)
         output.open(prompts)
         corpus = JobCorpus(engine, paths, config.output.corpus_seconds)
@@ -120,7 +120,6 @@ def _run(config: RunConfig, console: Console, opened: OpenEngine) -> JobResult:
         summary = Summary(
             output=path,
             resumed=output.num_done,
-            skipped_prompts=len(prompts.skipped),
             replicas=config.cluster.replicas,
             log=paths.log,
             remedy=_empty_remedy(config.data.chat_template),
@@ -130,8 +129,9 @@ def _run(config: RunConfig, console: Console, opened: OpenEngine) -> JobResult:
             RunLog(config, paths, engine) as run_log,
             JobProgress(console, total, output.num_done, config.log.seconds) as progress,
         ):
-            job = _Job(config, engine, prompts, tokens, output, corpus, summary)
+            job = _Job(config, engine, tokens, output, corpus, summary)
             job.generate(stop, run_log, progress)
+            summary.skipped_prompts = len(prompts.skipped)
             if job.failed:
                 raise RolloutError(
                     f"{len(job.failed)} rollouts failed, the first at {job.failed[0]}; the "
@@ -163,8 +163,7 @@ class _Job:
         self,
         config: RunConfig,
         engine: Engine,
-        prompts: CheckedPrompts,
-        tokens: list[array[int]],
+        tokens: TokenizedPrompts,
         output: RolloutOutput,
         corpus: JobCorpus,
         summary: Summary,
@@ -174,19 +173,22 @@ class _Job:
         self._output = output
         self._corpus = corpus
         self._summary = summary
-        self._missing = self._missing_samples(prompts, tokens)
+        self._missing = self._missing_samples(tokens)
         self._max_submitted = _QUEUED_PER_RUNNING * engine.max_running
         self._submitted: dict[tuple[int, int], _Submitted] = {}
         self.failed: list[str] = []
 
     def _missing_samples(
-        self, prompts: CheckedPrompts, tokens: list[array[int]]
+        self, tokens: TokenizedPrompts
     ) -> Iterator[tuple[PromptRow, list[int], int]]:
         """Row, token ids and sample index of what is still to be made, prompt by prompt."""
-        for row, token_ids in zip(prompts.rows(), tokens, strict=True):
-            for sample_index in range(self._params.n):
-                if not self._output.has(row.index, sample_index):
-                    yield row, token_ids.tolist(), sample_index
+        for row, token_ids in tokens.rows(lambda row: not self._missing_of(row)):
+            for sample_index in self._missing_of(row):
+                yield row, token_ids.tolist(), sample_index
+
+    def _missing_of(self, row: PromptRow) -> list[int]:
+        """The samples of a prompt that are not in the output."""
+        return [each for each in range(self._params.n) if not self._output.has(row.index, each)]
 
     def generate(self, stop: StopSignals, run_log: RunLog, progress: JobProgress) -> None:
         started = time.perf_counter()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Self
 
 import rich
@@ -62,6 +62,27 @@ def loading_model(console: Console, path: str) -> Iterator[LoadProgress]:
         yield lambda done, total: status.update(
             f"loading {escape(path)}: {done / 2**20:,.0f} of {total / 2**20:,.0f} MiB"
         )
+
+
+@contextmanager
+def reading_prompts(console: Console) -> Iterator[Callable[[int], None]]:
+    """Says how many prompts are read: each second on a terminal, else from the first on, ever more
+    seldom."""
+    started, shown_at = time.perf_counter(), 0.0
+    with console.status("reading prompts") if console.is_terminal else nullcontext() as status:
+
+        def tell(num_rows: int) -> None:
+            nonlocal shown_at
+            seconds = time.perf_counter() - started
+            if seconds < max(1.0, 2 * shown_at if status is None else shown_at + 0.2):
+                return
+            shown_at = seconds
+            if status is None:
+                log.info("reading prompts: %s", f"{num_rows:,}")
+            else:
+                status.update(f"reading prompts: {num_rows:,}")
+
+        yield tell
 
 
 class JobProgress:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -43,9 +43,17 @@ class CheckedPrompts:
 
 
 def check_rows(
-    file: PromptFile, on_error: OnError, output: Path, reserved: Collection[str]
+    file: PromptFile,
+    on_error: OnError,
+    output: Path,
+    reserved: Collection[str],
+    progress: Callable[[int], None] = lambda num_rows: None,
 ) -> CheckedPrompts:
-    """Check every row of the file. ``reserved`` are columns the output has of its own.
+    """Check every row of the file.
+
+    Args:
+        reserved: columns the output has of its own.
+        progress: told how many rows are read, now and then.
 
     Raises InvalidInputError for broken rows, unless they are skipped, for a column that would be
     there twice, and for a file without prompts.
@@ -55,6 +63,8 @@ def check_rows(
     broken: list[BrokenRow] = []
     for row in file.rows():
         checked.num_rows += 1
+        if checked.num_rows % _ROWS_PER_MERGE == 0:
+            progress(checked.num_rows)
         if isinstance(row, BrokenRow):
             broken.append(row)
             continue

@@ -1,60 +1,127 @@
-"""The prompts' token ids: text by the chat template or as it stands, checked before any work."""
+"""The prompts' token ids, a block at a time: text by the chat template or as it stands."""
 
 from __future__ import annotations
 
 import logging
 from array import array
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from itertools import islice
+from typing import NamedTuple
 
 from rollout.engine.protocol import Engine
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.errors import InvalidInputError, OutOfMemoryError
 from rollout.offline.config import ChatTemplateMode, RunConfig
 from rollout.offline.prompt_check import CheckedPrompts, handle_broken
-from rollout.offline.prompts import BrokenRow
+from rollout.offline.prompts import BrokenRow, PromptRow
 from rollout.types import Prompt, SamplingParams
 
 log = logging.getLogger(__name__)
 
+_BLOCK = 4096  # rows that are encoded together
+_FIRST = 16_384  # rows that are checked before anything is generated
+_AHEAD = 2  # blocks that are encoded meanwhile
 
-def check_tokens(checked: CheckedPrompts, engine: Engine, config: RunConfig) -> list[array[int]]:
-    """Check what takes a tokenizer and the sizes of model and memory.
 
-    Logs how the prompts were encoded, and how many of them leave too little of the context.
-    Returns the token ids of ``checked.rows()``: they are what runs. Raises as `check_rows` does.
+class TokenizedRow(NamedTuple):
+    """A row and its token ids, which are what runs."""
+
+    row: PromptRow
+    token_ids: array[int]
+
+
+class TokenizedPrompts:
+    """The rows of prompts with their token ids, encoded on a thread ahead of who reads them.
+
+    Checks what takes a tokenizer and the sizes of model and memory: of the first 16,384 rows when
+    it is made, of later ones when they are read. Raises as `check_rows` does.
     """
-    broken = []
-    tokens: list[array[int]] = []
-    rows = RowEncoder(engine.encoder, config.data.chat_template)
-    encoded: Counter[str] = Counter()  # what was done -> prompts
-    num_cut = 0
-    for row in checked.rows():
-        try:
-            token_ids, done = rows.encode(row.prompt)
-            num_cut += not _check_fits(engine, token_ids, config.sampling)
-        except OutOfMemoryError as error:
-            # Never skipped: the output must not depend on how much memory was free.
-            raise OutOfMemoryError(f"{row.where}: {error}") from error
-        except InvalidInputError as error:
-            if error.field.startswith("sampling."):
-                raise
-            broken.append(BrokenRow(row.index, row.where, str(error)))
-        else:
-            tokens.append(array("i", token_ids))
-            encoded[done] += 1
-    handle_broken(broken, checked, config.data.on_error)
-    shown = [f"{count} of {done}" for done, count in encoded.items()]
-    log.info("prompts: %s", "; ".join(shown) if len(shown) > 1 else next(iter(encoded)))
-    if num_cut:
-        limit = "model.max_context_len" if config.model.max_context_len else "the model's limit"
+
+    def __init__(self, checked: CheckedPrompts, engine: Engine, config: RunConfig) -> None:
+        """Logs how the first prompts were encoded."""
+        self._checked = checked
+        self._engine = engine
+        self._config = config
+        self._encoder = RowEncoder(engine.encoder, config.data.chat_template)
+        self._longest_fitting = 0  # tokens that leave room for all that may be generated
+        self._is_cut = False  # whether some prompt leaves less
+        self._rows = checked.rows()
+        encoded: Counter[str] = Counter()  # what was done -> prompts
+        self._first = self._usable(self._encoded(_FIRST), encoded)
+        shown = [f"{count} of {done}" for done, count in encoded.items()]
+        log.info("prompts: %s", "; ".join(shown) if len(shown) > 1 else next(iter(encoded)))
+
+    def rows(
+        self, is_done: Callable[[PromptRow], bool] = lambda row: False
+    ) -> Iterator[TokenizedRow]:
+        """The good rows, in file order, but for those that are done; once."""
+        yield from (each for each in self._first if not is_done(each.row))
+        self._first = []
+        self._rows = (row for row in self._rows if not is_done(row))
+        with ThreadPoolExecutor(1, "prompt tokens") as thread:
+            blocks = deque(thread.submit(self._encoded, _BLOCK) for _ in range(_AHEAD))
+            while block := blocks.popleft().result():
+                blocks.append(thread.submit(self._encoded, _BLOCK))
+                yield from self._usable(block, Counter())
+
+    def _encoded(self, most: int) -> list[_Encoded]:
+        """The next rows, and how each was encoded or why it cannot be."""
+        rows = [*islice(self._rows, most)]
+        encoded = self._encoder.encode_all([row.prompt for row in rows])
+        return [_Encoded(row, *each) for row, each in zip(rows, encoded, strict=True)]
+
+    def _usable(self, block: list[_Encoded], encoded: Counter[str]) -> list[TokenizedRow]:
+        """The rows that can run. Raises for others, or has them skipped."""
+        usable, broken, num_cut = [], [], 0
+        for row, ids, done in block:
+            try:
+                if isinstance(ids, InvalidInputError):
+                    raise ids
+                num_cut += not self._fits(ids)
+            except OutOfMemoryError as error:
+                # Never skipped: the output must not depend on how much memory was free.
+                raise OutOfMemoryError(f"{row.where}: {error}") from error
+            except InvalidInputError as error:
+                if error.field.startswith("sampling."):
+                    raise
+                broken.append(BrokenRow(row.index, row.where, str(error)))
+            else:
+                usable.append(TokenizedRow(row, array("i", ids)))
+                encoded[done] += 1
+        handle_broken(broken, self._checked, self._config.data.on_error)
+        if num_cut and not self._is_cut:
+            self._is_cut = True
+            self._warn_of_cut(num_cut, len(block))
+        return usable
+
+    def _fits(self, ids: list[int]) -> bool:
+        """Whether all that may be generated fits behind these tokens; asked of the longest yet."""
+        if len(ids) <= self._longest_fitting:
+            return True
+        fits = _check_fits(self._engine, ids, self._config.sampling)
+        if fits:
+            self._longest_fitting = len(ids)
+        return fits
+
+    def _warn_of_cut(self, num_cut: int, num_rows: int) -> None:
+        limit = (
+            "model.max_context_len" if self._config.model.max_context_len else "the model's limit"
+        )
         log.warning(
             "%d of %d prompts leave room for fewer than sampling.max_new_tokens=%d tokens in the "
             "context of %d (%s): their rollouts end where it is full",
-            num_cut, checked.num_prompts, config.sampling.max_new_tokens, engine.max_context_len,
+            num_cut, num_rows, self._config.sampling.max_new_tokens, self._engine.max_context_len,
             limit,
         )  # fmt: skip
-    return tokens
+
+
+class _Encoded(NamedTuple):
+    row: PromptRow
+    token_ids: list[int] | InvalidInputError
+    done: str
 
 
 class RowEncoder:
@@ -71,10 +138,13 @@ class RowEncoder:
                 "model.tokenizer=FOLDER names a tokenizer that has one",
             )  # fmt: skip
 
-    def encode(self, prompt: Prompt) -> tuple[list[int], str]:
-        """Token ids, and what was done, for the user. Raises what `PromptEncoder.encode` does."""
-        encoded, done = self._as_encoded(prompt)
-        return self._encoder.encode(encoded), done
+    def encode_all(
+        self, prompts: Sequence[Prompt]
+    ) -> list[tuple[list[int] | InvalidInputError, str]]:
+        """Token ids, or why there are none, and what was done, for the user."""
+        as_encoded = [self._as_encoded(prompt) for prompt in prompts]
+        ids = self._encoder.encode_all([prompt for prompt, _ in as_encoded])
+        return list(zip(ids, (done for _, done in as_encoded), strict=True))
 
     def _as_encoded(self, prompt: Prompt) -> tuple[Prompt, str]:
         if not isinstance(prompt, str):

@@ -81,6 +81,7 @@ class ModelRanks:
         with self.all_or_none("in the middle of what all ranks run", raised_by_all):
             self.leader.tell(message)
             yield
+            self.tensor.count_call()  # a captured graph's collectives are not counted
 
     def sharing(
         self, message: object, raised_by_all: type[BaseException] | tuple = ()
@@ -100,6 +101,7 @@ class ModelRanks:
                 return message.result
             with self.all_or_none("in the middle of what all ranks run"):
                 run(message)
+                self.tensor.count_call()
         raise AssertionError("a lead ends with Ended")
 
     def close(self, reason: str = CLOSED) -> None:
@@ -215,17 +217,26 @@ def open_ranks(config: ParallelConfig, device: torch.device) -> ModelRanks:
             f"{os.environ['MASTER_PORT']} cannot be reached ({str(error).splitlines()[0]})"
         ) from error
 
+    opened: list[ProcessRanks] = []
+
+    def give_up(reason: str) -> None:
+        for group in opened:
+            group.abort(reason)
+
     def group_of(name: str, members: range, *, is_leaders: bool = False) -> RankGroup:
         if len(members) == 1:
             return SingleRank()
         own = members.index(rank)
-        return ProcessRanks(
+        group = ProcessRanks(
             PrefixStore(f"specrollout/{model}/{number}/{name}", store),
             own,
             len(members),
             device=torch.device("cpu") if is_leaders else device,
             timeout=_PATIENCE if is_leaders and own else config.timeout,
+            lost=give_up,
         )
+        opened.append(group)
+        return group
 
     everyone = group_of("all", range(config.size))
     if config.mode is ParallelMode.tensor:

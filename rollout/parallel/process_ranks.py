@@ -32,6 +32,8 @@ T = TypeVar("T")
 _FAILED_SECONDS = 1.0
 """The wait for other ranks to say that a call failed for them too."""
 
+_WATCHDOG = 1.5  # timeouts
+
 _FIRST_BYTES = 1 << 12
 """Bytes that `broadcast_bytes` sends with their number: most decoding steps fit into them."""
 
@@ -47,6 +49,7 @@ class ProcessRanks:
         *,
         device: torch.device,
         timeout: float,
+        lost: Callable[[str], None] | None = None,
     ) -> None:
         """Wait until all ranks have connected.
 
@@ -54,6 +57,8 @@ class ProcessRanks:
             store: the same for every rank, used by this group alone.
             device: where the tensors are that `all_gather` and `all_gather_columns` get.
             timeout: seconds that any call, this one included, waits for the others.
+            lost: called on another thread with the reason why a rank is given up that this one
+                waits for; default: `abort`.
 
         Raises ParallelError if a rank does not come in time.
         """
@@ -62,6 +67,8 @@ class ProcessRanks:
         self._store = store
         self._lost = ""  # why the group is unusable
         self._watch: RankWatch | None = None
+        self._calls = 0
+        self._device = device
         self._timeout = timeout
         self._address = RankAddress.here()
         self._addresses: list[RankAddress] = []  # of all ranks
@@ -72,15 +79,22 @@ class ProcessRanks:
         self._addresses = [
             RankAddress.of(text) for text in self.all_gather_text(self._address.text)
         ]
-        if device.type == "cuda":
-            others = {k: each for k, each in enumerate(self._addresses) if k != rank}
-            self._watch = RankWatch(self._address, others, self._abort)
+        self._watch = RankWatch(
+            rank,
+            self._addresses,
+            store,
+            timeout,
+            calls=lambda: self._calls,
+            lost=lost or self.abort,
+        )
 
-    def _abort(self, rank: int) -> None:
-        """End the collective that the device waits in: a rank is gone."""
-        self._lost = f"rank {rank} has ended or left; end all ranks and start them again"
-        for exchange in self._exchanges[-1:]:  # none once this rank has left
-            exchange.abort()
+    def abort(self, reason: str) -> None:
+        """Give a rank up: end the collectives that the device waits in. Those on the host end by
+        themselves."""
+        if self._device.type == "cuda":
+            self._lost = f"{reason}; end all ranks and start them again"
+            for exchange in self._exchanges[-1:]:  # none once this rank has left
+                exchange.abort()
 
     def _gloo(self) -> GroupExchange:
         limit = timedelta(seconds=self._timeout)
@@ -89,7 +103,8 @@ class ProcessRanks:
 
     def _nccl(self) -> GroupExchange:
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=self._timeout)
+        # Its own watchdog ends the process; `RankWatch` is there first.
+        options._timeout = timedelta(seconds=_WATCHDOG * self._timeout)
         store = PrefixStore("nccl", self._store)
         return GroupExchange(dist.ProcessGroupNCCL(store, self.rank, self.size, options))
 
@@ -173,6 +188,7 @@ class ProcessRanks:
 
     def _run(self, call: Callable[[], T]) -> T:
         self.require_all()
+        self.count_call()
         try:
             return call()
         except ConnectionError as error:
@@ -185,6 +201,9 @@ class ProcessRanks:
             return answered(call, seconds)
         except (RuntimeError, ConnectionError, TimeoutError) as error:
             self._fail(error)
+
+    def count_call(self) -> None:
+        self._calls += 1
 
     def require_all(self) -> None:
         if self._lost:

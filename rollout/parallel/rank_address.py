@@ -38,15 +38,28 @@ class RankAddress:
 
     def is_gone(self, here: RankAddress) -> bool:
         """Whether the process has ended, as ``here`` can see it; False on another host."""
-        if not self.host or self.host != here.host:
-            return False
-        return _start_ticks(self.pid) != self.started
+        return self._is_seen_from(here) and _start_ticks(self.pid) != self.started
+
+    def described(self, here: RankAddress) -> str:
+        """The process in words, and whether it is suspended as far as ``here`` can see it."""
+        if not self._is_seen_from(here):
+            return f"process {self.pid} of another host"
+        is_stopped = _stat(self.pid)[:1] in ([b"T"], [b"t"])
+        return f"process {self.pid}{', which is suspended' if is_stopped else ''}"
+
+    def _is_seen_from(self, here: RankAddress) -> bool:
+        return bool(self.host) and self.host == here.host
 
 
 def _start_ticks(pid: int) -> int | None:
     """Clock ticks from the boot to the start of a process; None for one that has ended."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
+    state, *fields = _stat(pid) or [b"X"]
     return None if state in (b"Z", b"X") else int(fields[18])
+
+
+def _stat(pid: int) -> list[bytes]:
+    """What Linux tells of a process: its state first. Empty for one that is not there."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []

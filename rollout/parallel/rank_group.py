@@ -76,6 +76,11 @@ class RankGroup(Protocol):
         """Every rank's note on a topic, by rank. Waits until all have posted."""
         ...
 
+    def count_call(self) -> None:
+        """Count what this rank has done that the others do too, as its collectives are counted: a
+        rank that has done less is waited for."""
+        ...
+
     def require_all(self) -> None:
         """Raise ParallelError if a rank was lost: what collectives brought since is undefined."""
         ...
@@ -121,6 +126,9 @@ class SingleRank:
 
     def collect(self, topic: str) -> list[str]:
         return [""]
+
+    def count_call(self) -> None:
+        pass
 
     def require_all(self) -> None:
         pass

@@ -160,7 +160,7 @@ class Scheduler:
                     self._replacements.end()
                 finished.append(request)
                 continue
-            if shared_len := _newly_shared(entry):
+            if shared_len := self._newly_shared(entry):
                 self.memory.share(request.row, request.tokens[:shared_len])
             self.memory.advance(request.row, request.computed_len)
         if finished:
@@ -333,6 +333,19 @@ class Scheduler:
         elif len(request.tokens) >= self.memory.max_sequence_len:
             request.finish_reason = FinishReason.LENGTH
 
+    def _newly_shared(self, entry: Scheduled) -> int:
+        """Length that others may share from now on: the prompt as far as it is computed, or a
+        checkpoint of its state. 0 if nothing is new, or nobody waits for an unfinished prompt."""
+        request = entry.request
+        shared = 0
+        if entry.start < request.prompt_len <= request.computed_len:
+            shared = request.prompt_len
+        elif entry.start < request.prompt_len and self._waiting and self.memory.shares_unfinished:
+            shared = request.computed_len
+        if entry.states is None:
+            return shared
+        return max(shared, *entry.states.checkpoints, 0)
+
     def _observe_length(self, request: Request) -> None:
         if request.finish_reason is FinishReason.STOP:
             self.lengths.observe(request.group, request.generated_len)
@@ -372,19 +385,6 @@ class Scheduler:
         return QueuedRequest(
             request=request, tokens=_int32(request.tokens), prompt=prompt, first=first
         )
-
-
-def _newly_shared(entry: Scheduled) -> int:
-    """Length that others may share from now on: the computed prompt, or a checkpoint of its state.
-
-    0 if nothing is new.
-    """
-    request = entry.request
-    is_prompt_new = entry.start < request.prompt_len <= request.computed_len
-    shared = request.prompt_len if is_prompt_new else 0
-    if entry.states is None:
-        return shared
-    return max(shared, *entry.states.checkpoints, 0)
 
 
 def _nothing_expected(request: Request) -> float:

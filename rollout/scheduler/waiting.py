@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -20,6 +21,13 @@ The shortest of a window should run last, so all others of the window may pass i
 the wait when longer requests, or ones with a cached prefix, keep coming.
 """
 
+MIN_SHARED = 32
+"""Tokens that a request must save if it is to wait for a prefix that another one computes."""
+
+_MOST_SEEN = 4 * WINDOW  # waiting requests looked at in one step, those that wait for a prefix too
+
+_TOKEN_BYTES = 4
+
 _MEMORY = 32.0  # ends that weigh in a `ReplacementRate`
 
 
@@ -32,6 +40,7 @@ class QueuedRequest:
     prompt: bytes  # its prompt tokens: equal for samples of one prompt
     first: bool  # never admitted before
     overtaken: int = 0  # later requests that were admitted first
+    waits: bool = False  # for a prefix that another request computes
 
 
 class WaitingQueue:
@@ -72,7 +81,7 @@ class WaitingQueue:
     def candidates(
         self,
         memory: KVCacheManager,
-        prefilling: set[bytes],
+        prefilling: Collection[bytes],
         expected_remaining: Callable[[Request], float],
     ) -> list[QueuedRequest]:
         """The requests that may be admitted now, in order: the longest expected ones first.
@@ -80,17 +89,23 @@ class WaitingQueue:
         This is longest-processing-time-first (Graham 1969): a batch ends with its last rollout, so
         a long one must not start last. Equal ones, such as samples of one prompt, are ordered by
         the longest cached prefix, then by arrival. Requests that were overtaken too often come
-        first. A sample whose prompt is being prefilled, by a running request (``prefilling``) or by
-        one earlier in the queue, is left out: it waits until that prefix is cached.
+        first. A request of which more tokens are being prefilled than are cached, by a running
+        request (``prefilling``: their prompts) or by one earlier in the queue, is left out: it
+        waits until they are cached.
         """
-        prefilling = set(prefilling)
+        under_way = _Prefills(prefilling)
         ranked: list[tuple[bool, float, int, QueuedRequest]] = []
-        for queued in self._queued:
-            if memory.shares_prefixes and queued.prompt in prefilling:
+        for queued in islice(self._queued, _MOST_SEEN):
+            if memory.shares_prefixes and queued.prompt in under_way.prompts:
                 continue
             cached_len = memory.cached_len(queued.tokens)
+            if memory.shares_unfinished:
+                wanted = cached_len + (1 if queued.waits else MIN_SHARED)
+                queued.waits = under_way.begin_with(queued.prompt[: _TOKEN_BYTES * wanted])
+                if queued.waits:
+                    continue
             if cached_len < queued.request.prompt_len - 1:
-                prefilling.add(queued.prompt)
+                under_way.add(queued.prompt)
             in_turn = queued.overtaken < MAX_OVERTAKEN
             if in_turn:
                 ranked.append((True, -expected_remaining(queued.request), -cached_len, queued))
@@ -109,6 +124,26 @@ class WaitingQueue:
                 return
             earlier.overtaken += 1
         raise AssertionError("the request is not in the queue")
+
+
+class _Prefills:
+    """Prompts that are being computed, looked up by their beginnings."""
+
+    def __init__(self, prompts: Collection[bytes]) -> None:
+        self.prompts = set(prompts)
+        self._beginnings: dict[int, set[bytes]] = {}  # by their bytes
+
+    def add(self, prompt: bytes) -> None:
+        self.prompts.add(prompt)
+        for length, beginnings in self._beginnings.items():
+            beginnings.add(prompt[:length])
+
+    def begin_with(self, beginning: bytes) -> bool:
+        """Whether one of them begins so."""
+        length = len(beginning)
+        if length not in self._beginnings:
+            self._beginnings[length] = {prompt[:length] for prompt in self.prompts}
+        return beginning in self._beginnings[length]
 
 
 class ReplacementRate:

@@ -28,7 +28,6 @@ class RequestStats:
     expected_accepted: float = 0.0  # sum of the verified nodes' estimated probabilities
     forward_ms: float = 0.0  # its share of its steps' forwards, by query rows
     draft_ms: float = 0.0  # its share of its steps' drafting, by entries
-    predicted_ms: float = 0.0  # its share of its whole steps by the cost curve, by query rows
     total_ms: float = 0.0  # its share of its whole steps as measured, by query rows
     predicted_gain_ms: float = 0.0  # expected saving of its drafts
     gain_ms: float = 0.0  # their saving: plain decoding's time by the cost curve less total_ms

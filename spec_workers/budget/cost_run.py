@@ -26,8 +26,8 @@ def calibrate(target: TargetWorker, budget: DraftBudget, seconds: float) -> None
     """
     if not seconds or not isinstance(budget, LearnedBudget) or target.ranks.rows.size > 1:
         return
-    if not budget.curve.is_known and not target.memory_saver.unavailable_reason:
-        time_forwards(target, budget.curve, seconds)
+    if not budget.costs.is_known and not target.memory_saver.unavailable_reason:
+        time_forwards(target, budget.costs.plain, seconds)
 
 
 def time_forwards(target: TargetWorker, curve: CostCurve, seconds: float) -> None:

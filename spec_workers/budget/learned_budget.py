@@ -20,16 +20,19 @@ from spec_workers.budget.gate import Gate
 from spec_workers.budget.node_choice import Choice, choose_nodes, falling
 from spec_workers.budget.prices import Prices
 from spec_workers.budget.running_mean import MeanByOctave
+from spec_workers.budget.step_costs import StepCosts
 from spec_workers.draft_tree import first_nodes, only_roots
 from spec_workers.target import TargetWorker
 
 _SUREST = 0.98  # nodes that pay only above this probability are not asked for
 _WORTHLESS = 1e-6  # milliseconds; nodes may be free
 
-_LEARN_EVERY = 8
-"""With the gate closed, costs are learned from one in so many steps: to learn takes time too."""
+_LEARN_EVERY = 16
+"""With the gate closed, one in so many steps is forecast and learned from: that takes time too."""
 
-_PLAIN_EVERY = 64
+_NO_VALUES = np.zeros(0)
+
+_PLAIN_EVERY = 32
 _FIRST_PLAIN = (4, 8, 16, 32)
 """One in so many steps that may draft decodes plainly, and sooner at first: a run's speedup is
 measured against those."""
@@ -47,14 +50,14 @@ class Bought(NamedTuple):
 class LearnedBudget:
     """The budget that learns what steps cost and what drafts are worth. See `DraftBudget`."""
 
-    def __init__(self, curve: CostCurve, sources: Sequence[str], min_probability: float) -> None:
+    def __init__(self, costs: StepCosts, sources: Sequence[str], min_probability: float) -> None:
         """
         Args:
-            curve: of forward and sampling.
+            costs: of forward and sampling.
             sources: names of the values of ``DraftTrees.sources_N``.
             min_probability: nodes less likely to be accepted are never asked for.
         """
-        self.curve = curve
+        self.costs = costs
         self._min_probability = min_probability
         self._drafting = MeanByOctave()  # by requests, of steps that propose
         self._idle = MeanByOctave()  # by requests, of steps with the gate closed
@@ -70,7 +73,7 @@ class LearnedBudget:
     ) -> LearnedBudget:
         """The budget of a target of which nothing is known. See the constructor."""
         curve = CostCurve(target.minimum_rows, target.longest_step, target.row_buckets)
-        return cls(curve, sources, min_probability)
+        return cls(StepCosts(curve), sources, min_probability)
 
     @property
     def is_open(self) -> bool:
@@ -95,7 +98,9 @@ class LearnedBudget:
         return self._turns % _PLAIN_EVERY == 0 or self._turns in _FIRST_PLAIN
 
     def choose(self, batch: Batch, proposed: DraftTrees | None) -> SelectedDrafts:
-        trees, values_N = only_roots(len(batch.entries)), np.zeros(0)
+        trees, values_N = only_roots(len(batch.entries)), _NO_VALUES
+        if proposed is None and self._passes_over(batch):
+            return SelectedDrafts(trees=trees, values_N=values_N, proposed=None, forecast=None)
         if proposed is not None and proposed.num_nodes:
             values_N = self._calibration.corrected(proposed.probs_N, proposed.sources_N)
             values_N *= np.repeat(self._trusted(batch), np.diff(proposed.offsets_B1))
@@ -113,7 +118,7 @@ class LearnedBudget:
         return float(self._priced(batch).with_nodes_N1[num_nodes])
 
     def token_ms(self, batch: Batch) -> NDArray[np.float64] | None:
-        return self._priced(batch).token_ms_B if self.curve.is_known else None
+        return self._priced(batch).token_ms_B if self.costs.is_known else None
 
     def bought(self, batch: Batch, trees: DraftTrees, values_N: NDArray[np.float64]) -> Bought:
         """The nodes that would be verified if ``values_N`` were the probabilities of all."""
@@ -127,14 +132,17 @@ class LearnedBudget:
     def observe(
         self, batch: Batch, selected: SelectedDrafts, results: list[EntryResult], times: StepTimes
     ) -> None:
-        prices, proposed = self._priced(batch), selected.proposed
-        width = prices.width
+        proposed, is_open = selected.proposed, self._gate.is_open
+        width = sum(entry.samples for entry in batch.entries)
         if not width:
             return
+        if proposed is None and self._passes_over(batch):
+            self._gate.skip(width)
+            return
+        prices = self._priced(batch)
         # Prompts have rows without logits, and neural drafts read each of them.
-        is_open = self._gate.is_open
-        if batch.num_run_tokens == width and (is_open or batch.step % _LEARN_EVERY == 0):
-            self.curve.observe(width + selected.trees.num_nodes, times.forward + times.sample)
+        if batch.num_run_tokens == width:
+            self.costs.observe(width, selected.trees.num_nodes, times.forward + times.sample)
             if proposed is not None:
                 self._drafting.observe(width, times.draft)
             elif not is_open:
@@ -155,14 +163,17 @@ class LearnedBudget:
 
     def learned(self) -> dict[str, Any]:
         return {
-            "cost": self.curve.learned(),
+            "cost": self.costs.learned(),
             "calibration": self._calibration.learned(),
             "gate": self._gate.learned(),
         }
 
+    def _passes_over(self, batch: Batch) -> bool:
+        return not self._gate.is_open and batch.step % _LEARN_EVERY > 0
+
     def _priced(self, batch: Batch) -> Prices:
         if self._latest is None or self._latest[0] is not batch:
-            self._latest = batch, Prices.of(batch, self.curve)
+            self._latest = batch, Prices.of(batch, self.costs)
         return self._latest[1]
 
     def _trusted(self, batch: Batch) -> NDArray[np.float64]:
@@ -173,7 +184,7 @@ class LearnedBudget:
     ) -> StepForecast | None:
         """``expected``: accepted nodes."""
         prices = self._priced(batch)
-        if not prices.width or not self.curve.is_known:
+        if not prices.width or not self.costs.is_known:
             return None
         idle_ms = self._idle.milliseconds(prices.width)
         drafting_ms = self._drafting.milliseconds(prices.width) if is_asked else idle_ms

@@ -81,7 +81,7 @@ class NgramCorpus:
     def num_tokens(self) -> int:
         return self.corpus.num_tokens
 
-    def begin_step(self, requests: Sequence[Request], weight_version: int) -> None:
+    def begin_step(self, requests: Iterable[Request], weight_version: int) -> None:
         """Take in what came since the last step: finished loads, a new weight version, and tokens
         of other engines. ``requests``: those that run in the step."""
         self.publish()

@@ -41,11 +41,13 @@ class StepLearning:
     ) -> None:
         """A step ended. The budget is not told the time of a phase that was not ``steady``."""
         self.catch_up()
-        known = replace(
-            times,
-            forward=times.forward if steady.forward else math.nan,
-            draft=times.draft if steady.drafting else math.nan,
-        )
+        known = times
+        if not (steady.forward and steady.drafting):
+            known = replace(
+                times,
+                forward=times.forward if steady.forward else math.nan,
+                draft=times.draft if steady.drafting else math.nan,
+            )
         self._pending = partial(self._learn, batch, selected, results, times, known)
         if not self.is_deferred:
             self.catch_up()
@@ -82,7 +84,7 @@ def count_step(
     batch: Batch, selected: SelectedDrafts, results: list[EntryResult], times: StepTimes
 ) -> None:
     """Adds to each request's stats its share of the step: by query rows, of drafting by entries."""
-    entries, trees, forecast = batch.entries, selected.trees, selected.forecast
+    entries, trees = batch.entries, selected.trees
     total_ms = times.draft + times.forward + times.sample
     row_share = 1.0 / max(1, batch.num_run_tokens + trees.num_nodes)
     entry_draft_ms = times.draft / max(1, len(entries))
@@ -92,8 +94,6 @@ def count_step(
         stats.forward_ms += times.forward * share
         stats.total_ms += total_ms * share
         stats.draft_ms += entry_draft_ms
-        if forecast is not None:
-            stats.predicted_ms += forecast.predicted_ms * share
         if entry.samples:
             stats.verify_steps += 1
             stats.drafted += result.num_drafted

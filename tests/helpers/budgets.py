@@ -9,6 +9,7 @@ import numpy as np
 from rollout.types import Batch, DraftTrees, EntryResult, Scheduled
 from spec_workers.budget import LearnedBudget
 from spec_workers.budget.cost_curve import CostCurve
+from spec_workers.budget.step_costs import StepCosts
 from tests.helpers.requests import make_request, make_trees
 
 SOURCES = ("group", "live")
@@ -29,8 +30,8 @@ class Machine(CostCurve):
     def is_known(self) -> bool:
         return self._is_known
 
-    def observe(self, num_rows, milliseconds) -> None:
-        pass
+    def observe(self, num_rows, milliseconds) -> float:
+        return 0.0
 
     def milliseconds(self, rows):
         return np.asarray(self.times(np.asarray(rows, dtype=np.float64)))
@@ -42,7 +43,7 @@ def ramp(rows: np.ndarray) -> np.ndarray:
 
 
 def make_budget(times: Times = ramp, sources=SOURCES, *, is_known=True) -> LearnedBudget:
-    return LearnedBudget(Machine(times, is_known=is_known), sources, 0.02)
+    return LearnedBudget(StepCosts(Machine(times, is_known=is_known)), sources, 0.02)
 
 
 def entry_of(request_id: int, *, samples=True, slots=16, run_len=1) -> Scheduled:

@@ -94,6 +94,9 @@ class ThreadRank:
     def collect(self, topic: str) -> list[str]:
         return self._notes.collect(topic, self.size)
 
+    def count_call(self) -> None:
+        pass
+
     def require_all(self) -> None:
         pass
 

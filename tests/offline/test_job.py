@@ -14,7 +14,7 @@ from rollout import RolloutEngine
 from rollout.config import MemoryConfig, SchedulerConfig
 from rollout.engine.worker_factory import worker_factory
 from rollout.errors import InvalidInputError, OutOfMemoryError
-from rollout.offline import DataConfig, JobStatus, OnError, RunConfig
+from rollout.offline import DataConfig, JobStatus, OnError, RunConfig, prompt_tokens
 from rollout.types import Rollout
 from tests.helpers.small_jobs import (
     CHAT,
@@ -125,6 +125,29 @@ def test_broken_rows_are_skipped_and_change_nothing_else(config, caplog):
     run(with_output(config, overwrite=True))
     whole = [row for row in output_rows(config) if row["prompt_index"] in (0, 2, 5)]
     assert whole == skipping
+
+
+def test_a_row_far_behind_that_is_broken_loses_nothing(config, monkeypatch):
+    """It is found when generation comes near it: long files are not encoded beforehand."""
+    monkeypatch.setattr(prompt_tokens, "_FIRST", 2)
+    monkeypatch.setattr(prompt_tokens, "_BLOCK", 1)
+    rows = [{"prompt": "one"}] * 8 + [{"prompt": [97]}] + [{"prompt": "two"}] * 2
+    write_rows(Path(config.data.path), rows)
+    with pytest.raises(
+        InvalidInputError, match=r"1 of 11 rows cannot be used:\n  line 9 prompt=97"
+    ):
+        run(config)
+    made = output_rows(config)
+    assert len(made) >= 3
+    skipping = replace(config, data=replace(config.data, on_error=OnError.skip))
+    result = run(skipping)
+    assert (result.summary.resumed, result.summary.skipped_prompts) == (len(made), 1)
+    whole = output_rows(config)
+    assert {row["prompt_index"] for row in whole} == {*range(11)} - {8}
+    assert all(row in whole for row in made)
+    monkeypatch.undo()
+    run(with_output(skipping, overwrite=True))
+    assert output_rows(config) == whole
 
 
 def test_a_budget_too_small_for_a_prompt_names_its_line(config):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from rollout import SamplingParams
 from rollout.engine.tokenizer import PromptEncoder
@@ -32,27 +33,47 @@ def test_text_becomes_a_user_message_unless_it_shall_not(encoder):
     assert chat != raw
     for mode, expected in (("auto", chat), ("always", chat), ("never", raw)):
         rows = RowEncoder(encoder, ChatTemplateMode(mode))
-        assert rows.encode("one two")[0] == expected
-        assert rows.encode(CHAT)[0] == chat
-        assert rows.encode([5, 6])[0] == [5, 6]
+        found = rows.encode_all(["one two", CHAT, [5, 6]])
+        assert [ids for ids, _ in found] == [expected, chat, [5, 6]]
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_many_prompts_are_encoded_as_each_alone(encoder, adds_bos):
+    if adds_bos:
+        tokenizer = encoder.tokenizer
+        tokenizer.add_special_tokens({"bos_token": "<s>"})
+        tokenizer._tokenizer.post_processor = TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+        )
+    alone = PromptEncoder(encoder.tokenizer, 97 + adds_bos)
+    prompts = ["one two", "", "<s> one", CHAT, [5, 6], [], [97_000], "\ud800", [{"role": "user"}],
+               "three " * 40, [{"role": "user", "content": "<s> two"}]]  # fmt: skip
+    for prompt, found in zip(prompts, alone.encode_all(prompts), strict=True):
+        if isinstance(found, InvalidInputError):
+            with pytest.raises(InvalidInputError) as raised:
+                alone.encode(prompt)
+            assert str(raised.value) == str(found)
+        else:
+            assert alone.encode(prompt) == found
 
 
 def test_text_that_was_put_through_the_template_already_is_not_again(encoder):
     encoder.tokenizer.add_special_tokens({"additional_special_tokens": ["<user>"]})
     formatted = "<user> one two <assistant>"
     auto, always = (RowEncoder(encoder, ChatTemplateMode(mode)) for mode in ("auto", "always"))
-    assert auto.encode(formatted)[0] == encoder.encode(formatted)
-    assert "raw text, which has" in auto.encode(formatted)[1]
+    ((ids, done),) = auto.encode_all([formatted])
+    assert ids == encoder.encode(formatted)
+    assert "raw text, which has" in done
     about_tokens = "<pad> one"  # special too, and none of the template's
-    assert auto.encode(about_tokens) == always.encode(about_tokens)
+    assert auto.encode_all([about_tokens]) == always.encode_all([about_tokens])
     message = [{"role": "user", "content": formatted}]
-    assert always.encode(formatted)[0] == encoder.encode(message)
+    assert always.encode_all([formatted])[0][0] == encoder.encode(message)
 
 
 def test_without_a_template_text_stands_and_always_is_refused(encoder):
     encoder.tokenizer.chat_template = None
     rows = RowEncoder(encoder, ChatTemplateMode.auto)
-    assert rows.encode("one") == (encoder.encode("one"), "raw text")
+    assert rows.encode_all(["one"]) == [(encoder.encode("one"), "raw text")]
     with pytest.raises(InvalidInputError, match=r"data.chat_template='always': the tokenizer has"):
         RowEncoder(encoder, ChatTemplateMode.always)
 

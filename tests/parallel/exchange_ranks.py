@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import sys
 import time
+from logging.handlers import QueueHandler
 from pathlib import Path
+from queue import Queue
 
 import pytest
 import torch
@@ -101,7 +104,11 @@ def a_rank_that_hangs_is_named_within_the_timeout(ranks: Ranks, store: dist.Stor
     ranks.group().all_gather_int(RANK)  # the next one's timeout limits its connecting, too
     group = ranks.group(LATE_SECONDS)
     if RANK != 2:
+        log = Queue[logging.LogRecord]()
+        logging.getLogger("rollout.parallel.rank_watch").addHandler(QueueHandler(log))
         fails_with(group, "rank 2 did not come in 3 seconds")
+        named = log.get(timeout=HANG_SECONDS).getMessage()
+        assert named.startswith(f"rank {RANK} waits for rank 2 (process "), named
         store.set(f"was late {RANK}", "")
     store.wait(["was late 0", "was late 1"])
 

@@ -82,11 +82,11 @@ def test_a_gate_that_never_opens(tiny_model_path, new_weights, plain, fed_each_s
 
 def test_calibration_leaves_nothing_behind_and_fits_a_short_context(tiny_model_path, tmp_path):
     engine = make_engine(tiny_model_path, calibration_seconds=60)  # 64 forwards at most
-    assert engine.worker.budget.curve.is_known
+    assert engine.worker.budget.costs.is_known
     usage = engine.worker.memory.usage
     assert usage.used == usage.cached == 0
-    assert not make_engine(tiny_model_path, calibration_seconds=0).worker.budget.curve.is_known
+    assert not make_engine(tiny_model_path, calibration_seconds=0).worker.budget.costs.is_known
     path = save_tiny_llama(tmp_path / "short", max_positions=64)  # shorter than what is timed
     engine = make_engine(path, calibration_seconds=0.05)
-    assert not engine.worker.budget.curve.is_known
+    assert not engine.worker.budget.costs.is_known
     assert len(engine.generate([[5, 6, 7]], PARAMS)) == PARAMS.n

@@ -134,8 +134,8 @@ def test_no_more_is_captured_than_may_be(tiny_model_path) -> None:
 def test_the_cost_curve_knows_what_is_padded(tiny_model_path) -> None:
     config = engine_config(tiny_model_path, {"max_running": 8, "graph_rows": 64})
     worker = plain_factory(ReplayingCapture())(config)
-    curve = LearnedBudget.for_target(worker.target, ["ngram"], 0.02).curve
-    assert set(worker.target.row_buckets) <= set(curve.rows_H.tolist())
+    curve = LearnedBudget.for_target(worker.target, ["ngram"], 0.02).costs.plain
+    assert set(worker.target.row_buckets) <= set(curve.rows_H)
     curve.observe(33, 2.0)
     rows = np.array([33, 40, 48, 49])
     times = curve.milliseconds(rows)

@@ -1,10 +1,12 @@
 """One rule of the scheduler per test; test_scheduler_simulation.py checks them all together."""
 
 import numpy as np
+import pytest
 
 from rollout.memory.kv_cache_manager import KVCacheManager
 from rollout.scheduler import LengthForecast, Scheduler
 from rollout.scheduler.step_limits import StepLimits
+from rollout.scheduler.waiting import MIN_SHARED
 from rollout.types import (
     Batch,
     EntryResult,
@@ -116,6 +118,41 @@ def test_a_sample_waits_no_longer_when_its_leader_is_aborted():
     assert bench.step() == [(leader, 0, 8)]
     bench.scheduler.abort(leader.request_id)
     assert bench.step() == [(follower, 8, 8)]
+
+
+@pytest.mark.parametrize(("shared", "own", "sharers"), [(100, 20, 8), (200, 100, 8), (60, 7, 32)])
+def test_a_prefix_that_requests_share_is_computed_once(shared, own, sharers):
+    bench = Bench(slots=9000, context=400, running=sharers, step_tokens=512, chunk=64)
+    prompts = [[*range(shared), *range(1000 * k, 1000 * k + own)] for k in range(1, sharers + 1)]
+    requests = [bench.add(prompt) for prompt in prompts[: sharers // 2]]
+    first = bench.scheduler.schedule()  # the others come while it is being computed
+    requests += [bench.add(prompt) for prompt in prompts[sharers // 2 :]]
+    needed = shared + sharers * own
+    total = first.num_run_tokens
+    bench.work(first)
+    while any(request.generated_len == 0 for request in requests):
+        batch = bench.scheduler.schedule()
+        total += sum(e.run_len for e in batch.entries if e.start < e.request.prompt_len)
+        bench.work(batch)
+    assert needed <= total <= needed + MIN_SHARED
+    assert [len(request.tokens) > request.prompt_len for request in requests] == [True] * sharers
+
+
+def test_requests_that_share_nothing_go_ahead_of_those_that_wait_for_a_prefix():
+    bench = Bench(slots=4000, context=400, step_tokens=64, chunk=48)
+    leader, follower = (bench.add([*range(90), own]) for own in (500, 501))
+    other, alike = bench.add([7] * 10), bench.add([*range(20), *range(600, 640)])
+    assert bench.step() == [(leader, 0, 48), (other, 0, 10), (alike, 0, 6)]
+    assert bench.step() == [(other, 10, 1), (leader, 48, 43), (alike, 6, 20)]
+    assert bench.step() == [(leader, 91, 1), (other, 11, 1), (alike, 26, 34), (follower, 90, 1)]
+
+
+def test_who_waits_for_a_prefix_goes_on_where_an_aborted_request_stopped():
+    bench = Bench(slots=4000, context=400, step_tokens=64, chunk=48)
+    leader, follower = (bench.add([*range(90), own]) for own in (500, 501))
+    assert bench.step() == [(leader, 0, 48)]
+    bench.scheduler.abort(leader.request_id)
+    assert bench.step() == [(follower, 48, 43)]
 
 
 def admission_order(bench: Bench) -> list[Request]:

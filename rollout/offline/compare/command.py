@@ -32,7 +32,7 @@ from rollout.offline.hydra_config import checked_config, hydra_errors, register_
 from rollout.offline.paths import JobPaths
 from rollout.offline.progress import loading_model
 from rollout.offline.prompt_check import check_rows
-from rollout.offline.prompt_tokens import check_tokens
+from rollout.offline.prompt_tokens import TokenizedPrompts
 from rollout.offline.prompts import PromptFile
 from rollout.types import Prompt
 
@@ -181,7 +181,8 @@ def _compare(config: RunConfig, options: CompareOptions, console: Console) -> It
             with loading_model(console, config.model.path) as progress:
                 engines.append(RolloutEngine.from_config(config.engine, factory, progress))
             at_end.callback(engines[-1].close)
-        prompts: list[Prompt] = [ids.tolist() for ids in check_tokens(checked, engines[0], config)]
+        tokenized = TokenizedPrompts(checked, engines[0], config).rows()
+        prompts: list[Prompt] = [each.token_ids.tolist() for each in tokenized]
         learns = engines[0].corpus_tokens is not None
         start, taught = folder / "start", folder / "taught"
         if learns:

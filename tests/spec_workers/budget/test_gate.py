@@ -31,15 +31,17 @@ def runs(opened):
 def closed_gate():
     """A gate that has just closed, after some probes, for a long time."""
     gate = Gate()
-    run(gate, -1.0, steps=700)
+    run(gate, -1.0, steps=3000)
+    while not gate.is_open:
+        gate.skip(8)
     while gate.is_open:
-        run(gate, -1.0, steps=1)
+        gate.observe(8, -1.0, 10.0)
     return gate
 
 
 def test_it_stays_open_while_drafts_pay():
-    assert not all(run(Gate(), 0.15, steps=500)), "less than estimates leave out"
-    assert all(run(Gate(), 0.25, steps=500))
+    assert not all(run(Gate(), 0.35, steps=500)), "less than estimates leave out"
+    assert all(run(Gate(), 0.45, steps=500))
     assert all(run(Gate(), lambda step: -1.0 if step % 10 < 3 else 2.0, steps=500))
 
 
