@@ -10,6 +10,7 @@ PROMPTS := runs/demo/prompts.jsonl
 DRAFT_TEXT := runs/demo-draft
 DRAFTS ?= drafts
 DRAFT_MINUTES ?= 18
+KIND ?= eagle3
 FUZZERS := build/native-tests
 FUZZ_SECONDS ?= 600
 CPP := $(wildcard rollout/ops/csrc/*.h rollout/ops/csrc/*.cpp ngram_native/csrc/*.h ngram_native/csrc/*.cpp \
@@ -61,13 +62,13 @@ demo-draft-text: $(STAMP) $(MODEL)/config.json $(DRAFT_TEXT)/prompts.jsonl
 	  seed=$$((seed + 1)); \
 	done
 
-TRAIN_DRAFT = $(BIN)/specrollout train-draft --model $(MODEL) \
+TRAIN_DRAFT = $(BIN)/specrollout train-draft --kind $(KIND) --model $(MODEL) \
   --rollouts $(DRAFT_TEXT)/temperature-*.jsonl --minutes $(DRAFT_MINUTES)
 
 .PHONY: demo-draft
-demo-draft: demo-draft-text $(PROMPTS)  ## train the demo model's EAGLE-3 draft, with its text
-	$(TRAIN_DRAFT) --output $(DRAFTS)/eagle3 \
-	  $(if $(wildcard $(DRAFTS)/eagle3/training.pt),--resume)
+demo-draft: demo-draft-text $(PROMPTS)  ## train the demo model's draft, with its text (KIND=eagle3 or block)
+	$(TRAIN_DRAFT) --output $(DRAFTS)/$(KIND) \
+	  $(if $(wildcard $(DRAFTS)/$(KIND)/training.pt),--resume)
 
 # Files side by side, each process with one thread: two that wait for each other are slower than one.
 # In the order of the folders, the many short files of spec_workers and weights come last and fill both.

@@ -37,6 +37,8 @@ from rollout.types import Prompt
 NGRAM = "ngram"
 EAGLE3 = "eagle3"
 HYBRID = "hybrid"
+BLOCK = "block"
+BLOCK_HYBRID = "block hybrid"
 DRAFTING = (EAGLE3, NGRAM, HYBRID)
 
 NUM_NODES = 8
@@ -53,10 +55,16 @@ NEVER_SLOWER = 0.97
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Folders:
-    """The model and its draft."""
+    """The model and its drafts."""
 
     model: Path
     eagle3: Path
+    block: Path | None = None
+
+    @property
+    def drafting(self) -> tuple[str, ...]:
+        """Names of the engines that draft."""
+        return DRAFTING if self.block is None else (*DRAFTING, BLOCK, BLOCK_HYBRID)
 
     def engine(self, name: str, max_running: int, spec_options: dict[str, Any]) -> RolloutEngine:
         """An engine by one of the names above."""
@@ -65,6 +73,8 @@ class Folders:
             NGRAM: ("ngram", None),
             EAGLE3: ("eagle", self.eagle3),
             HYBRID: ("hybrid", self.eagle3),
+            BLOCK: ("block", self.block),
+            BLOCK_HYBRID: ("hybrid", self.block),
         }[name]
         own: dict[str, Any] = {} if draft is None else {"draft_path": str(draft)}
         return make_engine(self.model, spec, max_running, spec_options | own)
@@ -103,7 +113,7 @@ def accept_lengths(
     where drafts changed the tokens.
     """
     expected: list[list[list[int]]] = []
-    for name in (PLAIN, *DRAFTING):
+    for name in (PLAIN, *folders.drafting):
         engine = folders.engine(name, BATCH, fixed(NUM_NODES))
         decoded, lengths = [], []
         for params in runs:
@@ -158,7 +168,7 @@ def speed_rows(
     batch = setting.batch
     whole_batches = len(prompts) // batch * batch
     work = Work(prompts=prompts[:whole_batches] or prompts, params=setting.params, width=batch)
-    for name in DRAFTING:
+    for name in folders.drafting:
         engines = [folders.engine(name, batch, {}) for _ in range(2)]
         for engine in engines:
             warm_up(engine, prompts[: 2 * batch], setting.params.max_new_tokens)
@@ -237,6 +247,7 @@ def parts(options: argparse.Namespace) -> Parts:
     folders = Folders(
         model=options.model,
         eagle3=draft_folder(options.draft),
+        block=draft_folder(options.block) if options.block else None,
     )
     prompts = held_out_prompts(options.prompts, options.num_prompts)
     problems = held_out_prompts(options.prompts, min(4, options.num_prompts), with_answers=True)
@@ -256,6 +267,7 @@ def make_command() -> Command:
     command = Command(__doc__)
     command.model()
     command.option("--draft", "drafts/eagle3", help="an EAGLE-3 draft")
+    command.option("--block", "", help="a block draft, measured beside it; default: none")
     held_out = Path("runs/demo/prompts.jsonl")
     command.option("--prompts", held_out, type=Path, help="held-out ones, JSON lines")
     command.option("--num-prompts", 18, quick=2)

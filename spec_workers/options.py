@@ -87,11 +87,11 @@ class NeuralOptions(SpecOptions):
     """The options of a worker with a neural draft, beside those of every worker.
 
     Args:
-        draft_path: the folder of an EAGLE draft or of an MTP chain, or its name on the hub;
-            default: the chain of the target's own checkpoint.
-        num_steps: depth of a draft tree; default: 4 of an EAGLE draft, of a chain as many as it
-            has networks. Beyond those the last one is run again, with keys and values of its own.
-            Elsewhere: speculative_num_steps.
+        draft_path: the folder of an EAGLE or block draft or of an MTP chain, or its name on the
+            hub; default: the chain of the target's own checkpoint.
+        num_steps: depth of a draft tree; default: 4 of an EAGLE draft, of a block as many as it
+            guesses, of a chain as many as it has networks. Beyond those the last one is run again,
+            with keys and values of its own. Elsewhere: speculative_num_steps.
         topk: most children of a node, and most nodes of a level that are expanded; 1: a chain of
             tokens. Default: 4 of an EAGLE draft, 1 of an MTP chain. Elsewhere:
             speculative_eagle_topk.
@@ -142,8 +142,8 @@ class EagleOptions(NeuralOptions):
         if not self.draft_path:
             raise InvalidInputError(
                 "spec.draft_path", self.draft_path,
-                "must name the folder of an EAGLE draft of the target; `specrollout train-draft` "
-                "makes one",
+                "must name the folder of an EAGLE or block draft of the target; `specrollout "
+                "train-draft` makes one",
             )  # fmt: skip
 
 

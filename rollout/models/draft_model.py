@@ -29,6 +29,7 @@ class DraftFamily(enum.StrEnum):
     EAGLE = "eagle"  # EAGLE and EAGLE-2, which differ only in the tree
     EAGLE3 = "eagle3"
     MTP = "mtp"
+    DFLASH = "dflash"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +42,17 @@ class DraftSpec:
     features: AuxHiddenStates  # hidden states of the target that it reads
     target_hidden_size: int
     num_steps: int = 1  # networks of a chain, each with its own weights
+    block_size: int = 1  # tokens of a block, the last known one included; 1: drafts token by token
+    mask_token_id: int = 0  # the token that stands for those to be guessed in a block
 
     @property
     def hidden_size(self) -> int:
         """The size E of the draft's hidden states."""
         return self.decoder.hidden_size
+
+    def nodes_per_tree(self, num_steps: int, topk: int) -> int:
+        """The most rows that are run below the known tokens, for one tree."""
+        return topk * (num_steps - 1) if self.block_size == 1 else 1 + num_steps
 
     @property
     def feature_size(self) -> int:
@@ -66,12 +73,44 @@ class DraftModel(OwnWeights):
     has the target's vocabulary."""
     head: Linear | None = None
     """None: the target's."""
+    stored_ids_D: torch.Tensor | None = None
+    """int64: the target's token of each draft token in the checkpoint's order; None: the same."""
+    _order_D: torch.Tensor | None = None  # stored row i is the checkpoint's row order[i]
 
     def __init__(self, spec: DraftSpec, target: CausalLM, weights: WeightFactory) -> None:
         self.spec = spec
         self.dtype = weights.dtype
         self.device = weights.device
         self._vocabulary = TargetVocabulary(target)
+
+    def name_tokens(self, stored_ids_D: torch.Tensor | None) -> None:
+        """Give the draft a vocabulary of its own, stored in ascending order.
+
+        ``stored_ids_D``: int64, the target's token of each draft token in the checkpoint's order;
+        None: the draft has the target's vocabulary.
+        """
+        self.stored_ids_D = stored_ids_D
+        if stored_ids_D is not None:
+            ascending = stored_ids_D.sort()
+            self.token_ids_D = ascending.values.to(self.device)
+            if not torch.equal(ascending.values, stored_ids_D):
+                self._order_D = ascending.indices
+
+    @property
+    def reorders_head(self) -> bool:
+        """Whether the checkpoint's rows of the head are in another order than ``token_ids_D``."""
+        return self._order_D is not None
+
+    def _head_loader(self) -> dict[str, WeightLoader]:
+        """The loader of the draft's own head, in the checkpoint's order of rows."""
+        if self.head is None:
+            return {}
+        head = self.head.weight_rows(0, self.spec.draft_vocab_size)
+        return {
+            "draft.lm_head.weight": head
+            if self._order_D is None
+            else head.reordered(self._order_D)
+        }
 
     def fuse(self, features_TF: torch.Tensor) -> torch.Tensor:
         """The hidden states [T, E] that the first step reads, from the target's features."""

@@ -38,6 +38,23 @@ class StepAttention:
         self._windowed = windowed or self._everywhere
         self._scale = scale
 
+    def store(
+        self,
+        layer: int,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor | None,
+        positions_T: torch.Tensor,
+        cos_sin_PD: torch.Tensor,
+        variant: AttentionVariant = PLAIN,
+    ) -> None:
+        """The first half of `run`: rotate, and store keys and values."""
+        values = None if v_TKD is None else self._values[layer]
+        slots_T, _ = self._everywhere if variant.window is None else self._windowed
+        rotary_store_kv_(
+            q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, self._keys[layer], values, slots_T
+        )
+
     def run(
         self,
         layer: int,
@@ -60,8 +77,8 @@ class StepAttention:
         same at each call.
         """
         keys, values = self._keys[layer], None if v_TKD is None else self._values[layer]
-        slots_T, plan = self._everywhere if variant.window is None else self._windowed
-        rotary_store_kv_(q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, keys, values, slots_T)
+        _, plan = self._everywhere if variant.window is None else self._windowed
+        self.store(layer, q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, variant)
         if rows_R is not None:
             q_THD = q_THD[rows_R]
         if values is None:

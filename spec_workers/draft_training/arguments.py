@@ -13,8 +13,7 @@ from typing import Any
 from rollout.config import DType
 from rollout.errors import InvalidInputError
 from rollout.models.spec import ModelSpec, read_json
-from spec_workers.draft_training.building import check_target
-from spec_workers.draft_training.draft import TrainableEagle3
+from spec_workers.draft_training.building import ARCHITECTURES, check_target
 from spec_workers.draft_training.sequences import SHORTEST
 from spec_workers.draft_training.training_run import CONFIG, LOG, PLOT, STATE, WEIGHTS
 
@@ -24,7 +23,7 @@ def train_draft_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="specrollout train-draft",
         description="Train a draft on recorded rollouts of a model, so that spec=eagle "
-        "can use it. The folder then holds the draft (config.json, "
+        "or spec=block can use it. The folder then holds the draft (config.json, "
         "model.safetensors), training.jsonl, training.html, and what --resume needs. The "
         "draft written is the one with the best accept length on held-out rollouts. Ctrl-C saves "
         "and stops.",
@@ -47,6 +46,7 @@ def train_draft_parser() -> argparse.ArgumentParser:
         required=True,
         metavar="FILE",
     )
+    add("--kind", "eagle3, or block: DFlash", choices=list(ARCHITECTURES), default="eagle3")
     add("--output", "where the draft goes", type=Path, required=True, metavar="FOLDER")
     add(
         "--minutes",
@@ -142,8 +142,10 @@ def check_fit(given: argparse.Namespace, target: ModelSpec) -> None:
     if not given.resume:
         return
     config = read_json(given.output / CONFIG, "a draft's folder")
-    if config.get("architectures") != [TrainableEagle3.architecture]:
-        raise InvalidInputError("output", str(given.output), "holds no EAGLE-3 draft")
+    if config.get("architectures") != [ARCHITECTURES[given.kind]]:
+        raise InvalidInputError(
+            "output", str(given.output), f"holds no draft of --kind {given.kind}"
+        )
     asked = min(given.draft_vocab_size, target.vocab_size)
     held = config.get("draft_vocab_size")
     if asked != held:

@@ -19,10 +19,20 @@ from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import Checkpoint
 from rollout.models.rope_config import rope_fields
 from rollout.models.spec import ModelSpec, read_json
+from spec_workers.draft_training.block_draft import BlockLayer, TrainableDFlash
 from spec_workers.draft_training.decoder_layer import TrainableDecoderLayer
-from spec_workers.draft_training.draft import DraftVocabulary, Embed, TrainableEagle3
+from spec_workers.draft_training.draft import (
+    DraftVocabulary,
+    Embed,
+    TrainableDraft,
+    TrainableEagle3,
+)
 from spec_workers.draft_training.training_run import CONFIG
 
+ARCHITECTURES = {"eagle3": TrainableEagle3.architecture, "block": TrainableDFlash.architecture}
+"""The kinds of drafts that can be trained."""
+
+_BLOCK_SIZE, _BLOCK_LAYERS = 8, 2
 _TABLES = ("d2t", "t2d")
 
 
@@ -41,7 +51,9 @@ def check_target(target: ModelSpec) -> None:
         )
 
 
-def new_draft(model: CausalLM, vocabulary: DraftVocabulary, seed: int) -> TrainableEagle3:
+def new_draft(
+    model: CausalLM, vocabulary: DraftVocabulary, seed: int, kind: str = "eagle3"
+) -> TrainableDraft:
     """An untrained draft of a loaded target, with the target's sizes, but as many kv heads as query
     heads.
 
@@ -54,8 +66,19 @@ def new_draft(model: CausalLM, vocabulary: DraftVocabulary, seed: int) -> Traina
         "intermediate_size": spec.ffn_size,
         "num_attention_heads": spec.num_heads,
         "head_dim": spec.head_dim,
-        "eagle_aux_hidden_state_layer_ids": _feature_layers(spec),
     }
+    if kind == "block":
+        config |= {
+            "architectures": [TrainableDFlash.architecture],
+            "num_hidden_layers": min(_BLOCK_LAYERS, len(spec.attention_layers)),
+            "block_size": _BLOCK_SIZE,
+            "dflash_config": {
+                "target_layer_ids": [layer - 1 for layer in _feature_layers(spec)],
+                "mask_token_id": spec.vocab_size - 1,
+            },
+        }
+    else:
+        config["eagle_aux_hidden_state_layer_ids"] = _feature_layers(spec)
     draft = _network(config, vocabulary, model.embed)
     initialise(draft, model, seed)
     return draft
@@ -72,15 +95,18 @@ def layer_fields(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def load_draft(folder: Path, embed: Embed) -> TrainableEagle3:
+def load_draft(folder: Path, embed: Embed) -> TrainableDraft:
     """A draft that `save_draft` wrote, for more training. ``embed``: the target's embedding.
 
     Raises CheckpointError for a folder that is incomplete or holds another kind of draft.
     """
     config = read_json(folder / CONFIG, "a draft's folder")
-    name = TrainableEagle3.architecture
+    name = " or ".join(ARCHITECTURES.values())
     checkpoint = Checkpoint(folder, tables=_TABLES)
-    if config.get("architectures") != [name] or "d2t" not in checkpoint.tensors:
+    if (
+        config.get("architectures") not in [[each] for each in ARCHITECTURES.values()]
+        or "d2t" not in checkpoint.tensors
+    ):
         raise CheckpointError(
             f"{folder}: architectures={config.get('architectures')!r} is not a draft "
             f"that can be trained; {name} with d2t and lm_head is"
@@ -88,7 +114,8 @@ def load_draft(folder: Path, embed: Embed) -> TrainableEagle3:
     offsets_D = checkpoint.read("d2t")
     token_ids_D = (offsets_D + torch.arange(len(offsets_D))).sort()
     vocabulary = DraftVocabulary(token_ids_D.values, config["vocab_size"])
-    draft = _network(config, vocabulary, embed)
+    qk_norm = any(name.endswith("q_norm.weight") for name in checkpoint.tensors)
+    draft = _network(config, vocabulary, embed, qk_norm=qk_norm)
     tensors = {name: tensor.float() for name, tensor in checkpoint if name not in _TABLES}
     head = tensors.get("lm_head.weight")
     if head is not None:  # its rows are in the order of d2t
@@ -106,13 +133,26 @@ def _feature_layers(target: ModelSpec) -> list[int]:
 
 
 def _network(
-    config: Mapping[str, Any], vocabulary: DraftVocabulary, embed: Embed
-) -> TrainableEagle3:
+    config: Mapping[str, Any],
+    vocabulary: DraftVocabulary,
+    embed: Embed,
+    *,
+    qk_norm: bool = False,
+) -> TrainableDraft:
     """An untrained network. ``config``: the fields of its config.json."""
-    layer = dict(config) | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
-    spec = replace(ModelSpec.of(layer), qkv_bias=False, o_bias=False, mlp_bias=False)
+    layer = {"num_hidden_layers": 1} | dict(config) | {"architectures": ["LlamaForCausalLM"]}
+    spec = replace(
+        ModelSpec.of(layer), qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=qk_norm
+    )
+    shared = {name: value for name, value in config.items() if name != "architectures"}
+    if block := config.get("dflash_config"):
+        features = AuxHiddenStates(layers=tuple(layer + 1 for layer in block["target_layer_ids"]))
+        return TrainableDFlash(
+            spec, shared, features, vocabulary, embed,
+            block_size=config["block_size"], mask_token_id=block["mask_token_id"],
+        )  # fmt: skip
     features = AuxHiddenStates(layers=tuple(config["eagle_aux_hidden_state_layer_ids"]))
-    return TrainableEagle3(spec, dict(config), features, vocabulary, embed)
+    return TrainableEagle3(spec, shared, features, vocabulary, embed)
 
 
 class TargetTensors:
@@ -161,8 +201,8 @@ should begin unsure: training then corrects it sooner."""
 
 
 @torch.no_grad()
-def initialise(draft: TrainableEagle3, model: CausalLM, seed: int) -> None:
-    """Copy the target's last attention layer, and rows of its head.
+def initialise(draft: TrainableDraft, model: CausalLM, seed: int) -> None:
+    """Copy the target's last attention layer, or as many as the draft has, and rows of its head.
 
     The rest is random, by ``seed``.
     """
@@ -176,8 +216,16 @@ def initialise(draft: TrainableEagle3, model: CausalLM, seed: int) -> None:
     final_norm_E = _FINAL_NORM_SCALE * target.norm("norm")
     hidden = model.spec.hidden_size
     draft.fc.weight[:, -hidden:] += torch.eye(hidden)  # the last hidden state passes through
-    _copy_layer(draft.midlayer, target, last)
-    draft.midlayer.hidden_norm.weight.copy_(input_norm_E)
+    if isinstance(draft, TrainableDFlash):
+        draft.hidden_norm.weight.copy_(input_norm_E)
+        copied = model.spec.attention_layers[-len(draft.layers) :]
+        for layer, index in zip(draft.layers, copied, strict=True):
+            assert isinstance(layer, BlockLayer)
+            _copy_layer(layer, target, index)
+            layer.input_layernorm.weight.copy_(target.norm(f"layers.{index}.input_layernorm"))
+    elif isinstance(draft, TrainableEagle3):
+        _copy_layer(draft.midlayer, target, last)
+        draft.midlayer.hidden_norm.weight.copy_(input_norm_E)
     draft.norm.weight.copy_(final_norm_E)
     draft.lm_head.weight.copy_(target.head_rows(draft.vocabulary.token_ids_D))
 

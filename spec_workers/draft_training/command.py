@@ -32,7 +32,7 @@ from spec_workers.draft_training.arguments import (
 )
 from spec_workers.draft_training.building import TargetTensors, load_draft, new_draft
 from spec_workers.draft_training.config import TrainingConfig
-from spec_workers.draft_training.draft import DraftVocabulary, TrainableEagle3
+from spec_workers.draft_training.draft import DraftVocabulary, TrainableDraft
 from spec_workers.draft_training.sequences import (
     TokenSequence,
     read_rollouts,
@@ -140,16 +140,16 @@ def _rollouts(
 
 def _draft(
     given: argparse.Namespace, model: CausalLM, train: list[TokenSequence]
-) -> TrainableEagle3:
+) -> TrainableDraft:
     if given.resume:
         return load_draft(given.output, model.embed)
     vocabulary = DraftVocabulary.most_frequent(train, given.draft_vocab_size, model.spec.vocab_size)
-    return new_draft(model, vocabulary, given.seed)
+    return new_draft(model, vocabulary, given.seed, given.kind)
 
 
 def _introduce(
     console: Console,
-    draft: TrainableEagle3,
+    draft: TrainableDraft,
     train: list[TokenSequence],
     held_out: list[TokenSequence],
 ) -> None:

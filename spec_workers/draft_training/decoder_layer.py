@@ -89,21 +89,29 @@ class SelfAttention(nn.Module):
         self.v_proj = nn.Linear(inputs, kv_heads, bias=False)
         self.o_proj = nn.Linear(heads, spec.hidden_size, bias=False)
         self.head_dim = spec.head_dim
+        self.q_norm, self.k_norm = (
+            RmsNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None for _ in range(2)
+        )
         self.register_buffer("cos_sin_PC", cos_sin_PC, persistent=False)
 
     def queries(self, x_RI: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
-        return self._rotated(self.q_proj(x_RI), positions_R)
+        return self._rotated(self.q_proj(x_RI), positions_R, self.q_norm)
 
     def keys_values(self, x_RI: torch.Tensor, positions_R: torch.Tensor) -> KeysValues:
         """Rotated keys, and values, [R, K, C] each."""
         values = self.v_proj(x_RI).unflatten(1, (-1, self.head_dim))
-        return self._rotated(self.k_proj(x_RI), positions_R), values
+        return self._rotated(self.k_proj(x_RI), positions_R, self.k_norm), values
 
-    def _rotated(self, projected: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
+    def _rotated(
+        self, projected: torch.Tensor, positions_R: torch.Tensor, norm: RmsNorm | None
+    ) -> torch.Tensor:
         assert isinstance(self.cos_sin_PC, torch.Tensor)
         # Guesses beyond the context's end are never compared: any angle will do.
         positions_R = positions_R.clamp(max=len(self.cos_sin_PC) - 1)
-        return rotate(projected.unflatten(1, (-1, self.head_dim)), positions_R, self.cos_sin_PC)
+        heads_RHC = projected.unflatten(1, (-1, self.head_dim))
+        if norm is not None:
+            heads_RHC = norm(heads_RHC).to(projected.dtype)
+        return rotate(heads_RHC, positions_R, self.cos_sin_PC)
 
 
 class TrainableMlp(nn.Module):

@@ -87,11 +87,11 @@ class MidLayer(TrainableDecoderLayer):
         return torch.cat([self.input_layernorm(embedded_RE), self.hidden_norm(hidden_RE)], dim=1)
 
 
-class TrainableEagle3(nn.Module):
-    """EAGLE-3 with its authors' names and float32 parameters. It has its own head and vocabulary,
-    and the target's embedding."""
+class TrainableDraft(nn.Module):
+    """A draft network with its authors' names and float32 parameters. It has its own head and
+    vocabulary, and the target's embedding."""
 
-    architecture = "LlamaForCausalLMEagle3"
+    architecture: str
 
     def __init__(
         self,
@@ -111,41 +111,115 @@ class TrainableEagle3(nn.Module):
         """
         super().__init__()
         self.features, self.vocabulary, self.embed = features, vocabulary, embed
-        self._spec, self._shared = spec, shared
+        self.spec, self.shared = spec, shared
         hidden = spec.hidden_size
-        cos_sin_PC = cos_sin_table(
-            spec.rope, spec.head_dim, spec.max_context_len, torch.device("cpu")
-        )
         self.fc = nn.Linear(features.count * hidden, hidden, bias=False)
-        self.midlayer = MidLayer(spec, cos_sin_PC)
         self.norm = RmsNorm(hidden, spec.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, len(vocabulary.token_ids_D), bias=False)
 
     def config(self) -> dict[str, Any]:
         """The contents of its config.json."""
-        spec = self._spec
-        return self._shared | {
-            "architectures": [self.architecture],
-            "model_type": "llama",
-            "num_hidden_layers": 1,
-            "num_attention_heads": spec.num_heads,
-            "num_key_value_heads": spec.num_kv_heads,
-            "head_dim": spec.head_dim,
-            "intermediate_size": spec.ffn_size,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "draft_vocab_size": len(self.vocabulary.token_ids_D),
-            "tie_word_embeddings": False,
-            "eagle_aux_hidden_state_layer_ids": list(self.features.layers),
-        }
+        raise NotImplementedError
 
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
         """Logits over the draft's vocabulary, [R, D]."""
         return self.lm_head(self.norm(hidden_RE))
 
-    def unroll(self, rows: PackedRows, num_steps: int) -> list[torch.Tensor]:
-        """Hidden states [S, E] for ``logits`` of each step, assuming that earlier guesses were
-        right: each step reads the hidden states of the step before."""
+    def anchors_A(self, rows: PackedRows) -> torch.Tensor:
+        """Indices of the rows of S that `unroll` guesses from; int64 [A]."""
+        raise NotImplementedError
+
+    def unroll(
+        self, rows: PackedRows, num_steps: int, anchors_A: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Hidden states [A, E] for ``logits`` of each step, assuming that earlier guesses were
+        right. ``anchors_A``: from `anchors_A`."""
+        raise NotImplementedError
+
+    def read(
+        self, tokens_M: torch.Tensor, features_MF: torch.Tensor, positions_M: torch.Tensor
+    ) -> tuple[torch.Tensor, Any]:
+        """Run the rows of a sequence.
+
+        Returns their hidden states [M, E], which give a tree's first level, and what ``deepen``
+        needs. ``tokens_M``: for row i, the token that follows features i.
+        """
+        raise NotImplementedError
+
+    def deepen(
+        self,
+        level: int,
+        memory: Any,
+        rows_R: torch.Tensor,
+        positions_R: torch.Tensor,
+        tokens_R: torch.Tensor,
+        hidden_RE: torch.Tensor,
+        chain: Chain,
+    ) -> tuple[torch.Tensor, Chain]:
+        """Run one level of nodes, of trees that grow from rows ``rows_R``.
+
+        Returns the nodes' hidden states, and the chain for their children.
+
+        Args:
+            level: the nodes' depth below the first level, from 1 on.
+            memory: from ``read``.
+            positions_R: positions of the rows.
+            tokens_R: the nodes' tokens.
+            hidden_RE: their parents' hidden states.
+            chain: their parents' chain, [R, ...] each.
+        """
+        raise NotImplementedError
+
+
+def published_config(draft: TrainableDraft) -> dict[str, Any]:
+    """The fields of config.json that all kinds have."""
+    spec = draft.spec
+    return draft.shared | {
+        "architectures": [draft.architecture],
+        "model_type": "llama",
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "intermediate_size": spec.ffn_size,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "draft_vocab_size": len(draft.vocabulary.token_ids_D),
+        "tie_word_embeddings": False,
+    }
+
+
+class TrainableEagle3(TrainableDraft):
+    """EAGLE-3. Its config.json and tensors are those of its authors."""
+
+    architecture = "LlamaForCausalLMEagle3"
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        shared: dict[str, Any],
+        features: AuxHiddenStates,
+        vocabulary: DraftVocabulary,
+        embed: Embed,
+    ) -> None:
+        super().__init__(spec, shared, features, vocabulary, embed)
+        cos_sin_PC = cos_sin_table(
+            spec.rope, spec.head_dim, spec.max_context_len, torch.device("cpu")
+        )
+        self.midlayer = MidLayer(spec, cos_sin_PC)
+
+    def config(self) -> dict[str, Any]:
+        layers = list(self.features.layers)
+        return published_config(self) | {"eagle_aux_hidden_state_layer_ids": layers}
+
+    def anchors_A(self, rows: PackedRows) -> torch.Tensor:
+        """All of them."""
+        return torch.arange(len(rows.guesses_S), device=rows.guesses_S.device)
+
+    def unroll(
+        self, rows: PackedRows, num_steps: int, anchors_A: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Each step reads the hidden states of the step before."""
         layer = self.midlayer
         fused_TE = self.fc(rows.features_TF)
         joined_TI = layer.join(self.embed(rows.tokens_T(0)), fused_TE)
@@ -176,11 +250,6 @@ class TrainableEagle3(nn.Module):
     def read(
         self, tokens_M: torch.Tensor, features_MF: torch.Tensor, positions_M: torch.Tensor
     ) -> tuple[torch.Tensor, KeysValues]:
-        """Run the rows of a sequence.
-
-        Returns their hidden states [M, E], which give a tree's first level, and the keys and values
-        that ``deepen`` needs. ``tokens_M``: for row i, the token that follows features i.
-        """
         layer = self.midlayer
         fused_ME = self.fc(features_MF)
         joined_MI = layer.join(self.embed(tokens_M), fused_ME)
@@ -200,18 +269,6 @@ class TrainableEagle3(nn.Module):
         hidden_RE: torch.Tensor,
         chain: Chain,
     ) -> tuple[torch.Tensor, Chain]:
-        """Run one level of nodes, of trees that grow from rows ``rows_R``.
-
-        Returns the nodes' hidden states, and the chain for their children.
-
-        Args:
-            level: the nodes' depth below the first level, from 1 on.
-            memory: from ``read``.
-            positions_R: positions of the rows.
-            tokens_R: the nodes' tokens.
-            hidden_RE: their parents' hidden states.
-            chain: their parents' chain, [R, ...] each.
-        """
         layer = self.midlayer
         joined_RI = layer.join(self.embed(tokens_R), hidden_RE)
         chain = [*chain, layer.self_attn.keys_values(joined_RI, positions_R + level)]

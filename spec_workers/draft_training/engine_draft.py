@@ -14,16 +14,18 @@ from rollout.config import ParallelMode
 from rollout.engine.engine import RolloutEngine
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
 from rollout.models.causal_lm import CausalLM
-from rollout.models.draft_model import DraftFamily
+from rollout.models.eagle.dflash import DFlash
 from rollout.models.eagle.eagle3 import Eagle3
+from spec_workers.draft_training.block_draft import TrainableDFlash
 from spec_workers.draft_training.building import TargetTensors, layer_fields
-from spec_workers.draft_training.draft import DraftVocabulary, TrainableEagle3
+from spec_workers.draft_training.draft import DraftVocabulary, TrainableDraft, TrainableEagle3
 from spec_workers.draft_training.trainer import SENT_PREFIX
 from spec_workers.features.feature_recorder import FeatureRecorder
 
 
-def trainable_draft(engine: RolloutEngine) -> TrainableEagle3:
-    """A float32 copy of the engine's EAGLE-3 draft, on its device, with the target's embedding.
+def trainable_draft(engine: RolloutEngine) -> TrainableDraft:
+    """A float32 copy of the engine's EAGLE-3 or block draft, on its device, with the target's
+    embedding.
 
     Raises InvalidInputError for an engine without such a draft, for a draft with weights that the
     trainable network lacks, or for several ranks.
@@ -36,8 +38,10 @@ def trainable_draft(engine: RolloutEngine) -> TrainableEagle3:
             "specrollout train-draft",
         )  # fmt: skip
     model = engine.worker.weights.parts.get("draft")
-    if not isinstance(model, Eagle3) or model.spec.family is not DraftFamily.EAGLE3:
-        raise InvalidInputError("engine", type(engine.worker).__name__, "must run an EAGLE-3 draft")
+    if not isinstance(model, Eagle3 | DFlash):
+        raise InvalidInputError(
+            "engine", type(engine.worker).__name__, "must run an EAGLE-3 or block draft"
+        )
     if model.reorders_head:
         raise InvalidInputError(
             "spec.draft_path", "d2t", "must ascend: write the draft's vocabulary in token order"
@@ -46,12 +50,18 @@ def trainable_draft(engine: RolloutEngine) -> TrainableEagle3:
     token_ids_D = model.token_ids_D
     if token_ids_D is None:
         token_ids_D = torch.arange(target.spec.vocab_size)
-    draft = TrainableEagle3(
-        model.spec.decoder,
-        layer_fields(model.spec.decoder),
-        model.spec.features,
+    spec = model.spec
+    arguments = (
+        spec.decoder,
+        layer_fields(spec.decoder),
+        spec.features,
         DraftVocabulary(token_ids_D.cpu(), target.spec.vocab_size),
         target.embed,
+    )
+    draft: TrainableDraft = (
+        TrainableDFlash(*arguments, block_size=spec.block_size, mask_token_id=spec.mask_token_id)
+        if isinstance(model, DFlash)
+        else TrainableEagle3(*arguments)
     )
     weights = checked_weights(draft, DraftSwap(engine).read())
     draft.load_state_dict(
@@ -76,14 +86,14 @@ def target_model(engine: RolloutEngine) -> CausalLM:
     return engine.worker.target.model  # type: ignore[attr-defined]
 
 
-def head_rows(engine: RolloutEngine, draft: TrainableEagle3) -> torch.Tensor:
+def head_rows(engine: RolloutEngine, draft: TrainableDraft) -> torch.Tensor:
     """The target's current head at the draft's tokens, [D, E] in the target's dtype, for labels."""
     target = target_model(engine)
     return TargetTensors(target).head_rows(draft.vocabulary.token_ids_D).to(target.dtype)
 
 
 def checked_weights(
-    draft: TrainableEagle3, tensors: Mapping[str, torch.Tensor]
+    draft: TrainableDraft, tensors: Mapping[str, torch.Tensor]
 ) -> Mapping[str, torch.Tensor]:
     """``tensors``, if they are exactly the draft's weights; else raises InvalidInputError."""
     shapes = {SENT_PREFIX + name: tuple(each.shape) for name, each in draft.named_parameters()}
@@ -91,7 +101,7 @@ def checked_weights(
     if shapes != found:
         wrong = sorted(name for name, _ in shapes.items() ^ found.items())
         raise InvalidInputError(
-            "draft", wrong[:8], "cannot be trained: the plain EAGLE-3 network has other weights"
+            "draft", wrong[:8], "cannot be trained: the plain network of its kind has other weights"
         )
     return tensors
 

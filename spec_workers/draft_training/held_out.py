@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from rollout.errors import InvalidInputError
 from spec_workers.draft_training.decoder_layer import KeysValues
-from spec_workers.draft_training.draft import TrainableEagle3
+from spec_workers.draft_training.draft import TrainableDraft
 from spec_workers.draft_training.sequences import TrainingSequence
 
 _ROOTS_AT_ONCE = 256
@@ -50,7 +51,7 @@ class HeldOutResult:
 
 @torch.inference_mode()
 def held_out_accept_length(
-    draft: TrainableEagle3, sequences: Sequence[TrainingSequence], shape: TreeShape
+    draft: TrainableDraft, sequences: Sequence[TrainingSequence], shape: TreeShape
 ) -> HeldOutResult:
     """Measure a draft. ``sequences``: with exactly the features that the draft reads."""
     lengths: list[int] = []
@@ -75,7 +76,7 @@ def held_out_accept_length(
 
 @torch.inference_mode()
 def matched_lengths(
-    draft: TrainableEagle3, sequence: TrainingSequence, shape: TreeShape
+    draft: TrainableDraft, sequence: TrainingSequence, shape: TreeShape
 ) -> torch.Tensor:
     """The number of recorded tokens that each root's tree matches; int64 [R].
 
@@ -102,8 +103,8 @@ class _Growth:
 
     def __init__(
         self,
-        draft: TrainableEagle3,
-        memory: KeysValues,
+        draft: TrainableDraft,
+        memory: Any,
         token_ids_L: torch.Tensor,
         first_position: int,
         roots_R: torch.Tensor,

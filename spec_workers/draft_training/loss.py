@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from spec_workers.draft_training.draft import TrainableEagle3
+from spec_workers.draft_training.draft import TrainableDraft
 from spec_workers.draft_training.packed_rows import PackedRows
 
 _ROWS_AT_ONCE = 128
@@ -77,14 +77,15 @@ class UnrolledLoss:
 
 
 def unrolled_loss(
-    draft: TrainableEagle3, rows: PackedRows, target_head_DE: torch.Tensor, num_steps: int
+    draft: TrainableDraft, rows: PackedRows, target_head_DE: torch.Tensor, num_steps: int
 ) -> UnrolledLoss:
     """Cross entropy with the target's distribution, renormalised over the draft's vocabulary.
 
     A guess is left out if its token, or one that leads to it, is not in the draft's vocabulary,
     since it could not be reached. ``target_head_DE``: the target's head at the draft's tokens.
     """
-    hidden = draft.unroll(rows, num_steps)
+    anchors_A = draft.anchors_A(rows)
+    hidden = draft.unroll(rows, num_steps, anchors_A)
     device = target_head_DE.device
     dtype = torch.float32
     if torch.is_autocast_enabled(device.type):
@@ -97,12 +98,12 @@ def unrolled_loss(
         cross_entropies, agreement = [], []
         for step, hidden_SE in enumerate(hidden):
             reached_S &= contains_V[rows.guessed_tokens_S(step)] & rows.is_inside_S(step)
-            chosen = reached_S.nonzero().flatten()
+            chosen = reached_S[anchors_A].nonzero().flatten()
             weights = torch.full((len(chosen),), 1.0 / max(1, len(chosen)), device=device)
             mean, agreed = SoftCrossEntropy.apply(
                 draft.norm(hidden_SE[chosen]).float(),
                 draft.lm_head.weight,
-                labels_SD[rows.label_rows_S(step)[chosen]],
+                labels_SD[rows.label_rows_S(step)[anchors_A[chosen]]],
                 weights,
                 dtype,
             )
@@ -110,7 +111,7 @@ def unrolled_loss(
             cross_entropies.append(float(mean.detach()))
             agreement.append(float(agreed))
     return UnrolledLoss(
-        total=total / sum(STEP_DECAY**step for step in range(num_steps)),
+        total=total / sum(STEP_DECAY**step for step in range(len(hidden))),
         cross_entropies=cross_entropies,
         agreement=agreement,
     )

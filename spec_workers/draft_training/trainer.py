@@ -14,7 +14,7 @@ import torch
 
 from rollout.models.aux_hidden_states import AuxHiddenStates
 from spec_workers.draft_training.config import TrainingConfig
-from spec_workers.draft_training.draft import TrainableEagle3
+from spec_workers.draft_training.draft import TrainableDraft
 from spec_workers.draft_training.held_out import (
     HeldOutResult,
     TreeShape,
@@ -30,7 +30,7 @@ _MAX_NORM = 10.0  # of the gradient; far above the usual, so that only outliers 
 class DraftOptimizer:
     """AdamW with warmup and gradient clipping."""
 
-    def __init__(self, draft: TrainableEagle3, config: TrainingConfig) -> None:
+    def __init__(self, draft: TrainableDraft, config: TrainingConfig) -> None:
         self._parameters = list(draft.parameters())
         self._rate = config.learning_rate
         self._warmup_steps = config.warmup_steps
@@ -65,7 +65,7 @@ class DraftTrainer:
     """A draft, its optimizer, and the target's head for the labels."""
 
     def __init__(
-        self, draft: TrainableEagle3, head_DE: torch.Tensor, config: TrainingConfig
+        self, draft: TrainableDraft, head_DE: torch.Tensor, config: TrainingConfig
     ) -> None:
         """``head_DE``: see `take_head`."""
         self.draft = draft

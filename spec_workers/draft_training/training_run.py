@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from rollout.engine.durable_files import whole_file
 from rollout.errors import InvalidInputError
-from spec_workers.draft_training.draft import TrainableEagle3
+from spec_workers.draft_training.draft import TrainableDraft
 from spec_workers.draft_training.held_out import HeldOutResult
 from spec_workers.draft_training.packed_rows import BatchOrder
 from spec_workers.draft_training.target_features import TargetFeatures
@@ -64,7 +64,7 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 
 
-def save_draft(draft: TrainableEagle3, folder: Path, dtype: torch.dtype) -> None:
+def save_draft(draft: TrainableDraft, folder: Path, dtype: torch.dtype) -> None:
     """Write a draft. A reader of each file finds the old version or the new one."""
     tensors = {
         name: parameter.detach().to("cpu", dtype).contiguous()

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollout.config import EngineConfig
-from rollout.errors import CheckpointError
+from rollout.errors import CheckpointError, InvalidInputError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import Progress
 from rollout.models.draft_model import DraftModel, DraftSpec
 from rollout.models.eagle.loader import load_eagle, read_eagle_spec, tensors_for
 from rollout.models.mtp.loader import MtpChain
 from rollout.models.spec import ModelSpec
+from rollout.types import MAX_TREE_NODES
 from rollout.weights.checkpoint_source import CheckpointSource
 from spec_workers.neural.drafter import NeuralDrafter
 from spec_workers.neural.tree_proposer import proposal_graphs
@@ -62,10 +63,23 @@ class NeuralModels:
 def open_eagle(
     config: EngineConfig, progress: Progress | None, options: NeuralOptions
 ) -> NeuralModels:
-    """A target with an EAGLE, EAGLE-2 or EAGLE-3 draft: its checkpoint decides which."""
+    """A target with an EAGLE, EAGLE-2, EAGLE-3 or DFlash draft: its checkpoint decides which."""
     path = options.draft_path
     assert path is not None, "EagleOptions ask for it"
     target_spec = _target_spec(config)
+    spec = read_eagle_spec(path, target_spec)
+    num_steps, topk = options.num_steps, options.topk
+    reach = spec.block_size - 1  # of a block
+    if reach and num_steps is not None and num_steps > reach:
+        raise InvalidInputError(
+            "spec.num_steps",
+            num_steps,
+            f"the draft's block guesses {reach} tokens: at most so many",
+        )
+    if num_steps is None:
+        num_steps = reach or 4
+    if topk is None:
+        topk = min(4, (MAX_TREE_NODES - 1) // max(1, num_steps - 1))
 
     def load(target: CausalLM) -> tuple[dict[str, DraftModel], Reader]:
         model = load_eagle(path, target)
@@ -80,10 +94,10 @@ def open_eagle(
         progress,
         options,
         target_spec,
-        read_eagle_spec(path, target_spec),
+        spec,
         load,
-        num_steps=4 if options.num_steps is None else options.num_steps,
-        topk=4 if options.topk is None else options.topk,
+        num_steps=num_steps,
+        topk=topk,
         num_runners=1,
     )
 
@@ -160,7 +174,9 @@ def _opened(
             spec,
             num_pools=num_runners,
             # The nodes of a tree, and of runner k the last k positions.
-            slots_per_request=sum(k + topk * (num_steps - 1) for k in range(num_runners)),
+            slots_per_request=sum(
+                k + spec.nodes_per_tree(num_steps, topk) for k in range(num_runners)
+            ),
         ),
     )
     with target.ranks.all_or_none("while it started"):

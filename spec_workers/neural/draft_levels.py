@@ -51,6 +51,11 @@ class DraftLevels:
         self._on_host = on_host
         self._is_chain = len(runners) > 1
 
+    @property
+    def first(self) -> DraftRunner:
+        """The first runner of the chain."""
+        return self._runners[0]
+
     def inputs(self, rows_G: NDArray[np.int64], padding: int) -> dict[str, NDArray]:
         """The arrays that fixed shapes read beside ``rows``, for trees of these rows of
         ``req_to_token``, which were followed, and padding.

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from rollout.models.draft_model import DraftModel
+from rollout.models.eagle.dflash import DFlash
 from rollout.models.forward_context import StepAttention
 from rollout.ops import gpu
 from rollout.ops.paged_attention import AttentionPlan
@@ -188,21 +189,37 @@ class DraftRunner:
         ``rows_R``: return those of these rows alone, [R, E], which are the plan's query rows.
         """
         rows = len(input_ids_T if rows_R is None else rows_R)
-        attention = StepAttention(
+        hidden_TE = self.model.forward(
+            self._padded(input_ids_T),
+            self._padded(hidden_TE),
+            self._padded(positions_T),
+            self._attention(slots_T, plan),
+            None if rows_R is None else self._padded(rows_R),
+        )
+        return hidden_TE[:rows]
+
+    def run_block(
+        self,
+        input_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        slots_T: torch.Tensor,
+        plan: AttentionPlan,
+    ) -> torch.Tensor:
+        """Run the rows of blocks, which are on the device already. Hidden states [T, E]."""
+        assert isinstance(self.model, DFlash)
+        hidden_TE = self.model.draft(
+            self._padded(input_ids_T), self._padded(positions_T), self._attention(slots_T, plan)
+        )
+        return hidden_TE[: len(input_ids_T)]
+
+    def _attention(self, slots_T: torch.Tensor, plan: AttentionPlan) -> StepAttention:
+        return StepAttention(
             keys=self.kv.pool.keys,
             values=self.kv.pool.values,
             slots_T=self._padded(slots_T),
             plan=plan,
             scale=self.model.spec.decoder.attention_scale,
         )
-        hidden_TE = self.model.forward(
-            self._padded(input_ids_T),
-            self._padded(hidden_TE),
-            self._padded(positions_T),
-            attention,
-            None if rows_R is None else self._padded(rows_R),
-        )
-        return hidden_TE[:rows]
 
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows, filled up to the minimum with zeros: token 0, position 0, the null slot."""

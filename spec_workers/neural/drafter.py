@@ -9,6 +9,9 @@ al. 2024) has a network for each token ahead. Row i of runner k joins token i + 
 state of position i: the target's for runner 0, that of runner k - 1 after it. It tells of token
 i + k + 2. So every runner reads a sequence of its own, and has keys and values of its own.
 
+A block draft (DFlash, Chen et al. 2026) is a chain of one that reads known positions alike, and
+proposes a whole tree in one forward (`block_proposer.py`).
+
 Below the known tokens a tree's nodes stand in for those that follow (`draft_levels.py`). They go
 into scratch slots; when the true tokens are known those positions are run again.
 
@@ -31,6 +34,7 @@ from rollout.ops.transfers import upload
 from rollout.runner.graphs.graph_runner import GraphRunner
 from rollout.types import Batch, DraftTrees, MemoryTag, Request, Scheduled
 from spec_workers.draft_tree import only_roots, spread
+from spec_workers.neural.block_proposer import BlockProposer
 from spec_workers.neural.draft_extend import DraftExtension
 from spec_workers.neural.draft_kv import DraftKv
 from spec_workers.neural.draft_levels import DraftLevels
@@ -82,7 +86,10 @@ class NeuralDrafter:
         self._device = first.device
         self._num_steps = num_steps
         self._topk = topk
-        rows, nodes_per_tree = target.memory.req_to_token.max_rows, topk * (num_steps - 1)
+        rows, nodes_per_tree = (
+            target.memory.req_to_token.max_rows,
+            first.spec.nodes_per_tree(num_steps, topk),
+        )
         with target.memory_saver.regions.region(MemoryTag.KV_CACHE):
             kvs = [
                 DraftKv(
@@ -223,7 +230,8 @@ class NeuralDrafter:
             num_steps=self._num_steps,
             on_host=on_host,
         )
-        return TreeProposer(
+        make = BlockProposer if self.runners[0].model.spec.block_size > 1 else TreeProposer
+        return make(
             levels,
             self._guesser,
             topk=self._topk,
@@ -247,13 +255,14 @@ class NeuralDrafter:
         rows_G = np.array([entry.request.row for entry in entries], dtype=np.int64)
         ends_G = np.array([entry.end for entry in entries], dtype=np.int64)
         sizes_G = np.array([len(entry.draft_slots) for entry in entries], dtype=np.int64)
+        reach_G = self._reach(entries, rows_G, ends_G)
         return TreesToGrow(
             batch=batch,
             entries_G=growing,
             rows_G=rows_G,
             ends_G=ends_G,
-            sizes_G=np.minimum(sizes_G, self.max_draft_tokens),
-            depths_G=np.minimum(sizes_G, self._reach(entries, rows_G, ends_G)),
+            sizes_G=np.where(reach_G > 0, np.minimum(sizes_G, self.max_draft_tokens), 0),
+            depths_G=np.minimum(sizes_G, reach_G),
             floor=floor,
         )
 
@@ -262,14 +271,15 @@ class NeuralDrafter:
     ) -> NDArray[np.int64]:
         """Levels that each tree can have; their rows are followed from now on.
 
-        Below its first level a tree needs something to attend to, and in a chain the hidden state
-        that its first nodes take of the runner before.
+        Below its first level a tree needs something to attend to, a block's from the first on; and
+        in a chain the hidden state that its first nodes take of the runner before.
         """
         tokens_G = [entry.request.tokens for entry in entries]
         if len(self.runners) == 1:
             kv = self.runners[0].kv
             kv.follow(rows_G, ends_G - 1, tokens_G)
-            return np.where(kv.lens_Q[rows_G] > 0, self._num_steps, 1)
+            alone = 1 if self.runners[0].model.spec.block_size == 1 else 0
+            return np.where(kv.lens_Q[rows_G] > 0, self._num_steps, alone)
         last_GK = self._state.last([entry.request for entry in entries])
         reach_G = np.ones(len(entries), dtype=np.int64)
         goes_on_G = np.ones(len(entries), dtype=bool)

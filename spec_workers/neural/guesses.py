@@ -79,14 +79,19 @@ class Guesser:
         return ratios_L.astype(np.float32)
 
     def children(
-        self, logits_RD: torch.Tensor, inputs: Tensors, trees_R: torch.Tensor, level: int
+        self,
+        logits_RD: torch.Tensor,
+        inputs: Tensors,
+        trees_R: torch.Tensor,
+        level: int | torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The children of the nodes of one level, 0 for roots. Nothing waits for a device.
+        """The children of nodes of a level, 0 for roots. Nothing waits for a device.
 
         Args:
             logits_RD: any float dtype.
             inputs: where the logits are: `noise_inputs` and ``ratios``.
             trees_R: int64, each row's tree.
+            level: of all rows, or int64 [R].
 
         Returns:
             Tokens of the target's vocabulary, int64 [R, W], the most probable first.
@@ -112,7 +117,7 @@ class Guesser:
         tokens_RW = index_RC.gather(1, best_RW)
         if self._token_ids_D is not None:
             tokens_RW = self._token_ids_D[tokens_RW]
-        return tokens_RW, (probs_RW * inputs["ratios"][level]).clamp(max=1)
+        return tokens_RW, (probs_RW * inputs["ratios"][level][..., None]).clamp(max=1)
 
     def remember(self, proposal: Proposal) -> None:
         """Keep a proposal until its step's tokens are known."""

@@ -10,7 +10,7 @@ from typing import Any
 from hydra import compose
 from omegaconf import OmegaConf
 
-_SPECS = ("ngram", "eagle", "mtp", "hybrid")  # those with options
+_SPECS = ("ngram", "eagle", "block", "mtp", "hybrid")  # those with options
 
 
 def key_defaults() -> dict[str, str]:

@@ -105,6 +105,32 @@ class GrowingAttention:
         return attended(q_THD, k_TKD, v_TKD, None, variant).contiguous()
 
 
+class BlockAttention:
+    """Attention of a block of rows over stored context and each other, in any order."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def store(self, layer, q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, variant=PLAIN) -> None:
+        self.kept[layer] = self._joined(
+            layer, rotated(q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD)
+        )
+
+    def run(
+        self, layer, q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD, rows_R=None, variant=PLAIN
+    ) -> torch.Tensor:
+        assert rows_R is None
+        new = rotated(q_THD, k_TKD, v_TKD, positions_T, cos_sin_PD)
+        q_HTD, k_KLD, v_KLD = (x.transpose(0, 1) for x in (q_THD, *self._joined(layer, new)))
+        out = scaled_dot_product_attention(q_HTD, k_KLD, v_KLD, enable_gqa=True)
+        return out.transpose(0, 1).contiguous()
+
+    def _joined(self, layer, new):
+        if layer not in self.kept:
+            return new
+        return tuple(torch.cat(pair) for pair in zip(self.kept[layer], new, strict=True))
+
+
 class DenseStates:
     """States of several sequences laid end to end, from scratch or from what a step has kept."""
 

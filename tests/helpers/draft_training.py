@@ -25,9 +25,9 @@ CONFIG = CoTrainingConfig(seconds=None, steps=15, batch_rows=150, held_out_every
 TRAINING = TrainingConfig(learning_rate=5e-3, warmup_steps=3, autocast=False)
 
 
-def make_draft(target, rollouts):
+def make_draft(target, rollouts, kind="eagle3"):
     vocabulary = DraftVocabulary.most_frequent(rollouts, DRAFT_VOCAB, VOCAB)
-    draft = new_draft(target, vocabulary, 0)
+    draft = new_draft(target, vocabulary, 0, kind)
     with torch.no_grad():  # so that norms are told apart
         for parameter in draft.parameters():
             if parameter.dim() == 1:
@@ -35,8 +35,8 @@ def make_draft(target, rollouts):
     return draft
 
 
-def make_trainer(target, rollouts, **settings) -> DraftTrainer:
-    draft = make_draft(target, rollouts)
+def make_trainer(target, rollouts, kind="eagle3", **settings) -> DraftTrainer:
+    draft = make_draft(target, rollouts, kind)
     head = TargetTensors(target).head_rows(draft.vocabulary.token_ids_D)
     return DraftTrainer(draft, head, TrainingConfig(autocast=False, warmup_steps=2, **settings))
 

@@ -13,7 +13,12 @@ import torch
 
 from rollout import Rollout, RolloutEngine, SamplingParams
 from tests.helpers.tiny_deepseek import save_tiny_deepseek
-from tests.helpers.tiny_draft import save_copying_eagle1, save_tiny_eagle1, save_tiny_eagle3
+from tests.helpers.tiny_draft import (
+    save_copying_eagle1,
+    save_tiny_dflash,
+    save_tiny_eagle1,
+    save_tiny_eagle3,
+)
 from tests.helpers.tiny_hybrid import save_tiny_chain
 from tests.helpers.tiny_moe import save_tiny_moe
 from tests.helpers.tiny_mtp import add_chain, chain_tensors, save_tiny_mtp
@@ -104,11 +109,13 @@ class ParityModels:
         return MODELS[model](self._folder / model)
 
     def _draft(self, model: str, kind: str) -> Path | None:
-        """``kind``: eagle, eagle3 or mtp. None: the target's own checkpoint has it."""
+        """``kind``: eagle, eagle3, dflash or mtp. None: the target's own checkpoint has it."""
         target, folder = self.target(model), self._folder / f"{model} {kind}"
         if kind == "eagle":
             save = save_copying_eagle1 if model == "shallow" else save_tiny_eagle1
             return save(folder, target)
+        if kind == "dflash":
+            return save_tiny_dflash(folder, target, layers=(0, 1))
         if kind == "eagle3":
             layers = (0, 1) if model == "shallow" else (0, 1, 2)
             return save_tiny_eagle3(

@@ -1,4 +1,4 @@
-"""EAGLE and EAGLE-3 as their papers describe them: one sequence, dense attention, plain torch.
+"""EAGLE, EAGLE-3 and DFlash as their papers describe them: one sequence, dense attention, torch.
 
 Shares no code with what it checks: names, norms, rotation and masks are spelled out here.
 """
@@ -138,6 +138,52 @@ class PlainEagle1:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden @ self.head.T
+
+
+class PlainDFlash:
+    """A block's rows see the whole context and each other (Chen et al. 2026)."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        config: Mapping[str, float],
+        embedding: torch.Tensor,
+        head: torch.Tensor,
+    ) -> None:
+        self.layers = [
+            PlainLayer(tensors, f"layers.{index}", config)
+            for index in range(int(config["num_hidden_layers"]))
+        ]
+        self.tensors, self.config, self.embedding = tensors, config, embedding
+        self.head = tensors.get("lm_head.weight", head)
+
+    def logits(self, features: list[torch.Tensor], block: torch.Tensor) -> torch.Tensor:
+        """Logits of all rows of a block behind the context that the features are of."""
+        eps, fused = self.config["rms_norm_eps"], torch.cat(features, dim=1)
+        context = rms(fused @ self.tensors["fc.weight"].T, self.tensors["hidden_norm.weight"], eps)
+        positions = torch.arange(len(context) + len(block))
+        x = self.embedding[block]
+        for layer in self.layers:
+            rows = torch.cat([context, layer.norm("input_layernorm", x)])
+            x = x + self.attention(layer, rows, positions, len(block))
+            x = x + layer.mlp(layer.norm("post_attention_layernorm", x))
+        return rms(x, self.tensors["norm.weight"], eps) @ self.head.T
+
+    def attention(
+        self, layer: PlainLayer, rows: torch.Tensor, positions: torch.Tensor, block: int
+    ) -> torch.Tensor:
+        config, size = self.config, self.config["head_dim"]
+        q, k, v = (
+            layer.linear(f"self_attn.{name}_proj", rows).unflatten(1, (-1, size)) for name in "qkv"
+        )
+        q = layer.rotated(layer.norm("self_attn.q_norm", q), positions)[-block:]
+        k = layer.rotated(layer.norm("self_attn.k_norm", k), positions)
+        mixed = []
+        for head in range(config["num_attention_heads"]):
+            group = head * config["num_key_value_heads"] // config["num_attention_heads"]
+            weights = (q[:, head] @ k[:, group].T / size**0.5).softmax(dim=1)
+            mixed.append(weights @ v[:, group])
+        return layer.linear("self_attn.o_proj", torch.cat(mixed, dim=1))
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -83,6 +83,59 @@ def save_tiny_eagle3(
     return write_checkpoint(folder, config | options, tensors)
 
 
+def save_tiny_dflash(
+    folder: Path,
+    target_folder: Path,
+    *,
+    layout: str = "dflash",
+    layers: Sequence[int] = (1, 2),
+    num_layers: int = 2,
+    block_size: int = 5,
+    draft_vocab_size: int | None = None,
+    bias: bool = False,
+    seed: int = 0,
+    options: dict[str, object] | None = None,
+    **sizes: int,
+) -> Path:
+    """A DFlash draft that reads the streams entering ``layers`` of the target.
+
+    ``draft_vocab_size``: a head and vocabulary of its own, which speculators write. ``options``:
+    further fields of config.json. ``sizes``: of the `_Layer`.
+    """
+    target = json.loads((target_folder / "config.json").read_text())
+    vocab_size, hidden = target["vocab_size"], target["hidden_size"]
+    random, layer = _Random(seed), _Layer(**sizes)
+    tensors = {
+        "fc.weight": random(hidden, len(layers) * hidden),
+        "hidden_norm.weight": random.norm(hidden),
+        "norm.weight": random.norm(hidden),
+    }
+    for index in range(num_layers):
+        at = f"layers.{index}"
+        tensors |= layer.tensors(random, at, hidden, hidden, bias=bias, qk_norm=True)
+        tensors[f"{at}.input_layernorm.weight"] = random.norm(hidden)
+    if draft_vocab_size:
+        tensors["lm_head.weight"] = random(draft_vocab_size, hidden, scale=4.0)
+        tensors |= _vocabulary(random, draft_vocab_size, vocab_size, True, False)
+    decoder = layer.config(vocab_size, hidden) | {"num_hidden_layers": num_layers}
+    if layout == "speculators":
+        config = {
+            "architectures": ["DFlashSpeculator"],
+            "speculators_model_type": "dflash",
+            "transformer_layer_config": decoder,
+            "aux_hidden_state_layer_ids": list(layers),
+            "mask_token_id": vocab_size - 1,
+        }
+        tensors["verifier_norm.weight"] = random.norm(hidden)
+    else:
+        left = [entered - 1 for entered in layers]
+        own = {"target_layer_ids": left, "mask_token_id": vocab_size - 1}
+        config = decoder | {"architectures": ["DFlashDraftModel"], "dflash_config": own}
+    if draft_vocab_size:
+        config["draft_vocab_size"] = draft_vocab_size
+    return write_checkpoint(folder, config | {"block_size": block_size} | (options or {}), tensors)
+
+
 def save_tiny_eagle1(
     folder: Path,
     target_folder: Path,

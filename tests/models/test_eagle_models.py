@@ -1,4 +1,4 @@
-"""EAGLE drafts against an independent implementation: a teacher-forced pass, then two steps."""
+"""EAGLE and DFlash drafts against an independent implementation: a teacher-forced pass, then two steps."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from rollout.config import DType
 from rollout.models.eagle.loader import load_eagle, read_eagle_spec
 from rollout.models.loader import load_model
-from tests.helpers.dense_attention import GrowingAttention, features_of
-from tests.helpers.plain_eagle import PlainEagle1, PlainEagle3
-from tests.helpers.tiny_draft import save_tiny_eagle1, save_tiny_eagle3
+from tests.helpers.dense_attention import BlockAttention, GrowingAttention, features_of
+from tests.helpers.plain_eagle import PlainDFlash, PlainEagle1, PlainEagle3
+from tests.helpers.tiny_draft import save_tiny_dflash, save_tiny_eagle1, save_tiny_eagle3
 from tests.helpers.tiny_model import save_tiny_llama
 
 CPU = torch.device("cpu")
@@ -131,6 +131,44 @@ def test_eagle_is_the_papers(case, target_path, target, tmp_path):
     expected = steps(plain, [features])
     found = steps(draft, features, GrowingAttention())
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"layers": (1, 4, 6), "num_layers": 3, "block_size": 7},
+        {"num_heads": 5, "num_kv_heads": 1, "head_dim": 6, "intermediate_size": 33, "bias": True},
+        {"layout": "speculators", "draft_vocab_size": 31, "layers": (0, 8)},
+        {"options": {"block_size": None, "dflash_config": {
+            "block_size": 9, "mask_token_id": 3, "target_layer_ids": [0, 1]}}},
+    ],
+)  # fmt: skip
+@torch.inference_mode()
+def test_dflash_is_the_papers(case, target_path, target, tmp_path):
+    folder = save_tiny_dflash(tmp_path / "draft", target_path, **case)
+    tensors, config = files_of(folder)
+    draft = load_eagle(folder, target)
+    spec = draft.spec
+    assert spec == read_eagle_spec(folder, target.spec)
+    assert spec.features.layers == case.get("layers", (1, 2))
+    features = features_of(target, spec.features, TOKENS[:-1])
+    plain = PlainDFlash(
+        tensors, config.get("transformer_layer_config", config), *embedding_and_head(target_path)
+    )
+    block = torch.full((spec.block_size,), spec.mask_token_id)
+    block[0] = TOKENS[-1]
+    expected = plain.logits(list(features.split(48, dim=1)), block)
+    if draft.token_ids_D is not None:
+        stored = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+        expected = expected[:, stored.argsort()]
+    attention, begin = BlockAttention(), len(TOKENS) - 1
+    for rows in torch.arange(begin).split(5):  # in chunks
+        draft.forward(TOKENS[rows], draft.fuse(features[rows]), rows, attention)
+    hidden = draft.draft(block, begin + torch.arange(len(block)), attention)
+    torch.testing.assert_close(draft.logits(hidden), expected, rtol=1e-5, atol=1e-5)
+    for name, loader in draft.weight_loaders().items():
+        assert torch.equal(loader.read(), tensors[name.removeprefix("draft.")]), name
 
 
 def test_what_a_draft_takes_from_the_target_follows_it(target_path, tmp_path):

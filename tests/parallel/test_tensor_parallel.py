@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.launch import launch
-from tests.helpers.tiny_draft import save_tiny_eagle3
+from tests.helpers.tiny_draft import save_tiny_dflash, save_tiny_eagle3
 from tests.helpers.tiny_hybrid import save_tiny_hybrid
 from tests.helpers.tiny_model import save_tiny_llama
 from tests.parallel.rank_checks import run
@@ -24,6 +24,7 @@ def test_two_ranks_are_one_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     one_kv_head = str(save_tiny_llama(tmp_path / "one", num_kv_heads=1))
     draft = save_tiny_eagle3(tmp_path / "eagle", Path(llama))
     neural = FIXED | {"topk": 3, "num_steps": 3, "draft_path": str(draft)}
+    block = str(save_tiny_dflash(tmp_path / "block", Path(llama), layers=(0, 1)))
     checks = {
         "an_update_reaches_all_ranks_or_none": {"other": other},
         "a_forward_that_fails_on_one_rank_is_run_again_by_none": {},
@@ -37,6 +38,8 @@ def test_two_ranks_are_one_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         for folder, drafts, rows in ((llama, FIXED, 9), (hybrid, FIXED, 1024), (llama, LEARNED, 9))
     ]
     runs.append({"folder": llama, "spec_options": neural, "logit_rows": 9, "spec": "hybrid"})
+    blocks = FIXED | {"draft_path": block}
+    runs.append({"folder": llama, "spec_options": blocks, "logit_rows": 9, "spec": "block"})
     cases = [
         *[("run", 2, options) for options in runs],
         *[

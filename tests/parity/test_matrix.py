@@ -30,6 +30,9 @@ WORKERS: dict[str, tuple[str, str | None, dict]] = {  # spec, kind of draft, opt
     "eagle": ("eagle", "eagle", {"topk": 1}),
     "eagle3": ("eagle", "eagle3", {"num_draft_tokens": 63}),
     "eagle lockstep": ("eagle", "eagle3", {"lockstep": True, "num_steps": 2, "topk": 8}),
+    "block": ("block", "dflash", {"num_draft_tokens": 24}),
+    "block lockstep": ("block", "dflash", {"lockstep": True, "num_steps": 3}),
+    "hybrid block": ("hybrid", "dflash", {}),
     "mtp": ("mtp", "mtp", {"topk": 3, "num_steps": 3, "num_draft_tokens": 24}),
     "mtp lockstep": ("mtp", "mtp", {"lockstep": True}),
     "hybrid": ("hybrid", "eagle3", {}),
@@ -107,6 +110,8 @@ def drafting(worker: str, model: str, company: str) -> Row:
 WANTED = (  # where drafts are good, where trees meet recurrent layers, where memory is scarce
     drafting("ngram", "windows", "few"),
     drafting("eagle", "shallow", "scarce"),
+    drafting("block", "llama", "chunks"),
+    drafting("hybrid block", "recurrent", "scarce"),
     drafting("mtp", "llama", "chunks"),
     drafting("eagle3", "recurrent", "few"),
     drafting("mtp", "recurrent", "few"),
@@ -215,7 +220,7 @@ def check_drafts(
         assert sum(r.stats.accepted for r in rollouts) > len(rollouts)
     if worker in ("hybrid", "hybrid mtp"):
         assert engine.worker.counters()["draft/trees"] > 0
-    if worker in ("eagle3", "mtp", "hybrid"):
+    if worker in ("eagle3", "block", "mtp", "hybrid"):
         assert watch.later_children > 0
     likely = {("eagle", "shallow"): 0.5, ("mtp", "llama"): 0.1}.get((worker, row["model"]), 0.0)
     assert watch.accepted > likely * sum(r.stats.verify_steps for r in rollouts)

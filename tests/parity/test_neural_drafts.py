@@ -20,10 +20,10 @@ def make_engine(models, spec, kind, spec_options, **options) -> RolloutEngine:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "seed"), [("eagle3", 2), ("mtp", 1)])
+@pytest.mark.parametrize(("kind", "seed"), [("eagle3", 2), ("mtp", 1), ("dflash", 1)])
 def test_no_gate_can_be_seen(models, kind, seed):
     """Steps that are not read leave holes."""
-    spec = "mtp" if kind == "mtp" else "eagle"
+    spec = {"mtp": "mtp", "dflash": "block"}.get(kind, "eagle")
     engine = make_engine(models, spec, kind, LEARNED, dtype="float32", max_running=5)
     wanted = numbers(models.reference("shallow", "float32", "sampled"))
     worker = engine.worker

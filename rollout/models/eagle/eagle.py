@@ -40,8 +40,6 @@ class Eagle(DraftModel):
     It reads the state after the final norm, and its output goes to the target's head unchanged.
     """
 
-    stored_ids_D: torch.Tensor | None = None
-
     def __init__(
         self,
         spec: DraftSpec,

@@ -105,18 +105,10 @@ class Eagle3(DraftModel):
         options: Eagle3Options,
         stored_ids_D: torch.Tensor | None = None,
     ) -> None:
-        """``stored_ids_D``: int64, the target's token of each draft token in the checkpoint's
-        order; None: the draft has the target's vocabulary."""
+        """``stored_ids_D``: see `DraftModel.name_tokens`."""
         super().__init__(spec, target, weights)
         self.options = options
-        self.stored_ids_D = stored_ids_D
-        self._order_D: torch.Tensor | None = None  # stored row i is the checkpoint's row order[i]
-        if stored_ids_D is not None:
-            ascending = stored_ids_D.sort()
-            self.token_ids_D = ascending.values.to(self.device)
-            if not torch.equal(ascending.values, stored_ids_D):
-                self._order_D = ascending.indices
-
+        self.name_tokens(stored_ids_D)
         hidden, decoder = spec.hidden_size, spec.decoder
         each = range(spec.features.count if options.norm_each_feature else 0)
         self.feature_norms = [weights.tensor(spec.target_hidden_size) for _ in each]
@@ -131,11 +123,6 @@ class Eagle3(DraftModel):
         self.cos_sin_PD = cos_sin_table(
             decoder.rope, decoder.rotary_dim, decoder.max_context_len, self.device
         )
-
-    @property
-    def reorders_head(self) -> bool:
-        """Whether the checkpoint's rows of the head are in another order than ``token_ids_D``."""
-        return self._order_D is not None
 
     def fuse(self, features_TF: torch.Tensor) -> torch.Tensor:
         eps = self.spec.decoder.rms_norm_eps
@@ -190,12 +177,7 @@ class Eagle3(DraftModel):
         found |= {
             f"draft.{name}.weight": WeightLoader.of(table) for name, table in self._tables().items()
         }
-        if self.head is not None:
-            head = self.head.weight_rows(0, self.spec.draft_vocab_size)
-            if self._order_D is not None:
-                head = head.reordered(self._order_D)
-            found["draft.lm_head.weight"] = head
-        return found
+        return found | self._head_loader()
 
     def _plain_weights(self) -> list[torch.Tensor]:
         return [*self.layer.plain_weights(), *self._tables().values()]

@@ -1,4 +1,4 @@
-"""Loads an EAGLE draft from a folder.
+"""Loads an EAGLE or block draft from a folder.
 
 Legend: D draft vocabulary, V the target's vocabulary, E hidden.
 """
@@ -18,6 +18,7 @@ from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import Checkpoint
 from rollout.models.draft_model import DraftFamily, DraftSpec, draft_weights
+from rollout.models.eagle.dflash import DFlash
 from rollout.models.eagle.eagle import Eagle
 from rollout.models.eagle.eagle3 import Eagle3, Eagle3Options, target_token_ids
 from rollout.models.eagle.layout import VOCABULARY_TABLES, EagleLayout, eagle_layout
@@ -26,6 +27,7 @@ from rollout.models.spec import ModelSpec, read_json
 
 _COMPARED_ROWS = 4096
 _EMBEDDING = "embed_tokens.weight"
+EagleModel = Eagle | Eagle3 | DFlash
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,8 @@ def read_eagle_spec(folder: str | Path, target: ModelSpec) -> DraftSpec:
     return _opened(Path(folder), target).spec
 
 
-def load_eagle(folder: str | Path, target: CausalLM) -> Eagle | Eagle3:
-    """Load an EAGLE, EAGLE-2 or EAGLE-3 draft for a loaded target, in its dtype and on its device.
+def load_eagle(folder: str | Path, target: CausalLM) -> EagleModel:
+    """Load an EAGLE, EAGLE-2, EAGLE-3 or DFlash draft for a loaded target, in its dtype and on its device.
 
     It shares the target's embedding unless the folder has one with other values. Raises what
     `read_eagle_spec` raises, and CheckpointError for tensors that are missing, unexpected or of
@@ -64,7 +66,7 @@ def load_eagle(folder: str | Path, target: CausalLM) -> Eagle | Eagle3:
 
 
 def tensors_for(
-    folder: str | Path, draft: Eagle | Eagle3, target: CausalLM
+    folder: str | Path, draft: EagleModel, target: CausalLM
 ) -> tuple[Checkpoint, dict[str, str]]:
     """A folder's checkpoint, and its tensors for a loaded draft: names there to names here.
 
@@ -114,10 +116,18 @@ def _opened(folder: Path, target: ModelSpec) -> _Folder:
 
 def _spec(config: Mapping[str, Any], layout: EagleLayout, target: ModelSpec) -> DraftSpec:
     layer = dict(layout.layer_config)
-    layer |= {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+    layer["architectures"] = ["LlamaForCausalLM"]
+    at = "midlayer" if layout.family is DraftFamily.EAGLE3 else "layers.0"
+    if layout.family is not DraftFamily.DFLASH:
+        layer["num_hidden_layers"] = 1
+    elif "sliding_attention" in (layer.get("layer_types") or ()):
+        raise UnsupportedModelError(
+            "config.json: layer_types with sliding_attention is not implemented for a block draft"
+        )
+    else:
+        layer["sliding_window"] = None
     if not layer.get("use_sliding_window", True):
         layer["sliding_window"] = None
-    at = {DraftFamily.EAGLE: "layers.0", DraftFamily.EAGLE3: "midlayer"}[layout.family]
     decoder = replace(
         ModelSpec.of(layer),
         vocab_size=target.vocab_size,
@@ -132,12 +142,19 @@ def _spec(config: Mapping[str, Any], layout: EagleLayout, target: ModelSpec) -> 
             raise CheckpointError(
                 f"config.json: target_hidden_size={size}, but the target's is {target.hidden_size}"
             )
+    if layout.mask_token_id >= target.vocab_size:
+        raise CheckpointError(
+            f"config.json: mask_token_id={layout.mask_token_id}, but the target has "
+            f"{target.vocab_size} tokens: it must be one of them"
+        )
     return DraftSpec(
         family=layout.family,
         decoder=decoder,
         draft_vocab_size=layout.draft_vocab_size or target.vocab_size,
         features=_features(layout, target.num_layers),
         target_hidden_size=target.hidden_size,
+        block_size=layout.block_size,
+        mask_token_id=layout.mask_token_id,
     )
 
 
@@ -148,12 +165,13 @@ def _features(layout: EagleLayout, num_layers: int) -> AuxHiddenStates:
     if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= num_layers:
         raise CheckpointError(
             f"the draft reads the streams entering layers {list(layers)}, the target has "
-            f"{num_layers}; eagle_aux_hidden_state_layer_ids in config.json says otherwise"
+            f"{num_layers}; config.json's eagle_aux_hidden_state_layer_ids or target_layer_ids says "
+            "otherwise"
         )
     return AuxHiddenStates(layers=layers)
 
 
-def _built(opened: _Folder, target: CausalLM) -> Eagle | Eagle3:
+def _built(opened: _Folder, target: CausalLM) -> EagleModel:
     checkpoint, layout, spec = opened.checkpoint, opened.layout, opened.spec
     own_embedding = layout.has(_EMBEDDING) and not _is_targets(
         checkpoint.read(_stored_name(layout, _EMBEDDING)), target
@@ -165,6 +183,11 @@ def _built(opened: _Folder, target: CausalLM) -> Eagle | Eagle3:
         return Eagle(spec, target, weights, own_embedding=own_embedding, fc_bias=fc_bias)
     options = _options(layout, own_embedding)
     stored_ids_D = _token_ids(checkpoint, spec, target.spec.vocab_size)
+    if spec.family is DraftFamily.DFLASH:
+        return DFlash(
+            spec, target, weights, own_embedding=own_embedding, own_head=options.own_head,
+            stored_ids_D=stored_ids_D,
+        )  # fmt: skip
     return Eagle3(spec, target, weights, options=options, stored_ids_D=stored_ids_D)
 
 

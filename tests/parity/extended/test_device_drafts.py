@@ -24,6 +24,7 @@ DRAFTS = {  # worker, kind of draft, options
     "eagle": ("eagle", "eagle", {}),
     "eagle3": ("eagle", "eagle3", {"num_steps": 3, "topk": 7}),
     "eagle-chain": ("eagle", "eagle", {"topk": 1}),
+    "block": ("block", "dflash", {}),
     "mtp": ("mtp", "mtp", {"topk": 3}),
     "mtp-chain": ("mtp", "mtp", {"topk": 1}),
     "hybrid": ("hybrid", "eagle", {}),

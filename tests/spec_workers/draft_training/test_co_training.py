@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from rollout import RolloutEngine
 from rollout.config import ParallelConfig
@@ -28,13 +28,30 @@ from tests.helpers.draft_training import (
     accept_length,
     drafting_engine,
 )
-from tests.helpers.tiny_draft import save_tiny_eagle3
+from tests.helpers.tiny_draft import save_tiny_dflash, save_tiny_eagle3
 from tests.helpers.tiny_model import save_tiny_llama
 
 
 @pytest.fixture
 def co_trainer(engine) -> CoTrainer:
     return CoTrainer(engine, CONFIG, training=TRAINING)
+
+
+def test_a_block_draft_gets_better_and_rollouts_stay_the_same(setting, tmp_path):
+    draft = save_tiny_dflash(tmp_path, setting.target, draft_vocab_size=96, layers=(1, 2))
+    table = load_file(draft / "model.safetensors")
+    table["d2t"] = torch.zeros(96, dtype=torch.int64)  # a head whose rows ascend
+    table["t2d"] = torch.arange(len(table["t2d"])) < 96
+    save_file(table, draft / "model.safetensors", metadata={"format": "pt"})
+    engine = drafting_engine(setting.target, draft)
+    rollouts = engine.generate(PROMPTS, PARAMS)
+    assert [each.token_ids for each in rollouts] == [each.token_ids for each in setting.rollouts]
+    done = CoTrainer(engine, CONFIG, training=TRAINING).run()
+    assert done.swap is SwapResult.SWAPPED
+    assert done.judgement.accept_length > done.judgement.accept_length_in_use
+    rollouts = engine.generate(PROMPTS, PARAMS)
+    assert [each.logprobs for each in rollouts] == [each.logprobs for each in setting.rollouts]
+    engine.check_integrity()
 
 
 def test_the_draft_gets_better_and_rollouts_stay_the_same(co_trainer, engine, setting):
@@ -155,7 +172,9 @@ def test_engines_and_settings_that_cannot_be_are_refused(setting, tmp_path):
     unrecorded = drafting_engine(setting.target, setting.draft, feature_ring=None)
     with pytest.raises(InvalidInputError, match="feature_ring"):
         CoTrainer(unrecorded, CONFIG)
-    with pytest.raises(InvalidInputError, match=r"engine='\w*Worker': must run an EAGLE-3 draft"):
+    with pytest.raises(
+        InvalidInputError, match=r"engine='\w*Worker': must run an EAGLE-3 or block draft"
+    ):
         CoTrainer(RolloutEngine.from_pretrained(setting.target, spec="none"), CONFIG)
     normed = save_tiny_eagle3(tmp_path, setting.target, options={"norm_before_fc": True})
     with pytest.raises(InvalidInputError, match="other weights"):

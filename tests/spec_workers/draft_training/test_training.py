@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -26,25 +27,31 @@ from spec_workers.draft_training.training_run import (
     read_training_log,
     save_draft,
 )
-from tests.helpers.dense_attention import DenseAttention
+from tests.helpers.dense_attention import BlockAttention, DenseAttention
 from tests.helpers.draft_training import DRAFT_VOCAB, VOCAB, computed, make_draft, make_trainer
 from tests.helpers.plain_eagle import PlainEagle3
 
 CPU = torch.device("cpu")
 
 
-def test_loss_falls_and_accept_length_rises(target, rollouts):
-    trainer = make_trainer(target, rollouts, learning_rate=5e-3)
+def unroll(draft, rows, num_steps):
+    return draft.unroll(rows, num_steps, draft.anchors_A(rows))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "block"])
+def test_loss_falls_and_accept_length_rises(target, rollouts, kind):
+    trainer = make_trainer(target, rollouts, kind, learning_rate=5e-3)
     train, held_out = split_by_prompt(rollouts, 8, seed=0)
     sequences = computed(target, trainer.features, train)
     checked = computed(target, trainer.features, held_out)
     before = trainer.held_out_accept_length(checked)
     losses = [trainer.step(sequences[i % 2 :: 2]) for i in range(40)]
     after = trainer.held_out_accept_length(checked)
-    assert losses[-1].total < 0.5 * losses[0].total
+    # A block sees no tokens of its own, so the later ones stay uncertain.
+    assert losses[-1].total < (0.5 if kind == "eagle3" else 0.9) * losses[0].total
     assert after.accept_length > before.accept_length + 0.4
     assert after.num_tokens == sum(len(each.token_ids_L) - each.first_root - 2 for each in held_out)
-    assert len(losses[0].cross_entropies) == 3
+    assert len(losses[0].cross_entropies) == (3 if kind == "eagle3" else 7)
 
 
 def test_unrolled_eagle3_is_a_chain_behind_each_row(target, rollouts, tmp_path):
@@ -56,7 +63,7 @@ def test_unrolled_eagle3_is_a_chain_behind_each_row(target, rollouts, tmp_path):
     both = draft.features | AuxHiddenStates(final=True)
     sequences = computed(target, both, rollouts[:3])
     with torch.no_grad():
-        unrolled = draft.unroll(PackedRows(sequences, both, draft.features, CPU), 4)
+        unrolled = unroll(draft, PackedRows(sequences, both, draft.features, CPU), 4)
     row = 0
     for sequence in sequences:
         tokens = sequence.tokens.token_ids_L
@@ -89,13 +96,40 @@ def test_a_saved_draft_is_the_engines_network_and_trained_on(target, rollouts, t
     rows = PackedRows(computed(target, both, rollouts[:4]), both, draft.features, CPU)
     attention = DenseAttention([each.num_rows for each in rows.sequences])
     with torch.inference_mode():
-        (ours,) = draft.unroll(rows, 1)
+        (ours,) = unroll(draft, rows, 1)
         hidden = network.fuse(rows.features_TF)
         hidden = network.forward(rows.tokens_T(0), hidden, rows.positions_T, attention)
         theirs = hidden[rows.guesses_S]
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
         torch.testing.assert_close(draft.logits(ours), network.logits(theirs), atol=1e-4, rtol=1e-4)
         assert network.token_ids_D.tolist() == draft.vocabulary.token_ids_D.tolist()
+
+
+@torch.no_grad()
+def test_trained_blocks_are_the_engines(target, rollouts, tmp_path):
+    draft = make_draft(target, rollouts, "block")
+    save_draft(draft, tmp_path, torch.float32)
+    again = load_draft(tmp_path, target.embed)
+    assert again.config() == draft.config() | {"dtype": "float32"}
+    network = load_eagle(tmp_path, target)
+    both = draft.features | AuxHiddenStates(final=True)
+    sequences = computed(target, both, rollouts[:4])
+    rows = PackedRows(sequences, both, draft.features, CPU)
+    anchors = draft.anchors_A(rows)
+    assert 0 < len(anchors) < len(rows.guesses_S)
+    unrolled = torch.stack(draft.unroll(rows, 1, anchors), dim=1)
+    for found, anchor in zip(unrolled, anchors.tolist(), strict=True):
+        (each,) = (s for s in rows.sequences if s.guesses.start <= anchor < s.guesses.stop)
+        seen = int(rows.visible_S[anchor])
+        attention, positions = BlockAttention(), rows.positions_T[each.rows][:seen]
+        fused = network.fuse(rows.features_TF[each.rows][:seen])
+        network.forward(positions, fused, positions, attention)
+        block = torch.full((network.spec.block_size,), network.spec.mask_token_id)
+        block[0] = rows.tokens_S(0)[anchor]
+        hidden = network.draft(block, positions[-1] + 1 + torch.arange(len(block)), attention)
+        torch.testing.assert_close(
+            draft.logits(found), network.logits(hidden[1:]), atol=1e-4, rtol=1e-4
+        )
 
 
 def test_rows_count_what_their_trees_match_and_unreachable_guesses_weigh_nothing(target, rollouts):

@@ -1,0 +1,99 @@
+"""A proposal of a block draft (DFlash): one forward, then a tree of products of marginals.
+
+A block gives each position's distribution whatever the positions before hold, so all nodes of a
+level have the same children, and a node is worth the product of its path's probabilities. The most
+probable nodes make the tree, as of other neural drafts (`tree_growth.py`).
+
+Legend: P trees and padding, L levels, B rows of a block, T = P * B rows, W children, E hidden.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollout.memory.slots import NULL_SLOT
+from rollout.ops.paged_attention import AttentionPlan
+from spec_workers.neural.guesses import Tensors
+from spec_workers.neural.tree_growth import TreeGrowth
+from spec_workers.neural.tree_proposer import Shape, TreeProposer, TreesToGrow, padded
+
+
+class BlockProposer(TreeProposer):
+    """Proposes trees from one forward of a block for each request."""
+
+    def _inputs(self, wanted: TreesToGrow, padding: int) -> dict[str, NDArray]:
+        runner, block = self._levels.first, 1 + self._num_steps
+        kv = runner.kv
+        trees, real = len(wanted.rows_G) + padding, len(wanted.rows_G) * block
+        tokens_GB = np.full((trees, block), runner.model.spec.mask_token_id)
+        for tree, b in enumerate(wanted.entries_G):
+            entry = wanted.batch.entries[b]
+            tokens_GB[tree, 0] = entry.request.tokens[entry.end - 1]
+        ends_G = padded(wanted.ends_G, padding)
+        limit = kv.table.shape[1] - 1  # guesses beyond the context are never verified
+        slots_GB = kv.first_scratch + np.arange(real).reshape(-1, block)
+        slots_GB = np.pad(slots_GB, ((0, padding), (0, 0)), constant_values=NULL_SLOT)
+        offsets_T1 = np.minimum(np.arange(trees * block + 1), real)
+        starts_G = padded(np.maximum(kv.lens_Q[wanted.rows_G] - 1, 0), padding)
+        # A plan's nodes see earlier ones alone. So each row is an entry of its own, the last node
+        # of a chain of all the block's slots.
+        chain_B = np.array([(2 << (node + 1)) - 1 for node in range(block)], dtype=np.int64)
+        return super()._inputs(wanted, padding) | {
+            "block_ids": tokens_GB.reshape(-1).astype(np.int64),
+            "block_positions": (ends_G[:, None] - 1 + np.arange(block)).clip(0, limit).reshape(-1),
+            "block_slots": slots_GB.reshape(-1).astype(np.int64),
+            "block_rows": np.repeat(padded(wanted.rows_G, padding), block).astype(np.int32),
+            "block_starts": np.repeat(starts_G, block).astype(np.int32),
+            "block_run_lens": np.ones(trees * block, dtype=np.int32),
+            "block_offsets": offsets_T1.astype(np.int32),
+            "block_node_offsets": (offsets_T1 * block).astype(np.int32),
+            "block_masks": np.tile(chain_B, trees * block),
+            "block_node_slots": np.repeat(slots_GB, block, axis=0).reshape(-1).astype(np.int32),
+        }
+
+    def _grow(
+        self, inputs: Tensors, shape: Shape, token_ms_G: NDArray[np.float64] | None = None
+    ) -> Tensors:
+        topk, sizes_P = self._topk, inputs["sizes"]
+        levels = min(shape.levels, self._num_steps)
+        tokens_PLW, probs_PLW = self._children(inputs, shape.trees, levels)
+        growth = TreeGrowth(sizes_P, inputs["depths"], inputs["floor"], topk)
+        for level in range(levels):
+            if level:
+                growth.expand()
+            rows = (-1, topk if level else 1, -1)
+            growth.add(
+                tokens_PLW[:, level, None].expand(rows), probs_PLW[:, level, None].expand(rows)
+            )
+        return {
+            "tokens_GC": growth.tokens_GC.int(),
+            "probs_GC": growth.probs_GC,
+            "candidates_GN": growth.candidates_GN.int(),
+        }
+
+    def _children(
+        self, inputs: Tensors, trees: int, levels: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and probabilities [P, L, W] of the children of each level's nodes."""
+        runner = self._levels.first
+        plan = AttentionPlan(
+            req_to_token=runner.table.tensor,
+            rows_B=inputs["block_rows"],
+            starts_B=inputs["block_starts"],
+            run_lens_B=inputs["block_run_lens"],
+            q_offsets_B1=inputs["block_offsets"],
+            node_offsets_B1=inputs["block_node_offsets"],
+            node_masks_N=inputs["block_masks"],
+            node_slots_N=inputs["block_node_slots"],
+        )
+        hidden_TE = runner.run_block(
+            inputs["block_ids"], inputs["block_positions"], inputs["block_slots"], plan
+        )
+        hidden_PLE = hidden_TE.unflatten(0, (trees, 1 + self._num_steps))[:, 1 : 1 + levels]
+        index_R = torch.arange(trees * levels, device=hidden_TE.device)
+        logits_RD = runner.logits(hidden_PLE.flatten(0, 1))
+        found = self._guesser.children(logits_RD, inputs, index_R // levels, index_R % levels)
+        tokens_PLW, probs_PLW = (each.unflatten(0, (trees, levels)) for each in found)
+        return tokens_PLW, probs_PLW
