@@ -107,9 +107,7 @@ class DraftModel(OwnWeights):
             return {}
         head = self.head.weight_rows(0, self.spec.draft_vocab_size)
         return {
-            "draft.lm_head.weight": head
-            if self._order_D is None
-            else head.reordered(self._order_D)
+            "draft.lm_head.weight": head if self._order_D is None else head.reordered(self._order_D)
         }
 
     def fuse(self, features_TF: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""EAGLE and DFlash drafts against an independent implementation: a teacher-forced pass, then two steps."""
+"""EAGLE and DFlash drafts against an independent implementation: a teacher-forced pass, then two
+steps."""
 
 from __future__ import annotations
 

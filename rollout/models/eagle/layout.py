@@ -95,7 +95,8 @@ def eagle_layout(config: Mapping[str, Any], names: Iterable[str]) -> EagleLayout
     nested = config.get("eagle_config") or config.get("dflash_config") or {}
     layer_config = config.get("transformer_layer_config") or {} if is_speculators else config
     for options in (config, layer_config, nested):
-        refuse_unimplemented(options, {**_IMPLEMENTED, **_OF_FAMILY[family]}, "an EAGLE or block draft")
+        implemented = {**_IMPLEMENTED, **_OF_FAMILY[family]}
+        refuse_unimplemented(options, implemented, "an EAGLE or block draft")
     return EagleLayout(
         family=family,
         layer_config=layer_config,

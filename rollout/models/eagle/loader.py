@@ -48,7 +48,8 @@ def read_eagle_spec(folder: str | Path, target: ModelSpec) -> DraftSpec:
 
 
 def load_eagle(folder: str | Path, target: CausalLM) -> EagleModel:
-    """Load an EAGLE, EAGLE-2, EAGLE-3 or DFlash draft for a loaded target, in its dtype and on its device.
+    """Load an EAGLE, EAGLE-2, EAGLE-3 or DFlash draft for a loaded target, in its dtype and on its
+    device.
 
     It shares the target's embedding unless the folder has one with other values. Raises what
     `read_eagle_spec` raises, and CheckpointError for tensors that are missing, unexpected or of
@@ -165,8 +166,8 @@ def _features(layout: EagleLayout, num_layers: int) -> AuxHiddenStates:
     if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= num_layers:
         raise CheckpointError(
             f"the draft reads the streams entering layers {list(layers)}, the target has "
-            f"{num_layers}; config.json's eagle_aux_hidden_state_layer_ids or target_layer_ids says "
-            "otherwise"
+            f"{num_layers}; config.json's eagle_aux_hidden_state_layer_ids or target_layer_ids "
+            "says otherwise"
         )
     return AuxHiddenStates(layers=layers)
 
