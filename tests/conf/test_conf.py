@@ -22,7 +22,8 @@ from rollout.types import SamplingParams
 CONF = Path(__file__).parents[2] / "conf"
 GROUPS = ("model", "data", "sampling", "spec", "cluster", "parallel", "experiment")
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
-EAGLE = {"eagle": ["spec.draft_path=drafts/mine"]}  # looked at when it is built
+DRAFTS = ("eagle", "block")
+PATH = "spec.draft_path=drafts/mine"  # looked at when they are built
 REQUIRED = ["model.path=m", "data.path=p.jsonl", "output.path=o.jsonl"]
 
 
@@ -41,7 +42,7 @@ def composed(*overrides: str) -> RunConfig:
 
 def test_every_option_composes():
     for group, option in OPTIONS:
-        config = composed(f"{group}={option}", *EAGLE.get(option, ()))
+        config = composed(f"{group}={option}", *([PATH] if option in DRAFTS else []))
         assert isinstance(config.engine, EngineConfig), option
         assert callable(factory_of(config.spec))
 
@@ -126,7 +127,7 @@ def test_wrong_values_are_named():
     for spec, message in SPECS:
         with pytest.raises(InvalidInputError, match=message):
             factory_of(spec)
-    for spec in ("eagle", "hybrid", "mtp", "ngram", "none"):
+    for spec in ("block", "eagle", "hybrid", "mtp", "ngram", "none"):
         config = composed(f"spec={spec}", "+spec.draftpath=x")
         with pytest.raises(InvalidInputError, match=r"spec.draftpath='x': spec_workers.* knows "):
             factory_of(config.spec)

@@ -98,7 +98,7 @@ def test_what_it_says_of_itself(specrollout):
     assert shown.code == 0
     for text in (
         "specrollout MODEL PROMPTS",
-        "spec: eagle, hybrid, mtp, ngram, none",
+        "spec: block, eagle, hybrid, mtp, ngram, none",
         "experiment: demo",
         "specrollout report LOG ",
     ):
@@ -127,7 +127,11 @@ REFUSED = (
     ("sampling.max_tokens=3", 2, "did you mean sampling.max_new_tokens?"),
     ("sampling.n=many", 2, "sampling.n='many': Value 'many' of type"),
     ("cluster.kind=rai", 2, "cluster.kind='rai': Invalid value 'rai', expected one of [none, ray]"),
-    ("spec=ngrm", 2, "spec='ngrm': must be one of eagle, hybrid, mtp, ngram, none, did you mean"),
+    (
+        "spec=ngrm",
+        2,
+        "spec='ngrm': must be one of block, eagle, hybrid, mtp, ngram, none, did you mean",
+    ),
     ("spec=none,ngram", 2, "spec='none,ngram': Ambiguous value"),
     ("sampling.n=[1", 2, "sampling.n='[1': no viable alternative at input '[1'"),
     ("~sampling.x", 2, "sampling.x='': Could not delete from config"),

@@ -165,8 +165,8 @@ def test_a_budget_too_small_for_a_prompt_names_its_line(config):
 
 
 def test_wrong_sampling_and_columns_that_would_be_there_twice(config):
-    sampling = replace(PARAMS, stop_token_ids=[97])
-    with pytest.raises(InvalidInputError, match=r"^sampling.stop_token_ids=97"):
+    sampling = replace(PARAMS, allowed_token_ids=[97])
+    with pytest.raises(InvalidInputError, match=r"^sampling.allowed_token_ids=97"):
         run(replace(config, sampling=sampling))
     write_rows(Path(config.data.path), [{"prompt": "one", "seed": 3, "text": "x", "id": 1}])
     with pytest.raises(InvalidInputError, match=r"line 1 has columns .*: seed, text; rename"):
