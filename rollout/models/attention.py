@@ -10,14 +10,15 @@ import torch
 from rollout.models.forward_context import StepAttention
 from rollout.models.head_parts import HeadParts
 from rollout.models.layers.linear import Linear, linear_weight_loaders
-from rollout.models.layers.shard import shards_of, split_product
+from rollout.models.layers.shard import shards_of
+from rollout.models.layers.split_linear import SplitLinear
 from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.spec import ModelSpec
 from rollout.ops.gates import sigmoid_gate_
 from rollout.ops.paged_attention import AttentionVariant
 from rollout.ops.rms_norm import rms_norm
-from rollout.parallel.partition import even_parts, scaled
+from rollout.parallel.partition import scaled
 
 
 class Attention:
@@ -54,10 +55,8 @@ class Attention:
         self.qkv = weights.linear(inputs or spec.hidden_size, outputs, bias=spec.qkv_bias)
         self.q_norm_D = weights.tensor(spec.head_dim) if spec.qk_norm else None
         self.k_norm_D = weights.tensor(spec.head_dim) if spec.qk_norm else None
-        self._attended = scaled(HeadParts.of(spec.entire, group.size).queries, spec.head_dim)
-        self._outputs = even_parts(spec.hidden_size, group.size)
-        own = len(self._outputs[group.rank])
-        self.o = weights.linear(self._attended[-1].stop, own, bias=spec.o_bias)
+        attended = scaled(HeadParts.of(spec.entire, group.size).queries, spec.head_dim)
+        self.o = SplitLinear(weights, group, attended, spec.hidden_size, bias=spec.o_bias)
 
     def __call__(
         self,
@@ -81,8 +80,7 @@ class Attention:
         )
         if spec.gated_attention:
             sigmoid_gate_(attended_THD, gate_THD if rows_R is None else gate_THD[rows_R])
-        attended = attended_THD.flatten(1)
-        return split_product(self.o, attended, self._group, self._attended, self._outputs)
+        return self.o(attended_THD.flatten(1))
 
     def normed(self, q_THD: torch.Tensor, k_TKD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys after their norms, if there are any."""
@@ -96,11 +94,11 @@ class Attention:
 
     def linears(self) -> list[Linear]:
         """The mixer's matrix products."""
-        return [self.qkv, self.o]
+        return [self.qkv, self.o.linear]
 
     def plain_weights(self) -> list[torch.Tensor]:
         """Parameters that do not belong to a linear layer."""
-        return list(self._norms().values())
+        return [*self._norms().values(), *self.o.plain_weights()]
 
     def _norms(self) -> dict[str, torch.Tensor]:
         found = {"q_norm": self.q_norm_D, "k_norm": self.k_norm_D}
@@ -122,6 +120,6 @@ class Attention:
         heads = HeadParts.of(spec.entire, self._group.size)
         queries = scaled(heads.queries, spec.head_dim * (2 if gate else 1))
         keys = scaled(heads.keys, spec.head_dim)
-        own |= linear_weight_loaders(at, self.o, {"o_proj": self.o.out_features})
-        parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": self._outputs}
+        parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        found |= self.o.weight_loaders(at, "o_proj")
         return found | shards_of(own, self._group, parts)

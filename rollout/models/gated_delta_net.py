@@ -11,7 +11,8 @@ import torch
 
 from rollout.models.forward_context import LayerStates
 from rollout.models.layers.linear import Linear, linear_weight_loaders
-from rollout.models.layers.shard import shard_of, shards_of, split_product
+from rollout.models.layers.shard import shard_of, shards_of
+from rollout.models.layers.split_linear import SplitLinear
 from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.spec import ModelSpec
@@ -44,8 +45,7 @@ class GatedDeltaNet:
         self.rate_bias_G = weights.tensor(value_heads, dtype=torch.float32)
         self.norm_V = weights.tensor(value_dim)
         self._values = self._parts(value_dim, by_key_head=False)
-        self._outputs = even_parts(spec.hidden_size, group.size)
-        self.output = weights.linear(self._values[-1].stop, len(self._outputs[group.rank]))
+        self.output = SplitLinear(weights, group, self._values, spec.hidden_size)
 
     def __call__(self, index: int, hidden_TE: torch.Tensor, states: LayerStates) -> torch.Tensor:
         """The mixer's output [T, E], to add to the residual. ``index``: among recurrent layers."""
@@ -64,12 +64,11 @@ class GatedDeltaNet:
             beta_TG,
         )
         normed_TGV = gated_rms_norm(out_TGV, gate.view(values), self.norm_V, self.eps)
-        mixed_TI = normed_TGV.flatten(1)
-        return split_product(self.output, mixed_TI, self._group, self._values, self._outputs)
+        return self.output(normed_TGV.flatten(1))
 
     def linears(self) -> list[Linear]:
         """The mixer's matrix products."""
-        return [self.inputs, self.output]
+        return [self.inputs, self.output.linear]
 
     def plain_weights(self) -> list[torch.Tensor]:
         """Parameters that do not belong to a linear layer."""
@@ -86,8 +85,7 @@ class GatedDeltaNet:
             f"{at}.dt_bias": shard_of(WeightLoader.of(self.rate_bias_G), group, value_heads),
             f"{at}.norm.weight": WeightLoader.of(self.norm_V),
         }
-        output = linear_weight_loaders(at, self.output, {"out_proj": self.output.out_features})
-        found |= shards_of(output, group, {"out_proj": self._outputs})
+        found |= self.output.weight_loaders(at, "out_proj")
         return found | self._input_loaders(at)
 
     def _input_loaders(self, at: str) -> dict[str, WeightLoader]:

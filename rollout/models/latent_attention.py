@@ -20,12 +20,13 @@ from rollout.models.forward_context import StepAttention
 from rollout.models.head_parts import HeadParts
 from rollout.models.layers.head_linear import HeadLinear
 from rollout.models.layers.linear import Linear, linear_weight_loaders
-from rollout.models.layers.shard import shards_of, split_product
+from rollout.models.layers.shard import shards_of
+from rollout.models.layers.split_linear import SplitLinear
 from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.spec import ModelSpec
 from rollout.ops.rms_norm import rms_norm
-from rollout.parallel.partition import even_parts, scaled
+from rollout.parallel.partition import scaled
 
 _NORM_EPSILON = 1e-6  # of the two norms of latents, whatever the model's
 
@@ -69,10 +70,8 @@ class LatentAttention:
         self.absorb_k = HeadLinear(heads, latent.plain_dim, latent.rank, weights)
         self.expand_v = HeadLinear(heads, latent.rank, latent.value_dim, weights)
         self._heads = HeadParts.of(spec.entire, group.size).queries
-        self._attended = scaled(self._heads, latent.value_dim)
-        self._outputs = even_parts(spec.hidden_size, group.size)
-        own = len(self._outputs[group.rank])
-        self.o = weights.linear(self._attended[-1].stop, own, bias=spec.o_bias)
+        attended = scaled(self._heads, latent.value_dim)
+        self.o = SplitLinear(weights, group, attended, spec.hidden_size, bias=spec.o_bias)
 
     def __call__(
         self,
@@ -101,17 +100,17 @@ class LatentAttention:
         latent_TL = rms_norm(latent_TL, self.kv_norm_L, _NORM_EPSILON)
         k_T1D = torch.cat([rotary_TR, latent_TL], dim=1)[:, None]
         sums_THL = attention.run(index, q_THD, k_T1D, None, positions_T, cos_sin_PD, rows_R)
-        attended = self.expand_v(sums_THL, left_out=left_out).flatten(1)
-        return split_product(self.o, attended, self._group, self._attended, self._outputs)
+        return self.o(self.expand_v(sums_THL, left_out=left_out).flatten(1))
 
     def linears(self) -> list[Linear]:
         """The mixer's matrix products."""
         first = [] if self.q_a is None else [self.q_a]
-        return [*first, self.q, self.kv_a, self.o]
+        return [*first, self.q, self.kv_a, self.o.linear]
 
     def plain_weights(self) -> list[torch.Tensor]:
         """Parameters that do not belong to a linear layer."""
-        return [*self._norms().values(), self.absorb_k.weights, self.expand_v.weights]
+        heads = [self.absorb_k.weights, self.expand_v.weights]
+        return [*self._norms().values(), *heads, *self.o.plain_weights()]
 
     def _norms(self) -> dict[str, torch.Tensor]:
         found = {"kv_a_layernorm": self.kv_norm_L}
@@ -141,12 +140,11 @@ class LatentAttention:
                 (starts_H[:, None] + order_Q).flatten()
             ),
             f"{at}.kv_b_proj.weight": self._kv_b(),
-            **linear_weight_loaders(at, self.o, {"o_proj": self.o.out_features}),
         }
+        found |= self.o.weight_loaders(at, "o_proj")
         parts = {
             name: scaled(self._heads, self._query_dim),
             "kv_b_proj": scaled(self._heads, plain_dim + latent.value_dim),
-            "o_proj": self._outputs,
         }
         return found | shards_of(own, self._group, parts)
 

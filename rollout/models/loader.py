@@ -59,6 +59,7 @@ def load_model(
     load_format: LoadFormat = LoadFormat.safetensors,
     packing: bool = True,
     ranks: ModelRanks = ONE_RANK,
+    exact: bool = True,
     progress: Progress | None = None,
     region: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> CausalLM:
@@ -70,6 +71,7 @@ def load_model(
     Args:
         packing: whether CPU weights may be packed; False leaves them plain.
         ranks: each rank reads its part of every tensor.
+        exact: see `WeightFactory`.
         region: in which weights are made, and nothing else.
 
     Raises CheckpointError for an incomplete, damaged or mismatching folder, UnsupportedModelError
@@ -85,7 +87,7 @@ def load_model(
         stored = spec.dtype or (torch.bfloat16 if checkpoint is None else checkpoint.dtype)
         weights = WeightFactory(
             dtype=resolve_dtype(dtype, stored, device), device=device, packing=packing,
-            ranks=ranks, region=region,
+            ranks=ranks, exact=exact, region=region,
         )  # fmt: skip
         model = MODEL_CLASSES[spec.architecture](spec, weights)
         if checkpoint is None:

@@ -12,7 +12,8 @@ import torch
 from rollout.errors import InvalidInputError
 from rollout.models.layers.experts import Experts, RouteRecorder
 from rollout.models.layers.linear import Linear, linear_weight_loaders
-from rollout.models.layers.shard import shards_of, split_product
+from rollout.models.layers.shard import shards_of
+from rollout.models.layers.split_linear import SplitLinear
 from rollout.models.layers.weight_factory import WeightFactory
 from rollout.models.layers.weight_loader import WeightLoader
 from rollout.models.own_weights import LayerHalf
@@ -55,9 +56,8 @@ def feed_forward(
 class Mlp:
     """The gated MLP (Shazeer 2020), a `FeedForward`. Gate and up are one fused product.
 
-    Each of several ranks has some of the output features of both products: no sum is split, so a
-    row's bits are those of one rank alone. Ranks with rows of their own compute the rows of all
-    ranks.
+    Each of several ranks has some of the inner features. Ranks with rows of their own compute the
+    rows of all ranks.
     """
 
     def __init__(self, spec: ModelSpec, weights: WeightFactory) -> None:
@@ -67,13 +67,12 @@ class Mlp:
         rank, size = self._group.rank, self._group.size
         self._activation = spec.activation
         self._features = even_parts(ffn, size)
-        self._outputs = even_parts(hidden, size)
-        if not self._features[-1] or not self._outputs[-1]:
+        if not self._features[-1] or hidden < size:
             raise InvalidInputError(
                 "parallel.size", size, f"is too many for an MLP of {hidden} and {ffn}"
             )
         self.gate_up = weights.linear(hidden, 2 * len(self._features[rank]), bias=bias)
-        self.down = weights.linear(ffn, len(self._outputs[rank]), bias=bias)
+        self.down = SplitLinear(weights, self._group, self._features, hidden, bias=bias)
 
     def __call__(
         self, hidden_TE: torch.Tensor, routes: RouteRecorder | None = None
@@ -83,22 +82,20 @@ class Mlp:
         if self._rows.size > 1:
             hidden_TE, own = gather_rows(self._rows, hidden_TE)
         inner_SF = self._activation(self.gate_up(hidden_TE))
-        return split_product(self.down, inner_SF, self._group, self._features, self._outputs)[own]
+        return self.down(inner_SF)[own]
 
     def linears(self) -> list[Linear]:
         """The MLP's matrix products."""
-        return [self.gate_up, self.down]
+        return [self.gate_up, self.down.linear]
 
     def plain_weights(self) -> list[torch.Tensor]:
-        return []
+        return self.down.plain_weights()
 
     def weight_loaders(self, at: str) -> dict[str, WeightLoader]:
         features = len(self._features[self._group.rank])
         gate_up = linear_weight_loaders(
             at, self.gate_up, {"gate_proj": features, "up_proj": features}
         )
-        down = linear_weight_loaders(at, self.down, {"down_proj": self.down.out_features})
-        parts = {
-            "gate_proj": self._features, "up_proj": self._features, "down_proj": self._outputs
-        }  # fmt: skip
-        return shards_of(gate_up | down, self._group, parts)
+        parts = {"gate_proj": self._features, "up_proj": self._features}
+        own = shards_of(gate_up, self._group, parts)
+        return own | self.down.weight_loaders(at, "down_proj")

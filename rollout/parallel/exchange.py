@@ -41,9 +41,12 @@ class GroupExchange:
 
     def sum_disjoint(self, x: torch.Tensor) -> None:
         """See `RankGroup.sum_disjoint`."""
+        self.all_reduce(bits_of(x))
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """See `RankGroup.all_reduce`."""
         if x.numel():
-            words = bits_of(x)
-            self._run(lambda: self._group.allreduce(words))
+            self._run(lambda: self._group.allreduce(x))
 
     def broadcast(self, x: torch.Tensor) -> None:
         """Overwrite ``x``, which is contiguous, with rank 0's. Every rank's has the same shape and

@@ -120,6 +120,10 @@ class ProcessRanks:
         self._run(lambda: self._exchanges[-1].sum_disjoint(x))
         return x
 
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self._run(lambda: self._exchanges[-1].all_reduce(x))
+        return x
+
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         self._run(lambda: self._exchanges[-1].broadcast(x))
         return x

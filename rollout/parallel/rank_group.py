@@ -52,6 +52,11 @@ class RankGroup(Protocol):
         element at most one rank's is other than 0."""
         ...
 
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Overwrite ``x``, which is contiguous, with the sum over all ranks, the same bits on each.
+        Its rounding depends on their number."""
+        ...
+
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Rank 0's tensor, in the place of every rank's own, which has the same shape and dtype."""
         ...
@@ -107,6 +112,9 @@ class SingleRank:
         return x_TC
 
     def sum_disjoint(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,7 @@ def open_model(
         model.max_context_len,
         load_format=model.load_format,
         ranks=ranks,
+        exact=config.exact,
         progress=progress,
         region=partial(regions.region, MemoryTag.WEIGHTS),
     )

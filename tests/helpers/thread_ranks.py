@@ -57,8 +57,10 @@ class ThreadRank:
         self._barrier = barrier
         self._board = board
         self._notes = notes
+        self.num_exchanges = 0
 
     def _exchange(self, value: T) -> list[T]:
+        self.num_exchanges += 1
         self._board[self.rank] = value
         self._barrier.wait(HANG_SECONDS)
         values = list(self._board)
@@ -75,6 +77,9 @@ class ThreadRank:
         bits = torch.stack([bits_of(each) for each in self._exchange(x.clone())])
         bits_of(x).copy_(bits.sum(0))
         return x
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(torch.stack(self._exchange(x.clone())).sum(0))
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(self._exchange(x.clone())[0])

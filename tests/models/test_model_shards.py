@@ -70,6 +70,27 @@ def test_tensor_parallel_ranks(name, size, packing, folders):
     assert ranks[0][1] < sum(linear.out_features for linear in whole.linears())
 
 
+@pytest.mark.parametrize(("name", "split"), [("biased", 4), ("hybrid", 8), ("latent", 4)])
+def test_ranks_that_add_up_products_save_an_exchange_for_each(name, split, folders):
+    """``split``: products whose inputs are split."""
+    whole, stored = load(folders[name]), dict(Checkpoint(folders[name]))
+    wanted = logits_of(whole, PROMPTS)
+
+    def on_rank(group):
+        def exchanges(*, exact):
+            model = load(folders[name], ranks=ModelRanks.of_tensor(group), exact=exact)
+            for key, tensor in stored.items():
+                assert torch.equal(model.weight_loaders()[key].read(), tensor), key
+            before = group.num_exchanges
+            for ours, theirs in zip(logits_of(model, PROMPTS), wanted, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+            return group.num_exchanges - before
+
+        return exchanges(exact=True) - exchanges(exact=False)
+
+    assert on_ranks(2, on_rank) == [split] * 2
+
+
 @pytest.mark.parametrize(("name", "size"), [("biased", 3), ("experts", 2)])
 def test_ranks_with_rows_of_their_own_are_bitwise_one(name, size, folders):
     whole = load(folders[name])

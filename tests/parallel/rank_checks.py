@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -284,6 +285,19 @@ def a_forward_that_fails_on_one_rank_is_run_again_by_none(folder: str) -> None:
         engine.generate(PROMPTS, PARAMS)
     with pytest.raises(ParallelError, match=r"^rank 1 of 2: it failed in the middle"):
         engine.generate(PROMPTS, PARAMS)
+
+
+def ranks_that_are_not_exact_agree(folder: str) -> list:
+    """Products are added up over the ranks. Returns this rank's rollouts."""
+    engine, alone = engine_of(folder, exact=False), one_rank(folder, exact=False)
+    greedy = replace(PARAMS, temperature=0.0)
+    tokens = [rollout[1] for rollout in rolled_out(alone, greedy)]
+    assert [rollout[1] for rollout in rolled_out(engine, greedy)] == tokens
+    new = changed(stored(folder))
+    for each in (engine, alone):
+        each.update_weights_from_tensor(new)
+    assert engine.weights_digest() == alone.weights_digest()
+    return rolled_out(engine, SAMPLED)
 
 
 def a_call_that_rank_0_is_refused_ends_no_rank(folder: str) -> None:

@@ -46,6 +46,7 @@ def test_two_ranks_are_one_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             ("ranks_capture_alike_or_not_at_all", 2, {"folder": llama, "fails_at": fails_at})
             for fails_at in (None, 2)
         ],
+        ("ranks_that_are_not_exact_agree", 2, {"folder": hybrid}),
         *[(check, 2, {"folder": llama} | options) for check, options in checks.items()],
     ]
     monkeypatch.setenv("CASES", json.dumps(cases))
@@ -63,3 +64,5 @@ def test_two_ranks_are_one_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [rank["rollouts"] for rank in failing] == [whole[0]["rollouts"]] * 2
     assert [rank["captured"] for rank in failing] == [2, 1], "rank 0's second is thrown away"
     assert failing[0]["replays"] == [*failing[1]["replays"], 0]
+    fast = [rank[first + 2] for rank in ranks]
+    assert fast[0] == fast[1]

@@ -1,7 +1,4 @@
-"""Matrix products and tensors that are split over ranks.
-
-Legend: M rows, I input features, O output features.
-"""
+"""Loaders of tensors that are split over ranks."""
 
 from __future__ import annotations
 
@@ -10,36 +7,11 @@ from dataclasses import replace
 
 import torch
 
-from rollout.models.layers.linear import Linear
 from rollout.models.layers.weight_loader import Shard, TensorSlice, WeightLoader
 from rollout.parallel import RankGroup
 
 Part = range | tuple[range, ...]
 """A rank's indices along one dimension: one range, or several that are adjacent in its tensor."""
-
-
-def split_product(
-    linear: Linear,
-    x_MI: torch.Tensor,
-    group: RankGroup,
-    inputs: Sequence[range],
-    outputs: Sequence[range],
-) -> torch.Tensor:
-    """All output features [M, O] of a product, of rows whose input features are split over ranks.
-
-    Ranks exchange the inputs, and each computes its own output features from all of them. No sum is
-    split, so the bits are those of one rank. Adding up partial products instead would exchange only
-    outputs, but the bits would depend on the number of ranks, unless every number of ranks, one
-    included, added float32 products of the same blocks of inputs in the same tree (Zhang et al.
-    2025, Deterministic Inference across Tensor Parallel Sizes). oneDNN's products of 16-bit numbers
-    are rounded to 16 bits, so such a tree would have rounded leaves on a CPU.
-
-    ``inputs``, ``outputs``: features of each rank, consecutive.
-    """
-    if group.size == 1:
-        return linear(x_MI)
-    y_MO = linear(group.all_gather_columns(x_MI, inputs))
-    return group.all_gather_columns(y_MO, outputs)
 
 
 def shard_of(

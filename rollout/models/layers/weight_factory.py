@@ -20,6 +20,7 @@ class WeightFactory:
     device: torch.device
     packing: bool = True  # whether products on the CPU may be packed
     ranks: ModelRanks = ONE_RANK  # that share the network
+    exact: bool = True  # whether the bits are the same over any number of ranks
     stacked: bool | None = None  # whether experts' weights are one tensor; None: on a GPU
     region: Callable[[], AbstractContextManager[object]] = nullcontext  # that weights are made in
 
