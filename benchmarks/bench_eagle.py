@@ -66,6 +66,11 @@ class Folders:
         """Names of the engines that draft."""
         return DRAFTING if self.block is None else (*DRAFTING, BLOCK, BLOCK_HYBRID)
 
+    @property
+    def co_trained(self) -> dict[str, Path]:
+        """Drafts that are trained along, by their spec."""
+        return {"eagle": self.eagle3} | ({} if self.block is None else {"block": self.block})
+
     def engine(self, name: str, max_running: int, spec_options: dict[str, Any]) -> RolloutEngine:
         """An engine by one of the names above."""
         spec, draft = {
@@ -193,30 +198,32 @@ def co_training_rows(folders: Folders, num_steps: int) -> Iterator[Row]:
 
     Raises RuntimeError where the example fails or drafts changed its tokens.
     """
-    log = _run_example(folders, num_steps)
-    steps = [event for event in log if event["event"] == "step"]
-    (drafts,) = [event for event in log if event["event"] == "drafts"]
-    if not drafts["same"]:
-        raise RuntimeError("the drafts changed the tokens")
-    following, frozen = drafts["accept_length_co_trained"], drafts["accept_length_frozen"]
-    swaps, nats = steps[-1]["draft"]["swaps"], [steps[i]["nll"] for i in (0, -1)]
-    print(f"swaps {swaps:.0f} of {num_steps}; nats per token {nats[0]:.2f} to {nats[1]:.2f}")
-    co_trained = sum(event["co_train_seconds"] for event in steps)
-    others = sum(event["rollout_seconds"] + event["train_seconds"] for event in steps)
-    name = f"after {num_steps} GRPO steps"
-    yield row(f"{name}, accept length: frozen draft", frozen, "tokens")
-    yield row(f"{name}, accept length: co-trained draft", following, "tokens")
-    yield row(f"{name}: co-trained to frozen", following / frozen, "x", CO_TRAINED_BAR)
-    yield row(f"{name}: co-training's share of the time", co_trained / (co_trained + others), "")
+    for spec, draft in folders.co_trained.items():
+        log = _run_example(folders.model, spec, draft, num_steps)
+        steps = [event for event in log if event["event"] == "step"]
+        (drafts,) = [event for event in log if event["event"] == "drafts"]
+        if not drafts["same"]:
+            raise RuntimeError("the drafts changed the tokens")
+        following, frozen = drafts["accept_length_co_trained"], drafts["accept_length_frozen"]
+        swaps, nats = steps[-1]["draft"]["swaps"], [steps[i]["nll"] for i in (0, -1)]
+        print(f"swaps {swaps:.0f} of {num_steps}; nats per token {nats[0]:.2f} to {nats[1]:.2f}")
+        co_trained = sum(event["co_train_seconds"] for event in steps)
+        others = sum(event["rollout_seconds"] + event["train_seconds"] for event in steps)
+        name = f"{spec}, after {num_steps} GRPO steps"
+        yield row(f"{name}, accept length: frozen draft", frozen, "tokens")
+        yield row(f"{name}, accept length: co-trained draft", following, "tokens")
+        yield row(f"{name}: co-trained to frozen", following / frozen, "x", CO_TRAINED_BAR)
+        share = co_trained / (co_trained + others)
+        yield row(f"{name}: co-training's share of the time", share, "")
 
 
-def _run_example(folders: Folders, num_steps: int) -> list[dict[str, Any]]:
+def _run_example(model: Path, spec: str, draft: Path, num_steps: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "log.jsonl"
         options = {
-            "--model": folders.model,
-            "--spec": "eagle",
-            "--draft": folders.eagle3,
+            "--model": model,
+            "--spec": spec,
+            "--draft": draft,
             "--draft-tokens": NUM_NODES,
             "--co-train": 4,  # updates in a step: with so few rollouts nearly as long as the step
             "--prompts": 6,

@@ -41,6 +41,8 @@ from spec_workers.draft_training.config import CoTrainingConfig
 
 Sample = tuple[Rollout, float]  # and its advantage
 
+NEURAL = ("eagle", "block")  # specs whose draft can be trained along
+
 ALONE = {  # what torchrun would set: one process, on a free port
     "RANK": "0",
     "LOCAL_RANK": "0",
@@ -58,10 +60,9 @@ def parse_arguments() -> argparse.Namespace:
     add("--model", default="models/SmolLM2-135M-Instruct", help="a checkpoint folder")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the parameters")
     add("--zero", type=int, choices=(0, 1, 2, 3), default=2, help="ZeRO stage")
-    add(
-        "--spec", choices=("none", "ngram", "eagle"), default="ngram", help="where drafts come from"
-    )
-    add("--draft", help="a folder: the EAGLE-3 draft of --spec eagle")
+    choices = ("none", "ngram", *NEURAL)
+    add("--spec", choices=choices, default="ngram", help="where drafts come from")
+    add("--draft", help="a folder: the draft of --spec eagle (EAGLE-3) or block")
     add("--co-train", type=int, metavar="N", help="train that draft too, N updates a step")
     add("--draft-tokens", type=int, metavar="N", help="always up to N; without it, what pays")
     add("--steps", type=int, default=36, help="rollouts and updates")
@@ -90,11 +91,11 @@ def parse_arguments() -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} {value}: must be at least 1")
-    if args.spec == "eagle" and args.draft is None:
-        parser.error("--spec eagle: needs --draft FOLDER")
+    if args.spec in NEURAL and args.draft is None:
+        parser.error(f"--spec {args.spec}: needs --draft FOLDER")
     for name in ("draft", "co_train"):
-        if args.spec != "eagle" and getattr(args, name) is not None:
-            parser.error(f"--{name.replace('_', '-')}: goes with --spec eagle")
+        if args.spec not in NEURAL and getattr(args, name) is not None:
+            parser.error(f"--{name.replace('_', '-')}: goes with --spec {' or '.join(NEURAL)}")
     if args.spec == "none" and args.draft_tokens is not None:
         parser.error("--draft-tokens: --spec none drafts nothing")
     if args.draft is not None and not Path(args.draft, "config.json").is_file():
