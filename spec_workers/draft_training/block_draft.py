@@ -24,7 +24,7 @@ from spec_workers.draft_training.draft import (
 )
 from spec_workers.draft_training.packed_rows import PackedRows
 
-_ANCHOR_SHARE = 4  # one row in so many is an anchor: each is as many rows as a block has
+_ANCHOR_SHARE = 2  # one row in so many is an anchor: each is as many rows as a block has
 
 
 class BlockLayer(TrainableDecoderLayer):
@@ -38,6 +38,7 @@ class TrainableDFlash(TrainableDraft):
     embedding."""
 
     architecture = "DFlashDraftModel"
+    step_decay = 0.5  # later guesses know nothing of the tokens between
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class TrainableDFlash(TrainableDraft):
     ) -> None:
         """``spec``: of all its layers. The others: as of `TrainableEagle3`."""
         super().__init__(spec, shared, features, vocabulary, embed)
-        self._block_size, self._mask_token_id = block_size, mask_token_id
+        self._block_size, self.mask_token_id = block_size, mask_token_id
         hidden = spec.hidden_size
         cos_sin_PC = cos_sin_table(
             spec.rope, spec.head_dim, spec.max_context_len, torch.device("cpu")
@@ -63,7 +64,7 @@ class TrainableDFlash(TrainableDraft):
     def config(self) -> dict[str, Any]:
         own = {
             "target_layer_ids": [layer - 1 for layer in self.features.layers],
-            "mask_token_id": self._mask_token_id,
+            "mask_token_id": self.mask_token_id,
         }
         return published_config(self) | {"block_size": self._block_size, "dflash_config": own}
 
@@ -124,7 +125,7 @@ class TrainableDFlash(TrainableDraft):
         """Hidden states [A, L, E] of blocks that begin with these tokens, each behind the first
         ``visible_A`` rows of one sequence's context."""
         block, count, device = self._block_size, len(tokens_A), tokens_A.device
-        ids_AB = torch.full((count, block), self._mask_token_id, device=device)
+        ids_AB = torch.full((count, block), self.mask_token_id, device=device)
         ids_AB[:, 0] = tokens_A
         positions_R = first_position + visible_A[:, None] + torch.arange(block, device=device)
         positions_R = positions_R.flatten()

@@ -32,7 +32,7 @@ from spec_workers.draft_training.training_run import CONFIG
 ARCHITECTURES = {"eagle3": TrainableEagle3.architecture, "block": TrainableDFlash.architecture}
 """The kinds of drafts that can be trained."""
 
-_BLOCK_SIZE, _BLOCK_LAYERS = 8, 2
+_BLOCK_SIZE, _BLOCK_LAYERS = 4, 2
 _TABLES = ("d2t", "t2d")
 
 

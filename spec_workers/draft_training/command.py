@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import rich
 import rich.progress
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
@@ -30,6 +31,8 @@ from spec_workers.draft_training.arguments import (
     naming_options,
     train_draft_parser,
 )
+from spec_workers.draft_training.block_draft import TrainableDFlash
+from spec_workers.draft_training.block_start import begin_with_copies
 from spec_workers.draft_training.building import TargetTensors, load_draft, new_draft
 from spec_workers.draft_training.config import TrainingConfig
 from spec_workers.draft_training.draft import DraftVocabulary, TrainableDraft
@@ -54,6 +57,7 @@ EXIT_SIGNAL = 128  # plus the signal's number, as shells do
 
 _MAX_HELD_OUT = 32  # rollouts: enough to compare drafts, and quick to measure
 _HELD_OUT_SHARE = 0.05
+_START_TEXTS = 40  # rollouts that a block draft's initial weights are fitted to
 
 
 def run_train_draft(arguments: Sequence[str]) -> int:
@@ -79,7 +83,7 @@ def run_train_draft(arguments: Sequence[str]) -> int:
     model = load_model(given.model, DType(given.dtype), device)
     draft = _draft(given, model, train)
     trainer = DraftTrainer(
-        draft.to(model.device),
+        draft,
         TargetTensors(model).head_rows(draft.vocabulary.token_ids_D).to(model.dtype),
         training,
     )
@@ -142,9 +146,15 @@ def _draft(
     given: argparse.Namespace, model: CausalLM, train: list[TokenSequence]
 ) -> TrainableDraft:
     if given.resume:
-        return load_draft(given.output, model.embed)
+        return load_draft(given.output, model.embed).to(model.device)
     vocabulary = DraftVocabulary.most_frequent(train, given.draft_vocab_size, model.spec.vocab_size)
-    return new_draft(model, vocabulary, given.seed, given.kind)
+    draft = new_draft(model, vocabulary, given.seed, given.kind).to(model.device)
+    if isinstance(draft, TrainableDFlash):
+        texts = TargetFeatures(model, draft.features, train, 0).take(
+            range(len(train))[:_START_TEXTS]
+        )
+        begin_with_copies(draft, torch.cat([each.features_NF for each in texts]))
+    return draft
 
 
 def _introduce(

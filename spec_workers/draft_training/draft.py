@@ -92,6 +92,9 @@ class TrainableDraft(nn.Module):
     vocabulary, and the target's embedding."""
 
     architecture: str
+    step_decay: float
+    """Weight in the loss of a guess relative to the one before: deeper ones are reached less
+    often."""
 
     def __init__(
         self,
@@ -193,6 +196,7 @@ class TrainableEagle3(TrainableDraft):
     """EAGLE-3. Its config.json and tensors are those of its authors."""
 
     architecture = "LlamaForCausalLMEagle3"
+    step_decay = 0.8  # the value of its authors
 
     def __init__(
         self,

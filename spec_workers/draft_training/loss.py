@@ -64,11 +64,6 @@ class SoftCrossEntropy(torch.autograd.Function):
         return hidden_grad_SE * grads[0], head_grad_DE * grads[0], None, None, None
 
 
-STEP_DECAY = 0.8
-"""Weight of a step relative to the step before: deeper guesses are reached less often. The value is
-EAGLE-3's."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnrolledLoss:
     total: torch.Tensor  # to minimise
@@ -107,11 +102,11 @@ def unrolled_loss(
                 weights,
                 dtype,
             )
-            total = total + STEP_DECAY**step * mean
+            total = total + draft.step_decay**step * mean
             cross_entropies.append(float(mean.detach()))
             agreement.append(float(agreed))
     return UnrolledLoss(
-        total=total / sum(STEP_DECAY**step for step in range(len(hidden))),
+        total=total / sum(draft.step_decay**step for step in range(len(hidden))),
         cross_entropies=cross_entropies,
         agreement=agreement,
     )
