@@ -165,11 +165,12 @@ def test_a_rollout_may_fill_the_context(target, rollouts):
     assert trainer.step([sequence]).total.isfinite()
 
 
-def test_resumed_runs_end_where_others_do(target, rollouts, tmp_path):
+@pytest.mark.parametrize("kind", ["eagle3", "block"])
+def test_resumed_runs_end_where_others_do(kind, target, rollouts, tmp_path):
     def run(folder: str) -> tuple[DraftTrainer, TrainingRun]:
         """A run whose clock counts steps as seconds."""
         (tmp_path / folder).mkdir(exist_ok=True)
-        trainer = make_trainer(target, rollouts)
+        trainer = make_trainer(target, rollouts, kind)
         sources = [
             TargetFeatures(target, trainer.features, each, 10_000)
             for each in split_by_prompt(rollouts, 4, seed=1)

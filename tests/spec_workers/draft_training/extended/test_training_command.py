@@ -53,12 +53,13 @@ def train_draft(*arguments: object) -> int:
     return _subcommand(SUBCOMMANDS["train-draft"], [str(each) for each in arguments])
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "block"])
 def test_a_run_is_interrupted_resumed_and_finished(
-    target_path, target, rollouts_path, tmp_path, monkeypatch, capsys
+    kind, target_path, target, rollouts_path, tmp_path, monkeypatch, capsys
 ):
     output = tmp_path / "draft"
     arguments = [
-        "--model", target_path, "--rollouts", rollouts_path, "--output", output,
+        "--kind", kind, "--model", target_path, "--rollouts", rollouts_path, "--output", output,
         "--minutes", "60", "--draft-vocab-size", str(DRAFT_VOCAB), "--batch-guesses", "200",
     ]  # fmt: skip
 
