@@ -20,14 +20,18 @@ _FREQUENCIES = 8  # of rotary positions, the highest: the others hardly tell nei
 _SHARPNESS = 35.0  # score of each, before scaling: neighbouring positions get a tenth of the weight
 _TOKEN_SCALE = 0.5  # of copied embeddings, relative to copied hidden states
 _MLP_SCALE = 0.05  # of the target's MLP, which would blur the copies
-_RIDGE = 1e-3
+_RIDGE = 1e-2
 
 
 @torch.no_grad()
-def begin_with_copies(draft: TrainableDFlash, features_NF: torch.Tensor) -> None:
+def begin_with_copies(
+    draft: TrainableDFlash, token_ids_N: torch.Tensor, features_NF: torch.Tensor
+) -> None:
     """Overwrite the attention of the first layer.
 
-    ``features_NF``: of some text, as the draft reads them; some thousand rows.
+    Args:
+        token_ids_N: of some text, some thousand.
+        features_NF: of these tokens, as the draft reads them.
     """
     layer = draft.layers[0]
     assert isinstance(layer, BlockLayer)
@@ -39,25 +43,23 @@ def begin_with_copies(draft: TrainableDFlash, features_NF: torch.Tensor) -> None
     fused_NE = draft.fc(features_NF.float())
     scale = fused_NE.square().mean(1).sqrt().median()  # of hidden states, which were normed
     context_NE = draft.hidden_norm(fused_NE)
-    tokens_NE = layer.input_layernorm(draft.embed(draft.vocabulary.token_ids_D).float())
+    tokens_NE = layer.input_layernorm(draft.embed(token_ids_N).float())
     mask_id = torch.tensor([draft.mask_token_id], device=tokens_NE.device)
     mask_E = layer.input_layernorm(draft.embed(mask_id).float())[0]
     parts = (
-        (range(num_context), context_NE, tokens_NE, draft.hidden_norm.weight, 2, scale),
-        (range(num_context, num_heads), tokens_NE, context_NE, torch.ones_like(mask_E), 1,
+        (range(num_context), context_NE, draft.hidden_norm.weight, 2, scale),
+        (range(num_context, num_heads), tokens_NE, torch.ones_like(mask_E), 1,
          _TOKEN_SCALE * scale / tokens_NE.square().mean().sqrt()),
     )  # fmt: skip
-    for heads, rows_NE, others_NE, factors_E, distance, size in parts:
+    for heads, rows_NE, factors_E, distance, size in parts:
         main_XE = _main_coordinates(rows_NE / factors_E, len(heads) * width)
         copied = slice(heads.start * width, heads.start * width + len(main_XE))
         attention.v_proj.weight[copied] = main_XE / factors_E
         attention.o_proj.weight[:, copied] = size * main_XE.T
         channels, repeats = slice(heads.start * width, heads.stop * width), (len(heads), 1)
         key_C1, query_C1 = (each[:, None] for each in _position(attention.cos_sin_PC, distance))
-        attention.k_proj.weight[channels] = (key_C1 * _indicator(rows_NE, others_NE)).repeat(
-            repeats
-        )
-        to_mask_E = mask_E / mask_E.square().sum()
+        constant_E, to_mask_E = _constant(rows_NE), mask_E / mask_E.square().sum()
+        attention.k_proj.weight[channels] = (key_C1 * constant_E).repeat(repeats)
         attention.q_proj.weight[channels] = (query_C1 * to_mask_E).repeat(repeats)
     layer.mlp.down_proj.weight *= _MLP_SCALE
 
@@ -76,9 +78,8 @@ def _position(cos_sin_PC: torch.Tensor, distance: int) -> tuple[torch.Tensor, to
     return key_C, torch.cat([key_c * cos_c, -key_c * sin_c])
 
 
-def _indicator(rows_NE: torch.Tensor, others_NE: torch.Tensor) -> torch.Tensor:
-    """A direction [E] along which the rows are nearly 1 and the others 0, as far as one exists."""
-    squares_EE = sum(each.T @ each / len(each) for each in (rows_NE, others_NE))
-    assert isinstance(squares_EE, torch.Tensor)
+def _constant(rows_NE: torch.Tensor) -> torch.Tensor:
+    """A direction [E] along which the rows are nearly 1, as far as one exists."""
+    squares_EE = rows_NE.T @ rows_NE / len(rows_NE)
     squares_EE.diagonal().add_(_RIDGE * squares_EE.diagonal().mean())
     return torch.linalg.solve(squares_EE, rows_NE.mean(0))

@@ -153,7 +153,11 @@ def _draft(
         texts = TargetFeatures(model, draft.features, train, 0).take(
             range(len(train))[:_START_TEXTS]
         )
-        begin_with_copies(draft, torch.cat([each.features_NF for each in texts]))
+        begin_with_copies(
+            draft,
+            torch.cat([each.tokens.token_ids_L[:-1] for each in texts]).to(model.device),
+            torch.cat([each.features_NF for each in texts]),
+        )
     return draft
 
 
