@@ -87,9 +87,7 @@ class _Comparison:
         self._forward = TrainerForward(model, target, left_padding)
         self._params = SamplingParams(temperature=temperature)
         self._tokens = TokenDifferences(temperature)
-        self._dtype = max(
-            (own.dtype, target.dtype), key=lambda dtype: torch.finfo(dtype).eps
-        )
+        self._dtype = max((own.dtype, target.dtype), key=lambda dtype: torch.finfo(dtype).eps)
         self._differences = OpDifferences(self._dtype)
         self._probe: OpProbe | None = None
         kind = type(target).__name__.removeprefix("FSDP")

@@ -53,7 +53,7 @@ class OpDifferences:
             stages: sums and roundings one after the other.
             alternatives: tried where rounding does not explain the difference.
         """
-        rounding = stages * (4 * self._eps + 4 * summed**0.5 * torch.finfo(torch.float32).eps)
+        rounding = self.rounding(stages, summed)
         found = self._sums.setdefault((name, layer), _Sum(rounding))
         engine_TF, trainer_TF = engine_TF.flatten(1), trainer_TF.flatten(1)
         difference, mean = relative_difference(trainer_TF, engine_TF)
@@ -65,6 +65,10 @@ class OpDifferences:
         for what, op in (alternatives or {}).items():
             other, _ = relative_difference(trainer_TF, op().flatten(1))
             found.alternatives[what] = max(found.alternatives.get(what, 0.0), other)
+
+    def rounding(self, stages: int, summed: int = 1) -> float:
+        """The largest relative difference that rounding explains; see `add`."""
+        return stages * (4 * self._eps + 4 * summed**0.5 * torch.finfo(torch.float32).eps)
 
     def listed(self) -> list[OpDifference]:
         """All ops, the largest in units of its rounding first."""

@@ -137,7 +137,11 @@ class OpProbe:
         """Queries, keys and values before the rotation, [T, heads, D]."""
         spec, found = self._ops.spec, self._of_layer
         num_rows = len(found["self_attn.v_proj"])
-        for name, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads), ("v", spec.num_kv_heads)):
+        for name, heads in (
+            ("q", spec.num_heads),
+            ("k", spec.num_kv_heads),
+            ("v", spec.num_kv_heads),
+        ):
             rows = found.get(f"self_attn.{name}_norm", found[f"self_attn.{name}_proj"])
             rows = rows.reshape(-1, heads, spec.head_dim)
             first = self._first if len(rows) > num_rows else 0  # a norm of heads has all rows
@@ -151,7 +155,10 @@ class OpProbe:
         )
 
     def _router(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Compare logits; a choice whose logits the engine has apart; weights of equal choices."""
+        """Compare logits; a choice whose logits the engine has apart; weights of equal choices.
+
+        Rows with other experts or weights are left out where the experts are compared.
+        """
         logits_TN, experts_TX, weights_TX = self._ops.router(index, self._rows(args[0]))
         given_TN, given_weights_TX, given_TX = (self._rows(each) for each in output)
         dense, given = torch.zeros_like(logits_TN), torch.zeros_like(logits_TN)
@@ -161,7 +168,8 @@ class OpProbe:
         least_T = logits_TN.masked_fill(dense == 0, torch.inf).amin(1)
         taken_T = logits_TN.masked_fill(given == 0, torch.inf).amin(1)
         gap_T = (least_T - taken_T).where(flipped_T, 0) / logits_TN.abs().amax(1)
-        self._of_layer["flipped"] = flipped_T
+        apart_T = (given - dense).abs().amax(1)
+        self._of_layer["rerouted"] = flipped_T | (apart_T > self._differences.rounding(2))
         add = partial(self._differences.add, "mlp.gate", index, summed=args[0].shape[-1], stages=2)
         add(given_TN, logits_TN)
         add((1 + gap_T)[:, None], torch.ones_like(gap_T)[:, None])
@@ -170,9 +178,9 @@ class OpProbe:
     def _mlp(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         given, found = self._rows(args[0]), self._rows(output)
         self._of_layer["mlp"] = found
-        flipped_T = self._of_layer.get("flipped", torch.zeros(len(given), dtype=torch.bool))
+        rows_T = ~self._of_layer.get("rerouted", torch.zeros(len(given)).bool())
         self._differences.add(
-            "mlp", index, found[~flipped_T], self._ops.mlp(index, given)[~flipped_T],
+            "mlp", index, found[rows_T], self._ops.mlp(index, given)[rows_T],
             summed=self._ops.spec.ffn_size, stages=3,
         )  # fmt: skip
 

@@ -40,12 +40,16 @@ def sampling_suspect(
 
     fitted = _smallest(left)
     if left(fitted) < _FITS:
-        text = f"the rollouts' logprobs are at temperature {fitted:.3g}, compared at {temperature:g}"
+        text = (
+            f"the rollouts' logprobs are at temperature {fitted:.3g}, compared at {temperature:g}"
+        )
         return Suspect(Cause.SAMPLING, "temperature", text)
     if (own_differences < _LEAST).all():
         text = "the rollouts' logprobs are of what top-p, top-k or min-p left, the trainer's of all"
         return Suspect(Cause.SAMPLING, "top_p", text)
-    text = "the rollouts' logprobs are not this engine's: other weights, penalties or another engine"
+    text = (
+        "the rollouts' logprobs are not this engine's: other weights, penalties or another engine"
+    )
     return Suspect(Cause.STALE_WEIGHTS, "rollouts", text)
 
 

@@ -104,9 +104,7 @@ class TokenDifferences:
         """Tokens by ratio; the first and the last bin have those beyond."""
         edges = [0.7 + 0.6 * index / _BINS for index in range(_BINS + 1)]
         counts = torch.histc(self.ratios().clamp(0.7, 1.3), _BINS, 0.7, 1.3)
-        return [
-            (edges[index], edges[index + 1], int(count)) for index, count in enumerate(counts)
-        ]
+        return [(edges[index], edges[index + 1], int(count)) for index, count in enumerate(counts)]
 
     def by_position(self) -> list[Bucket]:
         """Differences by ranges of positions in the output."""

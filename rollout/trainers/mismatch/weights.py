@@ -44,7 +44,9 @@ def _of_tensor(
 ) -> Iterator[Suspect]:
     name, loader = weight.name, loaders.get(weight.name)
     if loader is None or tuple(value.shape) != loader.shape:
-        yield Suspect(Cause.MISSING_TENSOR, name, f"the engine has no {name} of the trainer's shape")
+        yield Suspect(
+            Cause.MISSING_TENSOR, name, f"the engine has no {name} of the trainer's shape"
+        )
         return
     stored = loader.read()
     value = value.to(stored.device)
@@ -54,7 +56,10 @@ def _of_tensor(
     if loader.alias_of is not None:
         text = f"{name} is tied to {loader.alias_of} in the engine, and the trainer's is another"
         yield Suspect(Cause.MISSING_TENSOR, name, text)
-    elif weight.combine is not None and (scale := _adapter_scale(inputs[0], value, stored)) is not None:
+    elif (
+        weight.combine is not None
+        and (scale := _adapter_scale(inputs[0], value, stored)) is not None
+    ):
         how = "is not merged" if abs(scale) < 1e-3 else f"is scaled by {scale:.3g} of the trainer's"
         yield Suspect(Cause.ADAPTER, name, f"the adapter of {name} {how} in the engine")
     else:
@@ -62,9 +67,7 @@ def _of_tensor(
         yield Suspect(Cause.STALE_WEIGHTS, name, text)
 
 
-def _adapter_scale(
-    base: torch.Tensor, merged: torch.Tensor, stored: torch.Tensor
-) -> float | None:
+def _adapter_scale(base: torch.Tensor, merged: torch.Tensor, stored: torch.Tensor) -> float | None:
     """The engine's part of the adapter's addition; None where that does not explain its values."""
     added = merged.float() - base.to(merged.device).float()
     engine = stored.float() - base.to(stored.device).float()
@@ -74,9 +77,7 @@ def _adapter_scale(
     return scale if size and left <= _NOT_THE_ADAPTERS * size**0.5 else None
 
 
-def _missing(
-    model: Any, sent: set[str], loaders: Mapping[str, WeightLoader]
-) -> Iterator[Suspect]:
+def _missing(model: Any, sent: set[str], loaders: Mapping[str, WeightLoader]) -> Iterator[Suspect]:
     """Tensors of the engine that the trainer has not, or ties to another."""
     twins = dict(model.named_parameters(remove_duplicate=False))
     covered = {part for name in sent if name in loaders for part in loaders[name].parts}
