@@ -137,11 +137,7 @@ class OpProbe:
         """Queries, keys and values before the rotation, [T, heads, D]."""
         spec, found = self._ops.spec, self._of_layer
         num_rows = len(found["self_attn.v_proj"])
-        for name, heads in (
-            ("q", spec.num_heads),
-            ("k", spec.num_kv_heads),
-            ("v", spec.num_kv_heads),
-        ):
+        for name, heads in zip("qkv", (spec.num_heads, *[spec.num_kv_heads] * 2), strict=True):
             rows = found.get(f"self_attn.{name}_norm", found[f"self_attn.{name}_proj"])
             rows = rows.reshape(-1, heads, spec.head_dim)
             first = self._first if len(rows) > num_rows else 0  # a norm of heads has all rows
@@ -226,8 +222,9 @@ class OpProbe:
 
     @contextmanager
     def _attention_wrapped(self) -> Iterator[None]:
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+        functions = ALL_ATTENTION_FUNCTIONS
         modeling: Any = sys.modules[type(self._target.base_model.layers[0].self_attn).__module__]
         name = self._target.config._attn_implementation
         own = functions._local_mapping.get(name)

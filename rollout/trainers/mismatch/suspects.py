@@ -1,4 +1,4 @@
-"""The likely causes of a mismatch: settings that differ, then ops that rounding does not explain."""
+"""Likely causes of a mismatch: settings that differ, and ops that rounding does not explain."""
 
 from __future__ import annotations
 
