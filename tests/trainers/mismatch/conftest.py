@@ -46,16 +46,33 @@ class Pair:
 FAMILIES = ("llama", "qwen3 window", "gemma3", "qwen3 moe")
 
 
-@pytest.fixture(scope="package", params=FAMILIES)
-def pairs(request, tmp_path_factory) -> Iterator[dict[str, Pair]]:
-    """The pairs of a family by dtype."""
-    folder = tmp_path_factory.mktemp("mismatch")
-    if request.param == "qwen3 moe":
+def _opened(folder: Path, family: str) -> Iterator[dict[str, Pair]]:
+    if family == "qwen3 moe":
         save_tiny_moe(folder)
     else:
-        save_tiny_family(folder, request.param)
+        save_tiny_family(folder, family)
     found = {dtype: Pair(folder, dtype) for dtype in ("float32", "bfloat16")}
     yield found
     for pair in found.values():
         for engine in pair.made:
             engine.close()
+
+
+@pytest.fixture(scope="package", params=FAMILIES)
+def pairs(request, tmp_path_factory) -> Iterator[dict[str, Pair]]:
+    """The pairs of a family by dtype."""
+    yield from _opened(tmp_path_factory.mktemp("mismatch"), request.param)
+
+
+@pytest.fixture(scope="package")
+def windowed(tmp_path_factory) -> Iterator[Pair]:
+    """A Qwen3 of float32 with a window of 5."""
+    for found in _opened(tmp_path_factory.mktemp("windowed"), "qwen3 window"):
+        yield found["float32"]
+
+
+@pytest.fixture(scope="package")
+def moe(tmp_path_factory) -> Iterator[Pair]:
+    """A Qwen3-MoE of float32."""
+    for found in _opened(tmp_path_factory.mktemp("moe"), "qwen3 moe"):
+        yield found["float32"]
