@@ -6,21 +6,18 @@ import argparse
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import rich
 
-from rollout.config import engine_config
 from rollout.engine.durable_files import whole_file
 from rollout.engine.engine import RolloutEngine
-from rollout.engine.worker_factory import worker_factory
 from rollout.errors import InvalidInputError
 from rollout.hub import model_folder
 from rollout.offline.output_rows import import_pyarrow
-from rollout.offline.progress import loading_model
 from rollout.report.log_reader import read_log
 from rollout.report.page import save_page
 from rollout.trainers.exact import exact_forward
@@ -29,27 +26,17 @@ from rollout.trainers.mismatch.page import mismatch_page
 from rollout.trainers.mismatch.result import Cause
 from rollout.trainers.mismatch.table import print_mismatch
 
-_EPILOG = """\
-examples:
-  specrollout my/model prompts.jsonl rollouts.jsonl output.prompt_ids=true
-  specrollout mismatch my/model rollouts.jsonl --html mismatch.html
-
-Exits with 1 where a cause other than rounding is found."""
-
 
 def mismatch_parser() -> argparse.ArgumentParser:
     """The command's arguments."""
     parser = argparse.ArgumentParser(
         prog="specrollout mismatch",
-        description="Compare a transformers model with the engine on rollouts, op by op, and name "
-        "what parts them.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Compare a transformers model with the engine on a job's rollouts, op by op. "
+        "Exits with 1 where a cause other than rounding is found.",
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="a transformers folder, or ORG/NAME of the hub")
-    add("rollouts", type=Path, metavar="ROLLOUTS", help="a job's .jsonl or .parquet")
-    add("--engine", metavar="MODEL", help="the engine's folder; default: the same")
+    add("rollouts", type=Path, metavar="ROLLOUTS", help="of a job with output.prompt_ids=true")
     add("--dtype", default="auto", help="of the engine (default: %(default)s)")
     add("--trainer-dtype", metavar="DTYPE", help="default: the engine's")
     add("--attention", metavar="NAME", help="the trainer's attn_implementation")
@@ -73,26 +60,18 @@ def run_mismatch(arguments: Sequence[str]) -> int:
     rows = list(islice(_rows(given.rollouts), given.count))
     temperature = _temperature(given.rollouts) if given.temperature is None else given.temperature
     folder = model_folder(given.model, "MODEL")
-    console = rich.get_console()
-    engine_folder = folder if given.engine is None else model_folder(given.engine, "--engine")
-    config = engine_config(engine_folder, {"dtype": given.dtype, "max_running": 1})
-    with loading_model(console, engine_folder) as progress:
-        engine = RolloutEngine.from_config(config, worker_factory("none"), progress)
-    try:
+    with closing(RolloutEngine.from_pretrained(folder, "none", dtype=given.dtype)) as engine:
         model = _trainer(folder, given, engine)
         with exact_forward(model) if given.exact else nullcontext():
             found = compare(
                 model, engine, rows, temperature=temperature, left_padding=given.left_padding
             )
-    finally:
-        engine.close()
-    print_mismatch(console, found)
+    print_mismatch(rich.get_console(), found)
     if given.json is not None:
         with whole_file(given.json) as file:
             file.write(json.dumps(found.to_json()).encode() + b"\n")
     if given.html is not None:
         save_page(given.html, mismatch_page(found, f"{given.model}, {given.rollouts}"))
-        console.print(f"wrote {given.html}", markup=False, highlight=False)
     return int(any(each.cause is not Cause.ROUNDING for each in found.suspects))
 
 
@@ -118,8 +97,7 @@ def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
                     yield from batch.to_pylist()
             return
         with path.open(encoding="utf-8") as lines:
-            for line in lines:
-                row = json.loads(line)
+            for row in map(json.loads, lines):
                 if not isinstance(row, dict):
                     raise ValueError("a line is no object")
                 yield row

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,7 @@ from rollout.trainers.exact.forward import ARCHITECTURES, transformers_model
 from rollout.trainers.mismatch.differences import OpDifferences
 from rollout.trainers.mismatch.engine_ops import EngineOps
 from rollout.trainers.mismatch.op_probe import OpProbe
-from rollout.trainers.mismatch.result import Cause, Mismatch, Suspect
+from rollout.trainers.mismatch.result import Cause, Mismatch, OpDifference, Suspect
 from rollout.trainers.mismatch.sampling import MAX_ROWS, sampling_suspect
 from rollout.trainers.mismatch.suspects import (
     in_order,
@@ -31,6 +32,8 @@ from rollout.trainers.mismatch.weights import differing_tensors
 from rollout.types import Rollout, SamplingParams
 
 _FLOAT32_NOISE = 1e-3  # of logprobs: less is no mismatch in float32
+_Columns = tuple[list[int], list[int], list[float], list[int]]
+"""Prompt, output, logprobs (NaN: none) and weight versions of a rollout."""
 
 
 def compare(
@@ -50,7 +53,7 @@ def compare(
     Args:
         model: a transformers causal language model, or what wraps one. Ops are compared of the
             architectures that exact training knows.
-        engine: on one rank, in this process, with no request unfinished.
+        engine: on one rank, in this process.
         rollouts: of an engine, or rows of a job's file that have ``prompt_ids``.
         temperature: that the trainer divides logits by; 0 is 1.
         op_rollouts: so many of them have their ops compared, 1,024 tokens each at most.
@@ -61,11 +64,11 @@ def compare(
     """
     started = time.perf_counter()
     compared = _Comparison(model, engine, temperature, left_padding)
-    checked = [_tokens(index, rollout) for index, rollout in enumerate(rollouts)]
+    checked = [_columns(index, rollout) for index, rollout in enumerate(rollouts)]
     if not checked:
         raise InvalidInputError("rollouts", [], "must have at least one rollout")
-    for index, rollout in enumerate(checked):
-        compared.add(*rollout, with_ops=index < op_rollouts)
+    for index, columns in enumerate(checked):
+        compared.add(columns, with_ops=index < op_rollouts)
     return compared.result(len(checked), started)
 
 
@@ -80,9 +83,9 @@ class _Comparison:
             raise InvalidInputError("left_padding", left_padding, "must be >= 0")
         self._model, self._engine, self._first = model, engine, left_padding
         self._target = target = transformers_model(model)
+        kind = type(target).__name__.removeprefix("FSDP")  # FSDP2 derives its own
         if not hasattr(target, "base_model"):
-            remedy = "must be a transformers causal language model"
-            raise InvalidInputError("model", type(target).__name__, remedy)
+            raise InvalidInputError("model", kind, "must be a transformers causal language model")
         self._own = own = cast(CausalLM, engine.worker.weights.parts["target"])
         self._forward = TrainerForward(model, target, left_padding)
         self._params = SamplingParams(temperature=temperature)
@@ -90,124 +93,103 @@ class _Comparison:
         self._dtype = max((own.dtype, target.dtype), key=lambda dtype: torch.finfo(dtype).eps)
         self._differences = OpDifferences(self._dtype)
         self._probe: OpProbe | None = None
-        kind = type(target).__name__.removeprefix("FSDP")
         if kind in ARCHITECTURES and own.spec.architecture == kind:
             self._probe = OpProbe(target, EngineOps(own), self._differences)
         self._kept: list[tuple[torch.Tensor, int, float]] = []  # logits, token, rollout's logprob
 
-    def add(
-        self,
-        prompt: list[int],
-        output: list[int],
-        recorded: list[float],
-        versions: list[int],
-        *,
-        with_ops: bool,
-    ) -> None:
+    def add(self, columns: _Columns, *, with_ops: bool) -> None:
         """Compare one rollout."""
+        prompt, output, recorded, versions = columns
         tokens, probe, done = self._tokens, self._probe if with_ops else None, 0
-        if probe is None:
+        with nullcontext() if probe is None else probe.watching(self._first):
             self._forward.run(prompt + output)
-        else:
-            with torch.no_grad(), probe.watching(self._first):
-                self._forward.run(prompt + output)
         step, first = rows_per_block(self._own.spec.vocab_size), len(prompt) - 1
 
         def observe(logits_RV: torch.Tensor) -> None:
             nonlocal done
             for engine_RV in logits_RV.split(step):
-                rows = torch.arange(first + done, first + done + len(engine_RV))
                 part = slice(done, done + len(engine_RV))
+                rows_R = torch.arange(first + part.start, first + part.stop)
                 with torch.inference_mode(False), torch.no_grad():
-                    trainer_RV = self._head(probe if done == 0 else None, rows)
+                    trainer_RV = self._logits(rows_R, probe if done == 0 else None)
                 tokens.add_block(trainer_RV, engine_RV, output[part])
                 self._keep(engine_RV, output[part], recorded[part], versions[part])
-                done += len(engine_RV)
+                done = part.stop
 
-        logprobs, _ = self._engine.score_with_extras(prompt, output, self._params, observe)
-        tokens.engine += logprobs
+        tokens.engine += self._engine.score_with_extras(prompt, output, self._params, observe)[0]
         tokens.recorded += recorded
         tokens.versions += versions
         tokens.positions += range(len(output))
 
-    def _head(self, probe: OpProbe | None, rows: torch.Tensor) -> torch.Tensor:
+    def _logits(self, rows_R: torch.Tensor, probe: OpProbe | None) -> torch.Tensor:
         if probe is None:
-            return self._forward.logits(rows)[1]
+            return self._forward.logits(rows_R)[1]
         with probe.watching(self._first):
-            hidden_RE, logits_RV = self._forward.logits(rows)
+            hidden_RE, logits_RV = self._forward.logits(rows_R)
         probe.compare_head(hidden_RE, logits_RV)
         return logits_RV
 
     def _keep(self, rows_RV: torch.Tensor, *of_tokens: Sequence[Any]) -> None:
         """Keep rows of the engine's present version, to fit the rollouts' temperature."""
-        current = self._engine.weight_version
         for row_V, token, logprob, version in zip(rows_RV, *of_tokens, strict=True):
-            if len(self._kept) < MAX_ROWS and version == current and logprob == logprob:
+            is_current = version == self._engine.weight_version and logprob == logprob
+            if is_current and len(self._kept) < MAX_ROWS:
                 self._kept.append((row_V.float().clone(), token, logprob))
 
     def result(self, num_rollouts: int, started: float) -> Mismatch:
         tokens, ops = self._tokens, self._differences.listed()
-        apart_N = tokens.differences.abs()
-        own = tokens.own_differences(self._engine.weight_version)
-        largest = apart_N.max().item()
+        apart_N = tokens.differences().abs()
+        own_N = tokens.own_differences(self._engine.weight_version)
         return Mismatch(
             rollouts=num_rollouts,
             tokens=len(apart_N),
-            max_difference=largest,
+            max_difference=apart_N.max().item(),
             mean_difference=apart_N.mean().item(),
             max_logit_difference=tokens.max_logit_difference,
-            engine_difference=own.abs().max().item() if len(own) else 0.0,
+            engine_difference=own_N.abs().max().item() if len(own_N) else 0.0,
             ratio=tokens.ratio(),
             divergence=tokens.divergence(),
-            entropy=(_mean(tokens.entropies[0]), _mean(tokens.entropies[1])),
+            entropy=tokens.mean_entropies(),
             flips=tokens.flips / len(apart_N),
             by_position=tokens.by_position(),
             by_version=tokens.by_version(),
             ratios=tokens.histogram(),
             ops=ops,
-            suspects=self._suspects(ops, largest, own),
+            suspects=in_order(list(self._suspects(ops, apart_N.max().item(), own_N))),
             seconds=time.perf_counter() - started,
             notes=[] if ops else [f"ops are compared of {', '.join(ARCHITECTURES)} alone"],
         )
 
-    def _suspects(self, ops: Any, largest: float, own: torch.Tensor) -> list[Suspect]:
+    def _suspects(
+        self, ops: Sequence[OpDifference], largest: float, own_N: torch.Tensor
+    ) -> Iterator[Suspect]:
         target, probe = self._target, self._probe
-        found = list(setting_suspects(self._model, target, self._own))
-        tensors = differing_tensors(self._model, self._own.weight_loaders())
-        found += tensors
+        tensors = list(differing_tensors(self._model, self._own.weight_loaders()))
+        found = [*setting_suspects(self._model, target, self._own), *tensors]
+        found += op_suspects(ops, tensors, target.config._attn_implementation)
         if probe is not None:
-            found += position_suspects(probe.positions)
+            found += position_suspects(probe.positions_T)
             if probe.dropout:
                 text = f"attention drops {probe.dropout:g} of its weights"
                 found.append(Suspect(Cause.DROPOUT, "attention_dropout", text))
-        found += op_suspects(ops, tensors, target.config._attn_implementation)
         if self._kept:
             rows, ids, logprobs = zip(*self._kept, strict=True)
-            device = rows[0].device
-            sampling = sampling_suspect(
-                own, torch.stack(rows), torch.tensor(ids, device=device),
-                torch.tensor(logprobs, device=device), self._tokens.temperature or 1.0,
-            )  # fmt: skip
-            found += [] if sampling is None else [sampling]
+            logits_RV, temperature = torch.stack(rows), self._tokens.temperature or 1.0
+            ids_R, recorded_R = (
+                torch.tensor(each).to(logits_RV.device) for each in (ids, logprobs)
+            )
+            suspect = sampling_suspect(own_N, logits_RV, ids_R, recorded_R, temperature)
+            found += [] if suspect is None else [suspect]
+        yield from found
         is_wide = torch.finfo(self._dtype).bits > 16
         if not found and largest > (_FLOAT32_NOISE if is_wide else 0.0):
-            found.append(rounding_suspect(ops, self._dtype))
-        return in_order(found)
+            yield rounding_suspect(ops, self._dtype)
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _tokens(
-    index: int, rollout: Rollout | Mapping[str, Any]
-) -> tuple[list[int], list[int], list[float], list[int]]:
-    """Prompt, output, logprobs (NaN: none) and weight versions."""
-
+def _columns(index: int, rollout: Rollout | Mapping[str, Any]) -> _Columns:
     def read(name: str) -> list[Any]:
-        if isinstance(rollout, Mapping):
-            return list(rollout.get(name) or ())
-        return list(getattr(rollout, name))
+        is_row = isinstance(rollout, Mapping)
+        return list((rollout.get(name) if is_row else getattr(rollout, name)) or ())
 
     prompt, output = read("prompt_ids"), read("token_ids")
     if not prompt:

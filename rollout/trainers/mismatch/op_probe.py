@@ -32,7 +32,7 @@ class OpProbe:
         """``target``: of an architecture that exact training knows."""
         self._target, self._ops, self._differences = target, ops, differences
         self.dropout = 0.0  # of attention, as it was run
-        self.positions: torch.Tensor | None = None  # int64 [T], of the last forward
+        self.positions_T: torch.Tensor | None = None  # int64 [T], of the last forward
         self._first = 0
         self._of_layer: dict[str, torch.Tensor] = {}
         self._rotated: tuple[torch.Tensor, ...] | None = None
@@ -202,7 +202,7 @@ class OpProbe:
     def _note_positions(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         given = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
         if given is not None:
-            self.positions = given[0, self._first :].detach()
+            self.positions_T = given[0, self._first :].detach()
 
     @contextmanager
     def _rotary_wrapped(self) -> Iterator[None]:

@@ -18,8 +18,8 @@ _log = logging.getLogger(__name__)
 
 
 class PeriodicProbe:
-    """Compares at every ``every``-th step, as long as all comparisons together take no more than
-    ``max_share`` of the time since the first step. The first one's time is not known before.
+    """Compares one rollout at every ``every``-th step, as long as all comparisons together take no
+    more than ``max_share`` of the time since the first step. The first one's is not known before.
 
     ``last``: the latest comparison. A suspect other than rounding is logged as a warning.
     """
@@ -30,22 +30,19 @@ class PeriodicProbe:
         every: int = 20,
         *,
         temperature: float = 1.0,
-        num_rollouts: int = 1,
         max_share: float = 0.02,
     ) -> None:
         """``temperature``: that the trainer divides logits by.
 
-        Raises InvalidInputError for numbers below 1 and a share outside 0 to 1.
+        Raises InvalidInputError for ``every`` below 1 and a share outside 0 to 1.
         """
-        for name, value in (("every", every), ("num_rollouts", num_rollouts)):
-            if not isinstance(value, int) or value < 1:
-                raise InvalidInputError(name, value, "must be a positive integer")
+        if not isinstance(every, int) or every < 1:
+            raise InvalidInputError("every", every, "must be a positive integer")
         if not 0 < max_share <= 1:
             raise InvalidInputError("max_share", max_share, "must be above 0 and at most 1")
         self.engine = engine
         self.last: Mismatch | None = None
-        self._every, self._num_rollouts = every, num_rollouts
-        self._temperature, self._max_share = temperature, max_share
+        self._every, self._temperature, self._max_share = every, temperature, max_share
         self._steps, self._spent, self._longest = 0, 0.0, 0.0
         self._began: float | None = None
 
@@ -58,8 +55,8 @@ class PeriodicProbe:
         return self._steps % self._every == 0 and fits
 
     def step(self, model: nn.Module, rollouts: Sequence[Rollout]) -> Mismatch | None:
-        """Count a step, and compare on the first rollouts if it is due. Call it after the sampling
-        and before the optimizer's step, when trainer and engine have the same weights.
+        """Count a step, and compare the first rollout if it is due. Call it after the sampling and
+        before the optimizer's step, when trainer and engine have the same weights.
 
         Raises what `compare` does.
         """
@@ -68,10 +65,8 @@ class PeriodicProbe:
     def compare(self, model: nn.Module, rollouts: Sequence[Rollout]) -> Mismatch:
         """Compare now, whatever the time."""
         started = time.perf_counter()
-        self.last = found = compare(
-            model, self.engine, rollouts[: self._num_rollouts],
-            temperature=self._temperature, op_rollouts=1,
-        )  # fmt: skip
+        options = {"temperature": self._temperature}
+        self.last = found = compare(model, self.engine, rollouts[:1], **options)
         seconds = time.perf_counter() - started
         self._spent, self._longest = self._spent + seconds, max(self._longest, seconds)
         for suspect in found.suspects[:1]:

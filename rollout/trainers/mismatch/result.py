@@ -105,7 +105,7 @@ class Mismatch:
     flips: float  # share of rows whose most likely token differs
     by_position: list[Bucket]
     by_version: list[Bucket]
-    ratios: list[tuple[float, float, int]]  # histogram: from, to, tokens
+    ratios: list[tuple[float, int]]  # histogram: the middle of a bin, its tokens
     ops: list[OpDifference]  # the largest in units of its rounding first
     suspects: list[Suspect]  # the likeliest first; none: nothing beyond float32's rounding
     seconds: float

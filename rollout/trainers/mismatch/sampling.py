@@ -5,9 +5,6 @@ Legend: R rows, V vocabulary.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-
 import torch
 
 from rollout.trainers.mismatch.result import Cause, Suspect
@@ -33,31 +30,19 @@ def sampling_suspect(
     if not len(own_differences) or own_differences.abs().max() < _LEAST:
         return None
 
-    def left(other: float) -> float:
-        logs_RV = (logits_RV.float() / other).log_softmax(-1)
-        found_R = logs_RV.gather(-1, ids_R[:, None])[:, 0]
-        return (found_R - recorded_R).abs().mean().item()
+    def left(log: float) -> float:
+        logs_RV = (logits_RV * 2.0**-log).log_softmax(-1)
+        return (logs_RV.gather(-1, ids_R[:, None])[:, 0] - recorded_R).abs().mean().item()
 
-    fitted = _smallest(left)
+    fitted, step = 0.0, 0.4  # logarithms to base 2
+    for _ in range(12):
+        fitted = min((fitted + step * index for index in range(-8, 9)), key=left)
+        step /= 4
     if left(fitted) < _FITS:
-        text = (
-            f"the rollouts' logprobs are at temperature {fitted:.3g}, compared at {temperature:g}"
-        )
+        text = f"the rollouts are of temperature {2**fitted:.3g}, and compared at {temperature:g}"
         return Suspect(Cause.SAMPLING, "temperature", text)
     if (own_differences < _LEAST).all():
-        text = "the rollouts' logprobs are of what top-p, top-k or min-p left, the trainer's of all"
+        text = "the rollouts' logprobs are over the tokens that top-p, top-k or min-p left"
         return Suspect(Cause.SAMPLING, "top_p", text)
-    text = (
-        "the rollouts' logprobs are not this engine's: other weights, penalties or another engine"
-    )
+    text = "the rollouts' logprobs are not this engine's: other weights, or penalties"
     return Suspect(Cause.STALE_WEIGHTS, "rollouts", text)
-
-
-def _smallest(left: Callable[[float], float]) -> float:
-    """The temperature in 0.1 to 5 that leaves least."""
-    step, best = 2.0, 0.0  # of its logarithm
-    for _ in range(12):
-        tried = [best + step * index / 8 for index in range(-8, 9)]
-        best = min(tried, key=lambda log: left(math.exp(log)))
-        step /= 4
-    return math.exp(best)

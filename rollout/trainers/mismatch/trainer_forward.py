@@ -18,64 +18,54 @@ class TrainerForward:
     """Runs the model as the trainer has it: wrapped, in its mode, without gradients.
 
     The decoder is run once. For each block of rows the model's own forward is run again on the
-    decoder's result, so that head, cap and casts are the trainer's, and never are there logits of
-    all rows.
+    decoder's result, so that head, cap and casts are the trainer's, and logits of all rows are
+    never held.
     """
 
-    def __init__(self, model: nn.Module, target: Any, left_padding: int = 0) -> None:
+    def __init__(self, model: nn.Module, target: Any, left_padding: int) -> None:
         """``target``: the transformers model in ``model``. ``left_padding``: rows before each
         sequence."""
         self._model, self._target, self._first = model, target, left_padding
         self._device = next(target.parameters()).device
-        self._output: Any = None
         self._given: dict[str, torch.Tensor] = {}
+        self._output: Any = None  # of the decoder
 
     @torch.no_grad()
     def run(self, ids: Sequence[int]) -> None:
-        """Run the decoder on a sequence.
-
-        Raises InvalidInputError for a model without ``logits_to_keep`` or of another layout.
-        """
-        padded = torch.tensor([[0] * self._first + list(ids)], device=self._device)
-        mask = torch.ones_like(padded)
-        mask[:, : self._first] = 0
-        self._given = {"input_ids": padded}
+        """Run the decoder on a sequence. Raises InvalidInputError for a model that does not take
+        ``logits_to_keep``."""
+        ids_BT = torch.tensor([[0] * self._first + list(ids)], device=self._device)
+        mask_BT = (torch.arange(ids_BT.shape[1], device=self._device) >= self._first).long()[None]
+        self._given = {"input_ids": ids_BT}
         if self._first:
-            self._given["attention_mask"] = mask
-        base = self._target.base_model
-
-        def keep(module: nn.Module, args: Any, output: Any) -> None:
-            self._output = output
-
-        handle = base.register_forward_hook(keep)
+            self._given["attention_mask"] = mask_BT
+        handle = self._target.base_model.register_forward_hook(self._keep)
         try:
             self._logits(torch.tensor([0]))
         finally:
             handle.remove()
-        if not hasattr(self._output, "last_hidden_state"):
-            kind = type(self._target).__name__
-            raise InvalidInputError("model", kind, "must be a transformers causal language model")
+
+    def _keep(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._output = output
 
     @torch.no_grad()
     def logits(self, rows_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states before the head [R, E], and logits [R, V], of rows of the sequence run."""
         rows_R = rows_R.to(self._device) + self._first
-        base, kept = self._target.base_model, self._output
+        base, output = self._target.base_model, self._output
         own = base.__dict__.get("forward")
-        base.forward = lambda *args, **kwargs: kept
+        base.forward = lambda *args, **kwargs: output
         try:
             logits_RV = self._logits(rows_R)
         finally:
-            if own is None:
-                del base.forward
-            else:
+            del base.forward
+            if own is not None:
                 base.forward = own
-        return kept.last_hidden_state[0, rows_R], logits_RV
+        return output.last_hidden_state[0, rows_R], logits_RV
 
     def _logits(self, rows_R: torch.Tensor) -> torch.Tensor:
-        output = self._model(**self._given, use_cache=False, logits_to_keep=rows_R)
-        logits_RV = output.logits[0]
-        if len(logits_RV) != len(rows_R):
+        found = self._model(**self._given, use_cache=False, logits_to_keep=rows_R).logits[0]
+        if len(found) != len(rows_R):
             kind = type(self._target).__name__
             raise InvalidInputError("model", kind, "its forward must take logits_to_keep")
-        return logits_RV
+        return found

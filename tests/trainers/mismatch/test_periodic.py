@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rollout import SamplingParams
 from rollout.errors import InvalidInputError
 from rollout.trainers.mismatch import Cause
 from rollout.trainers.mismatch import periodic as periodic_module
@@ -47,7 +48,7 @@ def test_a_suspect_is_logged_and_rounding_is_not(windowed: Pair, caplog) -> None
     assert "stale_weights: model.layers.0.mlp.down_proj.weight" in caplog.text
 
 
-@pytest.mark.parametrize("options", [{"every": 0}, {"num_rollouts": 0}, {"max_share": 2.0}])
+@pytest.mark.parametrize("options", [{"every": 0}, {"max_share": 2.0}])
 def test_settings_are_checked(windowed: Pair, options) -> None:
     with pytest.raises(InvalidInputError, match=next(iter(options))):
         PeriodicProbe(windowed.engine, **options)
@@ -68,14 +69,10 @@ def test_the_callback_of_trl_compares_after_a_sync(model: Path, tmp_path: Path) 
     assert probe.probe.last is not None
     assert probe.probe.last.suspects == []
     differences = probed.column("specrollout/mismatch")
-    assert differences and all(0 < each < 2e-5 for each in differences)
+    assert differences
+    assert all(0 < each < 2e-5 for each in differences)
     with torch.no_grad():
         trainer.model.lm_head.weight.mul_(1.1)
-    found = probe.probe.compare(trainer.model, engine.generate([[3, 4]], _params()))
+    rollouts = engine.generate([[3, 4]], SamplingParams(max_new_tokens=8))
+    found = probe.probe.compare(trainer.model, rollouts)
     assert found.suspects[0].cause is Cause.STALE_WEIGHTS
-
-
-def _params():
-    from rollout import SamplingParams
-
-    return SamplingParams(max_new_tokens=8)
