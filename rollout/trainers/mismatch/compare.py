@@ -18,7 +18,7 @@ from rollout.trainers.mismatch.differences import OpDifferences
 from rollout.trainers.mismatch.engine_ops import EngineOps
 from rollout.trainers.mismatch.op_probe import OpProbe
 from rollout.trainers.mismatch.result import Cause, Mismatch, OpDifference, Suspect
-from rollout.trainers.mismatch.sampling import MAX_ROWS, sampling_suspect
+from rollout.trainers.mismatch.sampling import MAX_ROWS, sampling_suspects
 from rollout.trainers.mismatch.suspects import (
     in_order,
     op_suspects,
@@ -175,11 +175,8 @@ class _Comparison:
         if self._kept:
             rows, ids, logprobs = zip(*self._kept, strict=True)
             logits_RV, temperature = torch.stack(rows), self._tokens.temperature or 1.0
-            ids_R, recorded_R = (
-                torch.tensor(each).to(logits_RV.device) for each in (ids, logprobs)
-            )
-            suspect = sampling_suspect(own_N, logits_RV, ids_R, recorded_R, temperature)
-            found += [] if suspect is None else [suspect]
+            of_rows = (torch.tensor(each).to(logits_RV.device) for each in (ids, logprobs))
+            found += sampling_suspects(own_N, logits_RV, *of_rows, temperature)
         yield from found
         is_wide = torch.finfo(self._dtype).bits > 16
         if not found and largest > (_FLOAT32_NOISE if is_wide else 0.0):
@@ -188,8 +185,8 @@ class _Comparison:
 
 def _columns(index: int, rollout: Rollout | Mapping[str, Any]) -> _Columns:
     def read(name: str) -> list[Any]:
-        is_row = isinstance(rollout, Mapping)
-        return list((rollout.get(name) if is_row else getattr(rollout, name)) or ())
+        of_row = rollout.get(name) if isinstance(rollout, Mapping) else getattr(rollout, name)
+        return list(of_row or ())
 
     prompt, output = read("prompt_ids"), read("token_ids")
     if not prompt:

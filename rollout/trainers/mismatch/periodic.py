@@ -65,8 +65,8 @@ class PeriodicProbe:
     def compare(self, model: nn.Module, rollouts: Sequence[Rollout]) -> Mismatch:
         """Compare now, whatever the time."""
         started = time.perf_counter()
-        options = {"temperature": self._temperature}
-        self.last = found = compare(model, self.engine, rollouts[:1], **options)
+        found = compare(model, self.engine, rollouts[:1], temperature=self._temperature)
+        self.last = found
         seconds = time.perf_counter() - started
         self._spent, self._longest = self._spent + seconds, max(self._longest, seconds)
         for suspect in found.suspects[:1]:

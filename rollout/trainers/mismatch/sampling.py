@@ -5,6 +5,8 @@ Legend: R rows, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from rollout.trainers.mismatch.result import Cause, Suspect
@@ -14,21 +16,21 @@ _LEAST = 2e-4  # of a difference of logprobs that is looked at
 _FITS = 2e-3  # of the mean that a temperature leaves
 
 
-def sampling_suspect(
+def sampling_suspects(
     own_differences: torch.Tensor,
     logits_RV: torch.Tensor,
     ids_R: torch.Tensor,
     recorded_R: torch.Tensor,
     temperature: float,
-) -> Suspect | None:
-    """The suspect where rollouts of the engine's own weights have other logprobs than it gives.
+) -> Iterator[Suspect]:
+    """A suspect where rollouts of the engine's own weights have other logprobs than it gives.
 
     Args:
         own_differences: engine less rollout, of all tokens of its weight version.
         logits_RV, ids_R, recorded_R: of some of these tokens.
     """
     if not len(own_differences) or own_differences.abs().max() < _LEAST:
-        return None
+        return
 
     def left(log: float) -> float:
         logs_RV = (logits_RV * 2.0**-log).log_softmax(-1)
@@ -40,9 +42,10 @@ def sampling_suspect(
         step /= 4
     if left(fitted) < _FITS:
         text = f"the rollouts are of temperature {2**fitted:.3g}, and compared at {temperature:g}"
-        return Suspect(Cause.SAMPLING, "temperature", text)
-    if (own_differences < _LEAST).all():
+        yield Suspect(Cause.SAMPLING, "temperature", text)
+    elif (own_differences < _LEAST).all():
         text = "the rollouts' logprobs are over the tokens that top-p, top-k or min-p left"
-        return Suspect(Cause.SAMPLING, "top_p", text)
-    text = "the rollouts' logprobs are not this engine's: other weights, or penalties"
-    return Suspect(Cause.STALE_WEIGHTS, "rollouts", text)
+        yield Suspect(Cause.SAMPLING, "top_p", text)
+    else:
+        text = "the rollouts' logprobs are not this engine's: other weights, or penalties"
+        yield Suspect(Cause.STALE_WEIGHTS, "rollouts", text)

@@ -18,11 +18,9 @@ def figures(found: Mismatch) -> Iterator[tuple[str, str]]:
     """The figures by name."""
     ratio, divergence, entropy = found.ratio, found.divergence, found.entropy
     yield "rollouts, tokens", f"{found.rollouts:,}, {found.tokens:,}"
-    yield (
-        "logprobs apart: largest, mean",
-        f"{found.max_difference:.3g}, {found.mean_difference:.3g}",
-    )
-    yield "logits of all tokens apart: largest of every row", f"{found.max_logit_difference:.3g}"
+    largest, mean = found.max_difference, found.mean_difference
+    yield "logprobs: largest, mean", f"{largest:.3g}, {mean:.3g}"
+    yield "logits of all tokens, every row: largest", f"{found.max_logit_difference:.3g}"
     yield "engine against the rollouts' logprobs", f"{found.engine_difference:.3g}"
     yield "ratios: least, mean, largest", f"{ratio.min:.4f}, {ratio.mean:.4f}, {ratio.max:.4f}"
     yield "ratios outside 0.8 to 1.2", f"{ratio.outside:.2%}"

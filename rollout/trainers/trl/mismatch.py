@@ -47,6 +47,7 @@ class MismatchProbe(TrainerCallback):  # type: ignore[misc]  # transformers is u
         self, args: Any, state: Any, control: Any, logs: dict[str, Any], **given: Any
     ) -> None:
         """Add the latest figures to a line of the log."""
-        for line in (logs, *state.log_history[-1:]) if self.probe.last is not None else ():
-            line["specrollout/mismatch"] = self.probe.last.max_difference
-            line["specrollout/mismatch_kl"] = self.probe.last.divergence.mean
+        if (found := self.probe.last) is not None:
+            for line in (logs, *state.log_history[-1:]):
+                line["specrollout/mismatch"] = found.max_difference
+                line["specrollout/mismatch_kl"] = found.divergence.mean

@@ -41,7 +41,7 @@ def test_the_command_names_the_cause_and_writes_both_files(
     assert ended.value.code == 0
     assert "no suspect" in capsys.readouterr().out
     found = json.loads(json_file.read_text())
-    assert (found["suspects"], found["tokens"], len(found["ops"])) == ([], 120, 49)
+    assert (found["suspects"], found["tokens"], len(found["ops"])) == ([], 120, 40)
     more = ["--trainer-dtype", "bfloat16", "--html", str(page)]
     assert run_mismatch([*arguments[1:], *more]) == 1
     assert "dtype: the trainer computes in bfloat16" in capsys.readouterr().out
@@ -63,7 +63,7 @@ def test_the_log_beside_the_rollouts_says_the_temperature(
 def test_exact_training_shows_zero_in_the_table(windowed: Pair, rows: Path, capsys) -> None:
     assert run_mismatch([str(windowed.folder), str(rows), "--dtype", "float32", "--exact"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "logits of all tokens apart: largest of every row 0 " in shown
+    assert "logits of all tokens, every row: largest 0 " in shown
 
 
 def test_parquet_is_read_as_jsonl_is(windowed: Pair, rows: Path, capsys) -> None:
