@@ -175,8 +175,9 @@ class _Comparison:
         if self._kept:
             rows, ids, logprobs = zip(*self._kept, strict=True)
             logits_RV, temperature = torch.stack(rows), self._tokens.temperature or 1.0
-            of_rows = (torch.tensor(each).to(logits_RV.device) for each in (ids, logprobs))
-            found += sampling_suspects(own_N, logits_RV, *of_rows, temperature)
+            ids_R, recorded_R = torch.tensor(ids), torch.tensor(logprobs)
+            given = own_N, logits_RV.cpu(), ids_R, recorded_R, temperature
+            found += sampling_suspects(*given)
         yield from found
         is_wide = torch.finfo(self._dtype).bits > 16
         if not found and largest > (_FLOAT32_NOISE if is_wide else 0.0):
