@@ -20,6 +20,7 @@ from rollout.trainers.mismatch.op_probe import OpProbe
 from rollout.trainers.mismatch.result import Cause, Mismatch, OpDifference, Suspect
 from rollout.trainers.mismatch.sampling import MAX_ROWS, sampling_suspects
 from rollout.trainers.mismatch.suspects import (
+    attention_suspects,
     in_order,
     op_suspects,
     position_suspects,
@@ -166,7 +167,8 @@ class _Comparison:
         target, probe = self._target, self._probe
         tensors = list(differing_tensors(self._model, self._own.weight_loaders()))
         found = [*setting_suspects(self._model, target, self._own), *tensors]
-        found += op_suspects(ops, tensors, target.config._attn_implementation)
+        implementation = target.config._attn_implementation
+        found += op_suspects(ops, tensors, implementation)
         if probe is not None:
             found += position_suspects(probe.positions_T)
             if probe.dropout:
@@ -182,6 +184,8 @@ class _Comparison:
         is_wide = torch.finfo(self._dtype).bits > 16
         if not found and largest > (_FLOAT32_NOISE if is_wide else 0.0):
             yield rounding_suspect(ops, self._dtype)
+            if probe is not None and not is_wide:
+                yield from attention_suspects(probe.attention_squares, implementation)
 
 
 def _columns(index: int, rollout: Rollout | Mapping[str, Any]) -> _Columns:

@@ -44,6 +44,7 @@ class OpDifferences:
         *,
         summed: int = 1,
         stages: int = 1,
+        unscaled_TF: torch.Tensor | None = None,
         alternatives: Alternatives | None = None,
     ) -> None:
         """Compare outputs of the same shape.
@@ -51,6 +52,7 @@ class OpDifferences:
         Args:
             summed: terms of each of the op's sums, which are rounded in float32.
             stages: sums and roundings one after the other.
+            unscaled_TF: the trainer's output before a weight was multiplied with it.
             alternatives: tried where rounding does not explain the difference.
         """
         rounding = self.rounding(stages, summed)
@@ -61,7 +63,9 @@ class OpDifferences:
         found.squares += mean**2
         if difference <= rounding:
             return
-        found.precisions.add(_lower_precision(trainer_TF, engine_TF.dtype))
+        if engine_TF.dtype is torch.float32:
+            shown = (trainer_TF, trainer_TF if unscaled_TF is None else unscaled_TF)
+            found.precisions.add(max(map(_lower_precision, shown)))
         for what, op in (alternatives or {}).items():
             other, _ = relative_difference(trainer_TF, op().flatten(1))
             found.alternatives[what] = max(found.alternatives.get(what, 0.0), other)
@@ -104,11 +108,11 @@ def relative_difference(trainer_TF: torch.Tensor, engine_TF: torch.Tensor) -> tu
     return rows_T.max().item(), mean.sqrt().item()
 
 
-def _lower_precision(trainer_TF: torch.Tensor, dtype: torch.dtype) -> str:
-    """The name of a lower dtype than the engine's that holds all of the trainer's values."""
-    if torch.finfo(dtype).bits <= 16:
-        return ""
+def _lower_precision(values_TF: torch.Tensor) -> str:
+    """The name of a 16-bit dtype that holds all values but for float32's rounding; else empty."""
+    values_TF, noise = values_TF.float(), 4 * torch.finfo(torch.float32).eps
     for lower in _LOWER:
-        if torch.equal(trainer_TF.to(lower).to(trainer_TF.dtype), trainer_TF):
+        apart_TF = (values_TF.to(lower).float() - values_TF).abs()
+        if bool((apart_TF <= noise * values_TF.abs()).all()):
             return str(lower).removeprefix("torch.")
     return ""

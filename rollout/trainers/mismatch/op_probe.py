@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollout.trainers.mismatch.differences import OpDifferences
+from rollout.trainers.mismatch.differences import OpDifferences, relative_difference
 from rollout.trainers.mismatch.engine_ops import EngineOps
 
 _MAX_ROWS = 1024  # of a sequence: so many are enough to see an op
@@ -32,6 +32,7 @@ class OpProbe:
         """``target``: of an architecture that exact training knows."""
         self._target, self._ops, self._differences = target, ops, differences
         self.dropout = 0.0  # of attention, as it was run
+        self.attention_squares = [0.0, 0.0]  # mean differences, as it was run and by torch's own
         self.positions_T: torch.Tensor | None = None  # int64 [T], of the last forward
         self._first = 0
         self._of_layer: dict[str, torch.Tensor] = {}
@@ -86,7 +87,7 @@ class OpProbe:
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
         """The tokens' rows of [1, T, ...] or [T, ...]."""
         rows = x[0] if x.dim() > 2 and len(x) == 1 else x
-        return rows[self._first : self._first + _MAX_ROWS].detach()
+        return rows[self._first : self._first + _MAX_ROWS].detach().to(self._ops.model.device)
 
     def _rowwise(
         self, name: str, index: int | None, op: Callable[[torch.Tensor], torch.Tensor]
@@ -107,13 +108,15 @@ class OpProbe:
         ops, unit_offset = self._ops, self._ops.spec.norm_unit_offset
         of_heads = name.endswith(("q_norm", "k_norm"))
 
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> None:
+        def hook(module: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:
             take = (lambda x: x.detach().flatten(0, -2)) if of_heads else self._rows
             given, weight = take(args[0]), f"model.layers.{index}.{name}.weight"
             self._of_layer[f"{name} input"], self._of_layer[name] = given, take(output)
             shown = "its weight" if unit_offset else "1 + its weight"
+            scale_E = module.weight + 1 if unit_offset else module.weight
             self._differences.add(
                 name, index, self._of_layer[name], ops.norm(weight, given), summed=given.shape[-1],
+                unscaled_TF=self._of_layer[name].float() / scale_E.float(),
                 alternatives={
                     f"a product with {shown}": lambda: ops.norm(weight, given, not unit_offset)
                 },
@@ -174,7 +177,7 @@ class OpProbe:
     def _mlp(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         given, found = self._rows(args[0]), self._rows(output)
         self._of_layer["mlp"] = found
-        rows_T = ~self._of_layer.get("rerouted", torch.zeros(len(given)).bool())
+        rows_T = ~self._of_layer.get("rerouted", torch.zeros_like(given[:, 0]).bool())
         self._differences.add(
             "mlp", index, found[rows_T], self._ops.mlp(index, given)[rows_T],
             summed=self._ops.spec.ffn_size, stages=3,
@@ -231,9 +234,13 @@ class OpProbe:
         attend = functions.get(name, modeling.eager_attention_forward)
 
         def recorded(module: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
-            found = attend(module, q, k, v, *args, **kwargs)
+            given = module, q, k, v, *args
+            found = attend(*given, **kwargs)
             self.dropout = max(self.dropout, kwargs.get("dropout") or 0.0)
-            self._attended(module.layer_idx, kwargs.get("sliding_window"), q, k, v, found[0])
+            masks = [mask for mask in args[:1] if mask is not None]
+            is_plain = name == "sdpa" or any(mask.dim() != 4 for mask in masks)
+            outputs = found[0], (found if is_plain else functions["sdpa"](*given, **kwargs))[0]
+            self._attended(module.layer_idx, kwargs.get("sliding_window"), (q, k, v), outputs)
             return found
 
         functions[name] = recorded
@@ -244,8 +251,15 @@ class OpProbe:
             if own is not None:
                 functions[name] = own
 
-    def _attended(self, index: int, given: int | None, *tensors: torch.Tensor) -> None:
-        """Compare the rotation before an attention, and the attention. ``given``: its window."""
+    def _attended(
+        self,
+        index: int,
+        given: int | None,
+        inputs: tuple[torch.Tensor, ...],
+        outputs: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Compare the rotation before an attention, and the attention. ``given``: its window;
+        ``outputs``: its own, and that of torch's attention."""
         ops, window = self._ops, self._ops.spec.window_of(index)
         if self._rotated is not None:
             before = [self._rows(each.transpose(1, 2)) for each in self._rotated]
@@ -253,7 +267,7 @@ class OpProbe:
             for own, other in zip(before[2:], engine, strict=True):
                 self._differences.add("self_attn.rotary", index, own, other, stages=4)
             self._rotated = None
-        q, k, v = (self._rows(each.transpose(1, 2)) for each in tensors[:3])
+        q, k, v = (self._rows(each.transpose(1, 2)) for each in inputs)
         near = {size + by for size in (window, given) if size for by in (-1, 0, 1)}
         alternatives = {
             f"a window of {size}": partial(ops.attention, index, q, k, v, size)
@@ -261,6 +275,9 @@ class OpProbe:
         }
         if window is not None:
             alternatives["no window"] = partial(ops.attention, index, q, k, v, None)
-        attended = self._of_layer["attended"] = self._rows(tensors[3])
+        attended, plain = (self._rows(each) for each in outputs)
         expected = ops.attention(index, q, k, v)
+        self._of_layer["attended"] = attended
         self._add_attention(index, attended, expected, alternatives=alternatives)
+        for side, output in enumerate((attended, plain)):
+            self.attention_squares[side] += relative_difference(output, expected)[1] ** 2

@@ -11,6 +11,8 @@ from torch import nn
 from rollout.models.causal_lm import CausalLM
 from rollout.trainers.mismatch.result import Cause, OpDifference, Suspect
 
+_ROUNDS_MORE = 1.5  # squared: of what rounding alone adds to attention
+
 
 def setting_suspects(model: nn.Module, target: Any, engine: CausalLM) -> Iterator[Suspect]:
     """Settings of the trainer's modules that are not the engine's."""
@@ -18,13 +20,21 @@ def setting_suspects(model: nn.Module, target: Any, engine: CausalLM) -> Iterato
     for name, module in model.named_modules():
         if module.training and isinstance(module, nn.Dropout) and module.p > 0:
             yield Suspect(Cause.DROPOUT, name, f"{name} drops {module.p:g} of its inputs")
-    dtypes = {parameter.dtype for parameter in target.parameters()}
+    dtypes = {
+        name: parameter.dtype
+        for name, parameter in target.named_parameters()
+        if "lora_" not in name  # of any dtype: they are merged
+    }
     if torch.is_autocast_enabled(device):
-        dtypes = {torch.get_autocast_dtype(device)}
-    if dtypes != {engine.dtype}:
-        names = ", ".join(sorted(map(dtype_name, dtypes)))
-        text = f"the trainer computes in {names}, the engine in {dtype_name(engine.dtype)}"
-        yield Suspect(Cause.DTYPE, "model", text)
+        dtypes = {"autocast": torch.get_autocast_dtype(device)}
+    others = {name: dtype for name, dtype in dtypes.items() if dtype is not engine.dtype}
+    if len(others) == len(dtypes):
+        others = {"model": target.dtype} | {
+            name: others[name] for name in others if name == "autocast"
+        }
+    for name, dtype in others.items():
+        text = f"{name} is in {dtype_name(dtype)}, the engine's in {dtype_name(engine.dtype)}"
+        yield Suspect(_cause_of_module(name.rpartition(".")[0]), name, text)
     for name, module in target.named_modules():
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         if name.endswith("norm") and isinstance(eps, float) and eps != spec.rms_norm_eps:
@@ -77,15 +87,28 @@ def _of_op(op: OpDifference, implementation: str | None) -> Suspect:
             cause = Cause.MASK
         case "rotary":
             cause = Cause.ROPE
-        case "gate":
-            cause = Cause.ROUTER
-        case "lm_head" | "logits":
-            cause = Cause.LOGITS
         case name if name.endswith("norm") and not op.precision:
             cause = Cause.NORM
         case _:
-            cause = Cause.DTYPE
+            cause = _cause_of_module(op.name)
     return Suspect(cause, op.where, text)
+
+
+def _cause_of_module(name: str) -> Cause:
+    """What a module in another dtype is the cause of."""
+    known = {"gate": Cause.ROUTER, "lm_head": Cause.LOGITS, "logits": Cause.LOGITS}
+    return known.get(name.rpartition(".")[2], Cause.DTYPE)
+
+
+def attention_suspects(squares: Sequence[float], implementation: str | None) -> Iterator[Suspect]:
+    """A suspect where the trainer's attention rounds more than torch's own on the same inputs.
+
+    ``squares``: of the mean differences of either from the engine's.
+    """
+    own, plain = squares
+    if own > _ROUNDS_MORE * plain:
+        text = f"{implementation} is {(own / plain) ** 0.5:.1f} times as far away as torch's sdpa"
+        yield Suspect(Cause.ATTENTION_IMPLEMENTATION, "self_attn.attention", text)
 
 
 def rounding_suspect(ops: Sequence[OpDifference], dtype: torch.dtype) -> Suspect:

@@ -44,7 +44,7 @@ def test_the_command_names_the_cause_and_writes_both_files(
     assert (found["suspects"], found["tokens"], len(found["ops"])) == ([], 120, 40)
     more = ["--trainer-dtype", "bfloat16", "--html", str(page)]
     assert run_mismatch([*arguments[1:], *more]) == 1
-    assert "dtype: the trainer computes in bfloat16" in capsys.readouterr().out
+    assert "dtype: model is in bfloat16, the engine's in float32" in capsys.readouterr().out
     assert page.read_text().startswith("<!doctype html>")
 
 

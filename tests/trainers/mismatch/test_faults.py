@@ -36,10 +36,8 @@ def test_the_router_in_another_dtype_is_named(moe: Pair) -> None:
         if hasattr(layer.mlp, "gate"):
             layer.mlp.gate.register_forward_pre_hook(lambda module, args: (args[0].bfloat16(),))
             layer.mlp.gate.to(torch.bfloat16)
-    found = compare(model, moe.engine, moe.sampled)
-    # Its weights are rounded too, and so differ from the engine's in float32 alone.
-    assert {each.cause for each in found.suspects} >= {Cause.ROUTER}
-    assert found.suspects[0].where == "model" or found.suspects[0].cause is Cause.ROUTER
+    first, *_ = compare(model, moe.engine, moe.sampled).suspects
+    assert (first.cause, first.where) == (Cause.ROUTER, "model.layers.0.mlp.gate.weight")
 
 
 def test_sentences_name_the_change_that_explains_an_op(windowed: Pair) -> None:
@@ -116,3 +114,31 @@ def test_exact_training_has_no_difference_at_all(
     assert (found.ratio.min, found.ratio.max, found.ratio.outside) == (1, 1, 0)
     assert {op.difference for op in found.ops} == {0}
     assert [str(each.cause) for each in found.suspects] in ([], ["positions"])
+
+
+def test_an_attention_that_rounds_more_is_named(pairs: dict[str, Pair]) -> None:
+    pair = pairs["bfloat16"]
+    model = pair.model()
+    model.set_attn_implementation("eager")
+    suspects = compare(model, pair.engine, pair.sampled).suspects
+    expected = [Cause.ATTENTION_IMPLEMENTATION, Cause.ROUNDING]
+    assert [each.cause for each in suspects] == expected
+    assert "eager is" in suspects[0].sentence
+
+
+def test_a_norm_in_another_dtype_is_told_from_another_norm(windowed: Pair) -> None:
+    model = windowed.model()
+    norm = model.model.layers[1].input_layernorm
+    norm.register_forward_pre_hook(lambda module, args: (args[0].bfloat16(),))
+    [suspect] = compare(model, windowed.engine, windowed.sampled).suspects
+    assert (suspect.cause, suspect.where) == (Cause.DTYPE, "layers.1.input_layernorm")
+    assert "the digits of bfloat16" in suspect.sentence
+
+
+def test_a_head_in_float32_is_named(pairs: dict[str, Pair]) -> None:
+    pair = pairs["bfloat16"]
+    model = pair.model()
+    model.lm_head.register_forward_pre_hook(lambda module, args: (args[0].float(),))
+    model.lm_head.float()
+    first, *_ = compare(model, pair.engine, pair.sampled).suspects
+    assert (first.cause, first.where) == (Cause.LOGITS, "lm_head.weight")
