@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from rollout.trainers import RolloutHook
 from rollout.trainers.exact import exact_forward
 from rollout.trainers.mismatch import Cause, compare
 from tests.helpers.planted_faults import FAULTS, planted
+from tests.helpers.tiny_families import save_tiny_family
 from tests.trainers.mismatch.conftest import Pair
 
 OPTIONS = {"positions": {"left_padding": 5}}
@@ -142,3 +145,28 @@ def test_a_head_in_float32_is_named(pairs: dict[str, Pair]) -> None:
     model.lm_head.float()
     first, *_ = compare(model, pair.engine, pair.sampled).suspects
     assert (first.cause, first.where) == (Cause.LOGITS, "lm_head.weight")
+
+
+def test_an_epsilon_too_small_to_show_is_named(pairs: dict[str, Pair]) -> None:
+    pair = pairs["bfloat16"]
+    model = pair.model()
+    FAULTS["norm"](model)
+    suspects = compare(model, pair.engine, pair.sampled).suspects
+    assert {each.cause for each in suspects} == {Cause.NORM}
+    assert "has the epsilon 0.0001, the engine" in suspects[0].sentence
+
+
+def test_a_head_that_the_engine_ties_is_named(tmp_path: Path) -> None:
+    pair = Pair(save_tiny_family(tmp_path, "qwen3"), "float32")
+    with planted("missing_tensor", pair.model()) as model:
+        [suspect] = compare(model, pair.engine, pair.sampled).suspects
+    assert (suspect.cause, suspect.where) == (Cause.MISSING_TENSOR, "lm_head.weight")
+    assert "is tied to model.embed_tokens.weight in the engine" in suspect.sentence
+    pair.engine.close()
+
+
+def test_a_changed_residual_is_named(windowed: Pair) -> None:
+    model = windowed.model()
+    model.model.layers[1].register_forward_hook(lambda module, args, output: output * 1.01)
+    [suspect] = compare(model, windowed.engine, windowed.sampled).suspects
+    assert (suspect.cause, suspect.where) == (Cause.DTYPE, "layers.1.residual")
