@@ -36,6 +36,7 @@ from rollout import Rollout, RolloutEngine, SamplingParams
 from rollout.trainers import RolloutHook
 from rollout.trainers.deepspeed import prepare_deepspeed
 from rollout.trainers.exact import exact_forward
+from rollout.trainers.mismatch.periodic import PeriodicProbe
 from spec_workers.draft_training.co_training import CoTrainer
 from spec_workers.draft_training.config import CoTrainingConfig
 
@@ -82,12 +83,15 @@ def parse_arguments() -> argparse.Namespace:
         action="store_true",
         help="train on exactly the engine's logprobs: first ratios are 1",
     )
+    add("--probe", type=int, metavar="N", help="compare trainer and engine every N steps")
     add("--threads", type=int, default=1, help="CPU threads per process")
     add("--output", type=Path, default=Path("runs/grpo.jsonl"), help="the log, JSON lines")
     args = parser.parse_args()
     if args.held_out < 1:
         parser.error(f"--held-out {args.held_out}: must be at least 1")
-    for name in ("co_train", "draft_tokens"):
+    if args.probe is not None and (args.zero == 3 or int(os.environ.get("WORLD_SIZE", 1)) > 1):
+        parser.error("--probe: needs one process, and --zero 0 to 2")
+    for name in ("co_train", "draft_tokens", "probe"):
         value = getattr(args, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} {value}: must be at least 1")
@@ -256,7 +260,9 @@ def main() -> None:
         log = Log(args.output)
         log.write("start", world_size=world_size, **vars(args))
         log.write("held out", step=0, **evaluate(engine, task, params, args.held_out))
-    co_trainer = None
+    probe, co_trainer = None, None
+    if engine is not None and args.probe:
+        probe = PeriodicProbe(engine, args.probe, temperature=args.temperature)
     if engine is not None and args.co_train:
         co_trainer = CoTrainer(engine, CoTrainingConfig(steps=args.co_train, seconds=None))
         co_trainer.skip()  # the evaluation is not to be trained on
@@ -270,6 +276,8 @@ def main() -> None:
             of_this_step = replace(params, seed=args.seed * 1_000_000 + step)
             rollouts, rewards = roll_out(engine, task, problems, of_this_step)
             samples = with_advantages(rollouts, rewards, args.samples)
+            if probe is not None and (found := probe.step(trainer, rollouts)) is not None:
+                log.write("probe", step=step, **found.to_json())
             if co_trainer is not None:
                 co_train_seconds = co_trainer.run().seconds
         share, num_tokens = deal(samples, world_size)

@@ -48,6 +48,7 @@ DEFAULT_OUTPUT = "rollouts.jsonl"
 # Imported on demand: the engine's packages import no worker, and reports need no torch.
 SUBCOMMANDS = {
     "compare": "rollout.offline.compare.command:run_compare",
+    "mismatch": "rollout.trainers.mismatch.command:run_mismatch",
     "report": "rollout.report.report:run_report",
     "serve": "rollout.server.command:run_serve",
     "train-draft": "spec_workers.draft_training.command:run_train_draft",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from rollout.engine.draft_corpus import DraftCorpus
@@ -185,10 +186,15 @@ class SpecWorker:
             self.target.runner.features |= recorder.ring.features
         self.recorder = recorder
 
-    def score(self, request: Request, output_ids: list[int]) -> tuple[list[float], TokenExtras]:
+    def score(
+        self,
+        request: Request,
+        output_ids: list[int],
+        observe: Callable[[torch.Tensor], object] | None = None,
+    ) -> tuple[list[float], TokenExtras]:
         """Logprobs of given tokens after the request's own. See `TargetWorker.score`."""
         with gpu.on(self.model_device):
-            return self.target.score(request, output_ids)
+            return self.target.score(request, output_ids, observe)
 
     @contextmanager
     def without_speculation(self) -> Iterator[SpecWorker]:

@@ -21,6 +21,7 @@ from rollout.offline.compare.command import compare_options
 from rollout.offline.config import RunConfig
 from rollout.offline.hydra_config import register_schema
 from rollout.server.config import ServeConfig
+from rollout.trainers.mismatch.command import mismatch_parser
 from spec_workers.draft_training.arguments import train_draft_parser
 from tests.helpers.config_keys import key_defaults
 from tests.helpers.text_model import save_text_model
@@ -106,6 +107,9 @@ def test_commands_are_understood(given):
         return
     if command == "train-draft":
         train_draft_parser().parse_args(arguments)
+        return
+    if command == "mismatch":
+        mismatch_parser().parse_args(arguments)
         return
     if command == "compare":
         arguments = compare_options(arguments).overrides

@@ -4,8 +4,10 @@ steps until all is done."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
+
+import torch
 
 from rollout.engine.corpora import Corpora
 from rollout.engine.lifecycle import Lifecycle
@@ -152,6 +154,7 @@ class Generation:
         prompt_ids: Sequence[int],
         output_ids: Sequence[int],
         params: SamplingParams | None = None,
+        observe: Callable[[torch.Tensor], object] | None = None,
     ) -> tuple[list[float], TokenExtras]:
         self._lifecycle.require_running()
         try:
@@ -159,7 +162,7 @@ class Generation:
                 prompt_ids, output_ids, SamplingParams() if params is None else params
             )
             with self._steps.guard.uninterrupted(), self._steps.all_or_none():
-                return self._worker.score(request, output)
+                return self._worker.score(request, output, observe)
         except (InvalidInputError, OutOfMemoryError):
             self._worker.score_idle()
             raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -104,8 +104,14 @@ class Worker(Protocol):
         """The request ended: forget what was kept for it. Its tokens stay in the corpus."""
         ...
 
-    def score(self, request: Request, output_ids: list[int]) -> tuple[list[float], TokenExtras]:
+    def score(
+        self,
+        request: Request,
+        output_ids: list[int],
+        observe: Callable[[torch.Tensor], object] | None = None,
+    ) -> tuple[list[float], TokenExtras]:
         """Logprobs of given tokens after the request's own. The request is not queued.
+        ``observe``: called with the logits [R, V] of their rows, block by block.
 
         Raises OutOfMemoryError before anything is computed.
         """

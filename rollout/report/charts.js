@@ -59,8 +59,9 @@ const axisOf = (axis, most) => (axis.names ? namesAxis : axis.log ? logAxis : li
 //   lines: {label, points: [[x, y, low, high]], series, dashed, dots}; low and high make a band
 //   marks: {label, points: [[x, y, tip, low, high]], series, small}; low and high make a whisker
 //   spans: {points: [[from, to, tip]], series}, one in each row of y
+//   cells: {points: [[column, row, tip, opacity]], series}, of an x and a y with names
 // A line is broken where a point is not finite.
-function drawChart(svg, { x, y, lines = [], marks = [], spans = [], xLabel = "", yLabel = "", height = 200 }) {
+function drawChart(svg, { x, y, lines = [], marks = [], spans = [], cells = [], xLabel = "", yLabel = "", height = 200 }) {
   const width = Math.max(240, svg.clientWidth || 320);
   const [xAxis, yAxis] = [axisOf(x, width > 600 ? 10 : 5), axisOf(y, 5)];
   const nameWidth = Math.max(...yAxis.ticks.map((tick) => yAxis.name(tick).length), 3) * LETTER;
@@ -94,6 +95,11 @@ function drawChart(svg, { x, y, lines = [], marks = [], spans = [], xLabel = "",
     const length = Math.max(toX(to) - toX(from), 2);
     const bar = { x: toX(from), y: toY(row) - ROW / 2 + 2, width: length, height: ROW - 4, rx: 2 };
     shape(svg, "rect", { class: `span series-${series}`, ...bar }).dataset.tip = tip;
+  }));
+  cells.forEach(({ points, series = 0 }) => points.forEach(([column, row, tip, opacity]) => {
+    const length = (width - left - MARGIN.right) / x.names.length;
+    const cell = { x: toX(column) - length / 2, y: toY(row) - ROW / 2 + 1, width: Math.max(length - 1, 1), height: ROW - 2 };
+    shape(svg, "rect", { class: `span series-${series}`, "fill-opacity": opacity, ...cell }).dataset.tip = tip;
   }));
   const rule = shape(svg, "line", { class: "rule", y1: top, y2: height - MARGIN.bottom, visibility: "hidden" });
   svg.hover = { lines, toX, rule, xLabel, scale: () => width / svg.clientWidth };

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from rollout.errors import InvalidInputError
+
 if TYPE_CHECKING:
     from rollout.report.panels import Chart
     from rollout.report.tables import Table
@@ -48,6 +50,30 @@ def render_page(
         style_hash=csp_hash(STYLE), **scripts,
     )  # fmt: skip
     return html.encode("utf-8", errors="replace")
+
+
+def save_page(path: Path, html: bytes) -> None:
+    """Write a page. An earlier page is replaced, and no other file: raises InvalidInputError for
+    one, and where it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _check_is_page(path)
+        path.write_bytes(html)
+    except OSError as error:
+        raise InvalidInputError(
+            "output", str(path), f"cannot be written: {error.strerror}; give another file"
+        ) from None
+
+
+def _check_is_page(path: Path) -> None:
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        begin = file.read(len(PAGE_BEGIN))
+    if begin and begin != PAGE_BEGIN:
+        raise InvalidInputError(
+            "output", str(path), "exists and is not a report; give another file"
+        )
 
 
 def csp_hash(inline: str) -> str:

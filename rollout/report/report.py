@@ -13,7 +13,7 @@ from rollout.errors import InvalidInputError
 from rollout.report.charts import charts
 from rollout.report.key_figures import figures, name_runs
 from rollout.report.log_reader import read_log
-from rollout.report.page import PAGE_BEGIN, render_page
+from rollout.report.page import render_page, save_page
 from rollout.report.rollout_texts import RolloutTexts
 from rollout.report.run import Log, Run, number
 from rollout.report.tables import tables
@@ -52,26 +52,8 @@ def write_report(
         tables=tables(log, texts),
     )
     page = paths[0].with_suffix(".html") if page is None else page
-    try:
-        page.parent.mkdir(parents=True, exist_ok=True)
-        _check_is_page(page)
-        page.write_bytes(html)
-    except OSError as error:
-        raise InvalidInputError(
-            "output", str(page), f"cannot be written: {error.strerror}; give another file"
-        ) from None
+    save_page(page, html)
     return page, found
-
-
-def _check_is_page(path: Path) -> None:
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        begin = file.read(len(PAGE_BEGIN))
-    if begin and begin != PAGE_BEGIN:
-        raise InvalidInputError(
-            "output", str(path), "exists and is not a report; give another file"
-        )
 
 
 def _chosen(paths: Sequence[Path], run: str) -> Log:

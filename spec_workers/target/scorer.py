@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from rollout.errors import OutOfMemoryError
 from rollout.memory.kv_cache_manager import KVCacheManager
@@ -33,8 +34,15 @@ class Scorer:
         self._ranks = ranks
         self._chunk_len = chunk_len
 
-    def score(self, request: Request, output_ids: list[int]) -> tuple[list[float], TokenExtras]:
+    def score(
+        self,
+        request: Request,
+        output_ids: list[int],
+        observe: Callable[[torch.Tensor], object] | None = None,
+    ) -> tuple[list[float], TokenExtras]:
         """Logprobs of the output's tokens after the request's.
+
+        ``observe``: called with the logits [R, V] of their rows, block by block.
 
         Raises OutOfMemoryError when the KV slots cannot hold the sequence, or no state slots can be
         had.
@@ -46,7 +54,13 @@ class Scorer:
             part = range(len(logprobs), max(0, batch.entries[0].end - first))
             rows = rows_of_continuation(request, output_ids, part)
             sampler = Sampler(rows, chosen=output_ids[part.start : part.stop])
-            self._runner.forward(batch, only_roots(1), sampler.take, scored_from=first)
+
+            def take(logits_RV: torch.Tensor, sampler: Sampler = sampler) -> None:
+                if observe is not None:
+                    observe(logits_RV)
+                sampler.take(logits_RV)
+
+            self._runner.forward(batch, only_roots(1), take, scored_from=first)
             scored = sampler.read()
             logprobs += scored.logprobs
             extras += scored.extras

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -208,14 +209,20 @@ class TargetWorker:
         self.memory.commit(batch.entries, [result.path for result in results])
 
     @torch.inference_mode()
-    def score(self, request: Request, output_ids: list[int]) -> tuple[list[float], TokenExtras]:
+    def score(
+        self,
+        request: Request,
+        output_ids: list[int],
+        observe: Callable[[torch.Tensor], object] | None = None,
+    ) -> tuple[list[float], TokenExtras]:
         """Logprobs of given tokens after the request's: bit for bit those generation reports.
+        ``observe``: called with the logits [R, V] of their rows, block by block.
 
         Raises OutOfMemoryError when the KV slots cannot hold the sequence, or no state slots can be
         had.
         """
         self.weights.require_whole()
-        scored = self._scorer.score(request, output_ids)
+        scored = self._scorer.score(request, output_ids, observe)
         self.ranks.all.require_all()
         return scored
 

@@ -59,7 +59,11 @@ def exact_forward(model: nn.Module, dtype: torch.dtype | None = None) -> Iterato
     Raises UnsupportedModelError for another model and for a module that is not known,
     InvalidInputError for dropout, ExactnessError where this machine's products are not exact.
     """
-    target = _unwrapped(model)
+    target = transformers_model(model)
+    if _kind(target) not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"exact_forward: {_kind(target)} is not one of {', '.join(ARCHITECTURES)}"
+        )
     forwards = _forwards(target, dtype or target.dtype)
     _register_masks()
     attention = target.config._attn_implementation
@@ -78,7 +82,9 @@ def exact_forward(model: nn.Module, dtype: torch.dtype | None = None) -> Iterato
         target.config._attn_implementation = attention
 
 
-def _unwrapped(model: Any) -> Any:
+def transformers_model(model: Any) -> Any:
+    """The transformers model inside wrappers (DeepSpeed's engine, DDP, PEFT), or what is inside of
+    them where there is none."""
     from transformers import PreTrainedModel
 
     while not isinstance(model, PreTrainedModel):
@@ -88,11 +94,6 @@ def _unwrapped(model: Any) -> Any:
             model = model.module
         else:
             break
-    name = _kind(model)
-    if name not in ARCHITECTURES:
-        raise UnsupportedModelError(
-            f"exact_forward: {name} is not one of {', '.join(ARCHITECTURES)}"
-        )
     return model
 
 

@@ -26,6 +26,7 @@ NONE, NGRAM = ["--spec", "none"], ["--spec", "ngram", "--draft-tokens", "4"]
 RUNS = {  # the number of ranks and the arguments
     "none": (1, ["--zero", "2", *NONE]),
     "ngram": (1, ["--zero", "2", *NGRAM]),
+    "probed": (1, ["--zero", "2", *NONE, "--probe", "2"]),
     "shared": (2, ["--zero", "3", *NGRAM]),
     "exact": (2, ["--zero", "3", "--spec", "ngram", "--exact"]),
     "eagle": (1, ["--zero", "2", "--spec", "eagle", "--draft-tokens", "4", "--co-train", "2"]),
@@ -104,6 +105,15 @@ def test_the_engine_follows_the_trainer(logs):
 
 def test_with_exact_training_the_logprobs_are_the_engines(logs):
     assert [step["logprob_gap"] for step in steps(logs["exact"])] == [0.0] * STEPS
+
+
+def test_a_probe_finds_trainer_and_engine_alike_and_changes_nothing(logs):
+    (probe,) = [record for record in logs["probed"] if record["event"] == "probe"]
+    assert (probe["step"], probe["rollouts"], probe["suspects"]) == (2, 1, [])
+    assert 0 < probe["max_difference"] < 1e-4
+    assert probe["ops"]
+    for one, other in zip(steps(logs["none"]), steps(logs["probed"]), strict=True):
+        assert one["digest"] == other["digest"]
 
 
 def test_ranks_share_the_rollouts_of_one(logs):

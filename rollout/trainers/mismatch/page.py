@@ -1,0 +1,72 @@
+"""A mismatch as one HTML page: suspects, a heat map of layers and ops, a histogram of ratios."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from rollout.report.page import render_page
+from rollout.report.panels import Chart, Panel, make_line, make_panel
+from rollout.report.tables import Cell, Row, Table
+from rollout.report.verdict import Verdict
+from rollout.trainers.mismatch.result import Mismatch, OpDifference
+from rollout.trainers.mismatch.table import figures
+
+
+def mismatch_page(found: Mismatch, subtitle: str = "") -> bytes:
+    """The page as HTML, which loads nothing else."""
+    sentences = [f"{each.cause}: {each.sentence}" for each in found.suspects]
+    sentence = sentences[0] if sentences else "Trainer and engine agree."
+    rows = [
+        Row([Cell(text, text) for text in (each.cause, each.where, each.sentence)])
+        for each in found.suspects
+    ]
+    columns, caption = ["cause", "where", "what was seen"], "The likeliest first."
+    return render_page(
+        "Trainer against engine",
+        [_heat_map(found), _ratios(found)],
+        subtitle=subtitle,
+        notes=found.notes,
+        verdicts=[Verdict("", "", sentence, list(figures(found)), [])],
+        tables=[Table("suspects", "Suspects", caption, columns, rows, "There is none.")],
+    )
+
+
+def _heat_map(found: Mismatch) -> Chart:
+    names = list(dict.fromkeys(op.name for op in sorted(found.ops, key=_place)))
+    layers = sorted({op.layer for op in found.ops if op.layer is not None})
+    cells = [
+        {"series": series, "points": [
+            [0 if op.layer is None else layers.index(op.layer) + 1, names.index(op.name),
+             f"{op.where}: {op.difference:.2g}, rounding explains {op.rounding:.1g}", _opacity(op)]
+            for op in found.ops if op.is_explained == is_explained
+        ]}
+        for series, is_explained in enumerate((True, False))
+    ]  # fmt: skip
+    panel: Panel = {
+        "caption": "", "x": {"names": ["", *map(str, layers)]}, "y": {"names": names},
+        "cells": cells, "xLabel": "layer", "yLabel": "op",
+    }  # fmt: skip
+    caption = "Blue where rounding explains an op's difference, orange where it does not."
+    missing = "" if names else "No op was compared."
+    return Chart("heat", "Layers and ops", caption, [panel] if names else [], missing)
+
+
+def _place(op: OpDifference) -> tuple[bool, bool]:
+    """The embedding first, then the layers, then what follows them."""
+    return op.name != "embed_tokens", op.layer is None
+
+
+def _opacity(op: OpDifference) -> float:
+    """0.06 for no difference, 0.5 where rounding ends, 1 at a hundred times that."""
+    size = 0.5 + math.log10(op.difference / op.rounding) / 4 if op.difference else 0.06
+    return round(min(max(size, 0.06), 1.0), 2)
+
+
+def _ratios(found: Mismatch) -> Chart:
+    middle, counts = (np.array(column, dtype=float) for column in zip(*found.ratios, strict=True))
+    panel = make_panel("tokens by ratio", lines=[make_line("tokens", middle, counts, 0, dots=True)])
+    panel["x"] = {"from": 0.7, "to": 1.3}
+    caption = "Probability by the trainer over that of the rollout; beyond 0.7 and 1.3 at the ends."
+    return Chart("ratios", "Ratios", caption, [panel])

@@ -1,0 +1,122 @@
+"""The command, its page and its refusals."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollout import cli
+from rollout.errors import InvalidInputError
+from rollout.trainers.mismatch import compare
+from rollout.trainers.mismatch.command import run_mismatch
+from rollout.trainers.mismatch.page import mismatch_page
+from tests.helpers.planted_faults import planted
+from tests.trainers.mismatch.conftest import Pair
+
+
+@pytest.fixture
+def rows(windowed: Pair, tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    names = ("prompt_ids", "token_ids", "logprobs", "weight_versions")
+    path.write_text(
+        "".join(
+            json.dumps({name: getattr(rollout, name) for name in names}) + "\n"
+            for rollout in windowed.sampled
+        )
+    )
+    return path
+
+
+def test_the_command_names_the_cause_and_writes_both_files(
+    windowed: Pair, rows: Path, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    json_file, page = tmp_path / "found.json", tmp_path / "found.html"
+    arguments = ["mismatch", str(windowed.folder), str(rows), "--dtype", "float32"]
+    monkeypatch.setattr(sys, "argv", ["specrollout", *arguments, "--json", str(json_file)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0
+    assert "no suspect" in capsys.readouterr().out
+    found = json.loads(json_file.read_text())
+    assert (found["suspects"], found["tokens"], len(found["ops"])) == ([], 120, 40)
+    more = ["--trainer-dtype", "bfloat16", "--html", str(page)]
+    assert run_mismatch([*arguments[1:], *more]) == 1
+    assert "dtype: model is in bfloat16, the engine's in float32" in capsys.readouterr().out
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_the_log_beside_the_rollouts_says_the_temperature(
+    windowed: Pair, rows: Path, capsys
+) -> None:
+    log = rows.with_name(f"{rows.name}.log")
+    lines = [{"kind": "run", "time": 1.0, "temperature": 0.5}, {"kind": "step", "step": 1}]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = [str(windowed.folder), str(rows), "--dtype", "float32"]
+    assert run_mismatch(arguments) == 1
+    assert "of temperature 1, and compared at 0.5" in " ".join(capsys.readouterr().out.split())
+    assert run_mismatch([*arguments, "--temperature", "1"]) == 0
+
+
+def test_exact_training_shows_zero_in_the_table(windowed: Pair, rows: Path, capsys) -> None:
+    assert run_mismatch([str(windowed.folder), str(rows), "--dtype", "float32", "--exact"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "logits of all tokens, every row: largest 0 " in shown
+
+
+def test_parquet_is_read_as_jsonl_is(windowed: Pair, rows: Path, capsys) -> None:
+    arrow = pytest.importorskip("pyarrow.json")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    other = rows.with_suffix(".parquet")
+    parquet.write_table(arrow.read_json(rows), other)
+    assert run_mismatch([str(windowed.folder), str(other), "--dtype", "float32"]) == 0
+    assert "120" in capsys.readouterr().out
+
+
+def test_the_page_has_a_cell_for_each_op_and_layer(windowed: Pair) -> None:
+    model = windowed.model()
+    with planted("mask", model):
+        found = compare(model, windowed.engine, windowed.sampled)
+    html = mismatch_page(found, "a/model").decode()
+    charts = [part.split("</script>")[0] for part in html.split('type="application/json">')[1:]]
+    heat, ratios = map(json.loads, charts)
+    explained, unexplained = heat["cells"]
+    assert len(explained["points"]) + len(unexplained["points"]) == len(found.ops)
+    [[column, row, tip, opacity]] = unexplained["points"]
+    assert (heat["x"]["names"][column], heat["y"]["names"][row]) == ("0", "self_attn.attention")
+    assert "rounding explains" in tip
+    assert opacity == 1
+    assert sum(point[1] for point in ratios["lines"][0]["points"]) == found.tokens
+    assert "mask: layers.0.self_attn.attention differs by" in html
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt_ids": []}, r"rollouts\[0\].prompt_ids=\[\]: is missing: write it with output"),
+        ({"token_ids": []}, r"rollouts\[0\].token_ids=\[\]: must have a token"),
+        (None, r"rollouts=\[\]: must have at least one rollout"),
+    ],
+)
+def test_rollouts_without_tokens_are_refused(windowed: Pair, change, message) -> None:
+    row = {"prompt_ids": [1], "token_ids": [2]}
+    with pytest.raises(InvalidInputError, match=message):
+        compare(windowed.model(), windowed.engine, [] if change is None else [row | change])
+
+
+def test_other_faults_of_the_input_are_refused(windowed: Pair, tmp_path: Path) -> None:
+    model, rows = windowed.model(), windowed.sampled
+    with pytest.raises(InvalidInputError, match="engine='Pair': must be a RolloutEngine"):
+        compare(model, windowed, rows)
+    with pytest.raises(InvalidInputError, match="left_padding=-1"):
+        compare(model, windowed.engine, rows, left_padding=-1)
+    with pytest.raises(InvalidInputError, match="model='Embedding': must be a transformers"):
+        compare(model.model.embed_tokens, windowed.engine, rows)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("[1]\n")
+    with pytest.raises(InvalidInputError, match=r"ROLLOUTS=.*is no job's output: a line is no obj"):
+        run_mismatch([str(windowed.folder), str(bad)])
+    with pytest.raises(InvalidInputError, match="--count=0"):
+        run_mismatch([str(windowed.folder), str(bad), "--count", "0"])
