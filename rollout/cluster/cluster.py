@@ -109,7 +109,7 @@ class RolloutCluster(UpdateCalls):
 
     def compile_grammar(self, params: SamplingParams) -> None:
         """Replicas compile it for themselves when they get the request."""
-        self._requests.grammars.compile(params)
+        self._requests.compile(params)
 
     def submit(
         self,

@@ -309,8 +309,9 @@ class RolloutEngine(UpdateCalls):
 
     def compile_grammar(self, params: SamplingParams) -> None:
         """Compile the grammar that parameters name, if they do, which may take seconds: `submit`
-        then need not. May be called on any thread, beside other calls. Raises InvalidInputError."""
-        self.requests.grammars.compile(params)
+        then need not. Patterns of stops as well. May be called on any thread, beside other calls.
+        Raises InvalidInputError."""
+        self.requests.compile(params)
 
     @exclusive
     def check(self, prompt: Prompt, params: SamplingParams) -> int:

@@ -158,6 +158,9 @@ def test_vllms_and_sglangs_fields_have_their_effect(live: Live) -> None:
     ended = ("matched_stop", "stop_reason")
     assert [plain[name] for name in ended] == [None, None]
     assert [trimmed[name] for name in ended] == [stop, stop]
+    by_pattern = choice(stop_regex=f"{stop}$")
+    assert by_pattern["text"].split() == words[:4]
+    assert [by_pattern[name] for name in ended] == [f"{stop}$"] * 2
     last = trimmed["token_ids"][-1]
     by_token = choice(stop_token_ids=[last])
     assert [by_token[name] for name in ended] == [last, last]

@@ -56,6 +56,8 @@ GENERATE_SAMPLING = [
     ("sampling_params.logit_bias", {"logit_bias": {"x": 1}}),
     ("batch", {"n": 10**12}),
     ("stop", {"stop": ["x"] * 65}),
+    ("stop_regex", {"stop_regex": ["x" * 1025]}),
+    ("sampling.stop_regex", {"stop_regex": "(?=a)"}),
     ("sampling_params.custom_params.thinking_budget", {"custom_params": {"thinking_budget": 9}}),
 ]
 COMPLETIONS = [
@@ -72,6 +74,7 @@ COMPLETIONS = [
     ("temperature", {"temperature": -1}),
     ("min_tokens", {"min_tokens": 5, "max_tokens": 4}),
     ("stop", {"stop": [""]}),
+    ("sampling.stop_regex", {"stop_regex": "("}),
     ("logit_bias", {"logit_bias": {"one": 1.0}}),
     ("allowed_token_ids", {"allowed_token_ids": [97]}),
     ("prompt_logprobs", {"prompt_logprobs": 1, "stream": True}),

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from fastapi import Request, Response
 
-from rollout.engine.stopping import cut_at_stop, matched_stop
+from rollout.engine.stopping import cut_at_stop
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.server.openai.logprobs import LogprobWriter, TokenSpelling
 from rollout.server.openai.sampling_body import OpenAISamplingBody
@@ -35,7 +35,6 @@ class OutputTexts:
     def __init__(self, encoder: PromptEncoder) -> None:
         self.spelling = TokenSpelling(encoder.tokenizer)
         self.streams = TextStreams(encoder.tokenizer)
-        self.decode = encoder.decode_with_specials
 
     def whole(
         self,
@@ -155,12 +154,9 @@ class Answer(ABC, Generic[BodyType]):
     def finish(self, index: int, rollout: Rollout) -> dict[str, Any]:
         """The fields that end a choice, and what it stopped at: sglang's ``matched_stop``, and
         vLLM's ``stop_reason``, which is null at the model's own end."""
-        matched = reason = None
-        if rollout.finish_reason is FinishReason.STOP:
-            params = self.samples[index].params
-            matched = matched_stop(params, rollout.token_ids, self.texts.decode)
-            is_asked = isinstance(matched, str) or matched in params.stop_token_ids
-            reason = matched if is_asked else None
+        matched = rollout.matched_stop
+        is_asked = isinstance(matched, str) or matched in self.samples[index].params.stop_token_ids
+        reason = matched if is_asked else None
         return finish(rollout) | {"matched_stop": matched, "stop_reason": reason}
 
     def text(self, index: int, rollout: Rollout) -> str:

@@ -41,6 +41,9 @@ class SamplingFields(GrammarBody):
     frequency_penalty: float | None = None
     logit_bias: Biases | None = Field(None, description="by token id")
     stop: str | Listed[str] | None = None
+    stop_regex: str | Listed[str] | None = Field(
+        None, description="sglang's: ends the output where its text ends in a match"
+    )
     seed: int | None = Field(
         None, description="the same seed gives the same tokens; default: others each time"
     )

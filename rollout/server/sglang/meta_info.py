@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.engine.stopping import matched_stop
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.types import FinishReason, Rollout, SamplingParams, TokenExtras
 
@@ -46,7 +45,7 @@ class MetaInfoWriter:
         versions = rollout.weight_versions
         return {
             **self.meta(asked, rollout.sample_index, versions or [weight_version], count),
-            "finish_reason": self._finish_reason(asked, rollout),
+            "finish_reason": _finish_reason(rollout),
             "cached_tokens": stats.cached_tokens,
             "weight_versions": version_spans(rollout),
             "num_retractions": stats.preemptions,
@@ -115,20 +114,17 @@ class MetaInfoWriter:
             for logprob, token in zip(logprobs, token_ids, strict=True)
         ]
 
-    def _finish_reason(self, asked: MetaInfoOptions, rollout: Rollout) -> dict[str, Any]:
-        match rollout.finish_reason:
-            case FinishReason.STOP:
-                return {"type": "stop", "matched": self._matched(asked, rollout)}
-            case FinishReason.LENGTH:
-                return {"type": "length", "length": len(rollout.token_ids)}
-            case FinishReason.ABORT:
-                return {"type": "abort", "message": "aborted: resubmit with what there is"}
-            case FinishReason.ERROR:
-                return {"type": "abort", "message": rollout.error, "status_code": 500}
 
-    def _matched(self, asked: MetaInfoOptions, rollout: Rollout) -> int | str:
-        """The stop string, or the last token, that ended it."""
-        return matched_stop(asked.params, rollout.token_ids, self._encoder.decode_with_specials)
+def _finish_reason(rollout: Rollout) -> dict[str, Any]:
+    match rollout.finish_reason:
+        case FinishReason.STOP:
+            return {"type": "stop", "matched": rollout.matched_stop}
+        case FinishReason.LENGTH:
+            return {"type": "length", "length": len(rollout.token_ids)}
+        case FinishReason.ABORT:
+            return {"type": "abort", "message": "aborted: resubmit with what there is"}
+        case FinishReason.ERROR:
+            return {"type": "abort", "message": rollout.error, "status_code": 500}
 
 
 def version_spans(rollout: Rollout) -> list[dict[str, Any]]:
