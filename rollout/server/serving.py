@@ -248,6 +248,11 @@ class Serving:
         """Samples, running and waiting, of all clients."""
         return self.loop.num_unfinished + self._scoring
 
+    async def told_version(self) -> str:
+        """The label of the weights in use, or their number."""
+        labels = self.open_update.labels
+        return await self.call(lambda engine: labels.of(engine.weight_version))
+
     async def call(self, function: Callable[[Engine], T]) -> T:
         return await asyncio.wrap_future(self.loop.call(function))
 

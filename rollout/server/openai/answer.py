@@ -21,9 +21,9 @@ from rollout.server.openai.logprobs import LogprobWriter, TokenSpelling
 from rollout.server.openai.sampling_body import OpenAISamplingBody
 from rollout.server.respond import respond
 from rollout.server.serving import Serving
-from rollout.server.sglang.meta_info import version_spans
 from rollout.server.streams import Delta, DeltaStream, SampleRequest, with_rid
 from rollout.server.text_stream import TextStreams
+from rollout.server.version_labels import VersionLabels
 from rollout.types import EmittedTokens, FinishReason, Rollout
 
 BodyType = TypeVar("BodyType", bound=OpenAISamplingBody)
@@ -124,6 +124,7 @@ class Answer(ABC, Generic[BodyType]):
     body: BodyType
     samples: Sequence[SampleRequest]  # one for each choice
     texts: OutputTexts
+    labels: VersionLabels
     shown_ids: frozenset[int] = frozenset()  # special tokens in texts, though others are skipped
 
     @cached_property
@@ -168,8 +169,8 @@ class Answer(ABC, Generic[BodyType]):
         usage = self.usage(rollouts)
         first = rollouts[0].weight_versions
         metadata = {
-            "weight_version": str(first[-1]) if first else None,
-            "weight_versions": version_spans(rollouts[0]),
+            "weight_version": self.labels.of(first[-1]) if first else None,
+            "weight_versions": self.labels.spans(rollouts[0]),
         }
         return self.heading.over(
             choices, _versions(rollouts), usage=usage, metadata=metadata, **self.answer_fields()

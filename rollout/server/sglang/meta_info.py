@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.engine.tokenizer import PromptEncoder
+from rollout.server.version_labels import VersionLabels
 from rollout.types import FinishReason, Rollout, SamplingParams, TokenExtras
 
 _LOWEST = -3.4e38  # JSON has no infinity
@@ -34,8 +35,9 @@ class MetaInfoOptions:
 
 
 class MetaInfoWriter:
-    def __init__(self, encoder: PromptEncoder) -> None:
+    def __init__(self, encoder: PromptEncoder, labels: VersionLabels) -> None:
         self._encoder = encoder
+        self._labels = labels
 
     def meta_info(
         self, asked: MetaInfoOptions, rollout: Rollout, weight_version: int
@@ -47,7 +49,7 @@ class MetaInfoWriter:
             **self.meta(asked, rollout.sample_index, versions or [weight_version], count),
             "finish_reason": _finish_reason(rollout),
             "cached_tokens": stats.cached_tokens,
-            "weight_versions": version_spans(rollout),
+            "weight_versions": self._labels.spans(rollout),
             "num_retractions": stats.preemptions,
             "request_seed": rollout.seed,
             "spec_verify_ct": stats.verify_steps,
@@ -68,7 +70,7 @@ class MetaInfoWriter:
             "finish_reason": None,
             "prompt_tokens": len(asked.prompt_ids),
             "completion_tokens": count,
-            "weight_version": str(versions[-1]),
+            "weight_version": self._labels.of(versions[-1]),
             "seed": asked.params.seed,
         }
 
@@ -125,14 +127,6 @@ def _finish_reason(rollout: Rollout) -> dict[str, Any]:
             return {"type": "abort", "message": "aborted: resubmit with what there is"}
         case FinishReason.ERROR:
             return {"type": "abort", "message": rollout.error, "status_code": 500}
-
-
-def version_spans(rollout: Rollout) -> list[dict[str, Any]]:
-    """The weight version of each stretch of a rollout's tokens."""
-    return [
-        {"version": str(version), "start": start, "end": end}
-        for version, start, end in rollout.weight_version_spans
-    ]
 
 
 def _sampling_mask(asked: MetaInfoOptions, extras: TokenExtras) -> dict[str, Any]:

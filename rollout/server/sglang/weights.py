@@ -49,6 +49,7 @@ from rollout.server.sglang.weight_bodies import (
     TensorBody,
     TensorByName,
     TensorFields,
+    VersionBody,
 )
 from rollout.weights.disk_source import DiskSource
 from rollout.weights.shared_memory import HandleSource
@@ -135,6 +136,20 @@ def routes(serving: Serving) -> APIRouter:
             return {"state": engine.unavailable_reason}
 
         return await change(serving, abandon)
+
+    @router.post("/update_weight_version", responses=CHANGED)
+    async def update_weight_version(body: VersionBody) -> JsonAnswer:
+        """Name the weights. Where that is another name, the number rises too: tokens from now on
+        are told apart."""
+        if body.abort_all_requests:
+            await asyncio.wrap_future(serving.loop.abort_all())
+
+        def announce(engine: Engine) -> Answer:
+            update.announce(engine, body.new_version)
+            message = f"Weight version updated to {body.new_version}"
+            return {"message": message, "new_version": str(body.new_version)}
+
+        return await change(serving, announce)
 
     @router.post("/init_weights_update_group", responses=CHANGED)
     async def init_weights_update_group(body: InitGroupBody) -> JsonAnswer:
