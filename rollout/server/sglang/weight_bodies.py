@@ -148,5 +148,10 @@ class VersionBody(Body):
 
 
 class CheckerBody(Body):
+    """``action``: checksum, snapshot, reset_tensors or compare. ``skip_tensor_list``: tensors whose
+    names have one of these texts are left out, except from ``per_engine_checksum``."""
+
     action: str = "checksum"
     selector: str = "all"
+    skip_tensor_list: Listed[str] | None = None
+    allow_quant_error: bool = False  # unread: nothing is quantised on its way here
