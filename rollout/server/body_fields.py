@@ -96,6 +96,7 @@ _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "verbosity": ("medium",),
+    "service_tier": ("auto", "default"),
     "sampling_logprobs_mode": ("selected",),
     "length_penalty": (1.0,),
     "thinking_token_budget": (-1,),

@@ -183,18 +183,24 @@ class Answer(ABC, Generic[BodyType]):
             self.texts.streams.open(skips, sample.params.stop, self.shown_ids)
             for sample in self.samples
         ]
-        no_usage = {"usage": None} if self.body.wants_usage else {}
+        no_usage: dict[str, Any] = {"usage": None} if self.body.wants_usage else {}
         rollouts: dict[int, Rollout] = {}
         for opening in self.openings():
             yield heading.over([opening], [], **no_usage, **self.answer_fields())
+        options, counts = self.body.stream_options, [0] * len(self.samples)
         async for delta in deltas:
+            counts[delta.index] += len(delta.tokens.token_ids)
             text = texts[delta.index].push(delta.tokens.token_ids)
             if delta.rollout is not None:
                 rollouts[delta.index] = delta.rollout
                 text += texts[delta.index].finish(self.text(delta.index, delta.rollout))
             part = write[delta.index](text, delta)
+            usage = no_usage
+            if options is not None and options.of_parts:
+                prompt_len = len(self.samples[delta.index].prompt_ids)
+                usage = {"usage": token_counts(prompt_len, counts[delta.index])}
             if part is not None:
-                yield heading.over([part], delta.tokens.weight_versions, **no_usage)
+                yield heading.over([part], delta.tokens.weight_versions, **usage)
         if self.body.wants_usage:
             ended = [rollouts[index] for index in range(len(rollouts))]
             yield heading.over([], _versions(ended), usage=self.usage(ended))
@@ -206,9 +212,7 @@ class Answer(ABC, Generic[BodyType]):
         completion_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
         firsts = [rollout for rollout in rollouts if rollout.sample_index == 0]
         return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
+            **token_counts(prompt_tokens, completion_tokens),
             "prompt_tokens_details": {
                 "cached_tokens": sum(rollout.stats.cached_tokens for rollout in firsts)
             },
@@ -221,6 +225,15 @@ class Answer(ABC, Generic[BodyType]):
         samples = with_rid(self.samples, self.body.rid or self.body.request_id)
         parts = self.parts if self.body.stream else None
         return await respond(request, serving, samples, self.whole, parts)
+
+
+def token_counts(prompt_len: int, output_len: int) -> dict[str, int]:
+    """The fields of every ``usage``."""
+    return {
+        "prompt_tokens": prompt_len,
+        "completion_tokens": output_len,
+        "total_tokens": prompt_len + output_len,
+    }
 
 
 def _versions(rollouts: Sequence[Rollout]) -> list[int]:
