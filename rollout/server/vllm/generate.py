@@ -45,6 +45,9 @@ class TokenSamplingBody(SamplingFields):
     max_tokens: int | None = None  # default: what the context leaves
     logprobs: int | None = None  # most likely tokens beside the sampled one
     prompt_logprobs: NumPromptLogprobs | None = None
+    grammar_after: str | None = Field(
+        None, description="the grammar begins after this text, as chats that reason have it"
+    )
     routed_experts_prompt_start: int = 0  # experts of earlier positions are left out
 
     def to_params(
@@ -74,6 +77,7 @@ class TokenSamplingBody(SamplingFields):
                 max_tokens=left if self.max_tokens is None else self.max_tokens,
                 seed=seed,
                 top_logprobs=self.logprobs or 0,
+                grammar_after=self.grammar_after,
                 **asked,
             )
         except InvalidInputError as error:
