@@ -77,6 +77,7 @@ class OutputText:
         self._new_from = 0  # the first character that the last tokens brought or changed
 
     def push(self, token_ids: Sequence[int]) -> None:
+        """Append the tokens that follow."""
         old_len = len(self._certain)
         text = self._certain + self._tokens.push(token_ids)
         self._certain = text[-_MAX_CHARACTERS:]

@@ -24,11 +24,12 @@ class VersionLabels:
 
     def note(self, before: int, version: int, name: int | str | None) -> None:
         """An update of version ``before`` has made ``version``, and called it by a number or a
-        label; None: the label stays."""
+        label; None: the label stays. An update of drafts alone makes none."""
+        if version == before:
+            return
         label = self._labels.get(before) if name is None else name
-        if not isinstance(label, str):
-            self._labels.pop(version, None)
-        elif version != before:
+        self._labels.pop(version, None)
+        if isinstance(label, str):
             self._labels[version] = label
             if len(self._labels) > _MAX_LABELS:
                 self._labels.popitem(last=False)

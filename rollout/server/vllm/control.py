@@ -83,6 +83,8 @@ def routes(serving: Serving) -> APIRouter:
         """Continue, and commit the weights that came while generation was paused."""
 
         def go_on(engine: Engine) -> Answer:
+            nonlocal sleeps_awake
+            sleeps_awake = False
             return serving.open_update.continue_generation(engine) | {"status": "resumed"}
 
         return await change(serving, go_on)
