@@ -44,12 +44,13 @@ class MetaInfoWriter:
     ) -> dict[str, Any]:
         """All that is told of a sample that has ended, beside its tokens and its text."""
         stats, count = rollout.stats, len(rollout.token_ids)
-        versions = rollout.weight_versions
+        versions = rollout.weight_versions or [weight_version]
+        empty = {"version": self._labels.of(weight_version), "start": 0, "end": 0}
         return {
-            **self.meta(asked, rollout.sample_index, versions or [weight_version], count),
+            **self.meta(asked, rollout.sample_index, versions, count),
             "finish_reason": _finish_reason(rollout),
             "cached_tokens": stats.cached_tokens,
-            "weight_versions": self._labels.spans(rollout),
+            "weight_versions": self._labels.spans(rollout) or [empty],
             "num_retractions": stats.preemptions,
             "request_seed": rollout.seed,
             "spec_verify_ct": stats.verify_steps,
