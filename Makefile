@@ -192,11 +192,12 @@ $(AGENTS_VENV)/.installed: pyproject.toml $(NATIVE)
 	  sglang-router==0.3.2 vllm-router==0.1.17 smg==1.13.0 \
 	  aiohttp cloudpathlib orjson pybase64 requests \
 	  aiofiles colorlog einops flask lark numba ray tabulate torchdata
-	$(AGENTS_VENV)/bin/python -m pip install -q --no-compile --no-deps skyrl==0.4.0 areal==1.0.4
+	$(AGENTS_VENV)/bin/python -m pip install -q --no-compile --no-deps skyrl==0.4.0 areal==1.0.4 \
+	  sglang==0.5.23
 	touch $@
 
 .PHONY: test-agents
-test-agents: $(AGENTS_VENV)/.installed  ## clients of agents, SkyRL and AReaL, and gateways, against this server
+test-agents: $(AGENTS_VENV)/.installed $(MODEL)/config.json  ## clients of agents, SkyRL and AReaL, and gateways, against this server
 	$(AGENTS_VENV)/bin/python -m pytest tests/frameworks/agents tests/frameworks/areal
 
 .PHONY: demo-agents

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -99,6 +100,41 @@ def plain_rows(options: argparse.Namespace, engines: Engines) -> Iterator[Row]:
         yield row(f"peak memory: {name}", each.peak_bytes / 2**20, "MiB")
 
 
+def prefill_jobs(scale: float) -> dict[str, Job]:
+    """Prompts of which one token is asked. Earlier prompts of a job may be in the prefix cache.
+
+    ``scale``: of the prompts' lengths.
+    """
+    draw = random.Random(5)
+
+    def ids(count: int) -> list[int]:
+        return [draw.randrange(1000, 20_000) for _ in range(max(1, round(count * scale)))]
+
+    shared, conversation = ids(1024), ids(1536)
+    turn = len(conversation) // 8
+    one = partial(Job, tokens=1)
+    return {
+        "32 distinct prompts of 256 tokens": one(prompts=[ids(256) for _ in range(32)], width=32),
+        "4 prompts of 1,920 tokens": one(prompts=[ids(1920) for _ in range(4)], width=4),
+        "32 prompts that share 1,024 of 1,088 tokens, 8 at a time": one(
+            prompts=[shared + ids(64) for _ in range(32)], width=8
+        ),
+        "8 turns of 192 tokens each": one(
+            prompts=[conversation[: turn * (k + 1)] for k in range(8)], width=1
+        ),
+    }
+
+
+def prefill_rows(options: argparse.Namespace, engines: Engines) -> Iterator[Row]:
+    """Prompt tokens by second, those counted that are found in the prefix cache."""
+    for title, job in prefill_jobs(options.prompt_scale).items():
+        done = engines.run([OURS_PLAIN, VLLM_PLAIN], [job] * options.repeats)
+        for name, each in done.items():
+            tokens = options.repeats * sum(map(len, job.prompts))
+            yield row(f"{title}: {name}", tokens / sum(each.seconds), "prompt tokens/s")
+        yield ratio(title, done, OURS_PLAIN, VLLM_PLAIN, None)
+
+
 def second_epoch_rows(
     options: argparse.Namespace, engines: Engines, temperature: float
 ) -> Iterator[Row]:
@@ -139,6 +175,7 @@ def parts(options: argparse.Namespace) -> Parts:
     engines = Engines(options)
     return {
         "plain": partial(plain_rows, options, engines),
+        "prefill": partial(prefill_rows, options, engines),
         "epoch-0.7": partial(second_epoch_rows, options, engines, 0.7),
         "epoch-1.0": partial(second_epoch_rows, options, engines, 1.0),
         "repeated": partial(repeated_text_rows, options, engines),
@@ -151,6 +188,7 @@ def make_command() -> Command:
     command.threads(2)
     command.repeats(2)
     command.option("--tokens", 96, quick=8, help="of a sample")
+    command.option("--prompt-scale", 1.0, quick=0.1, help="of prompts of the prefill")
     command.option("--vllm-python", Path("build/venv-vllm/bin/python"), type=Path,
                    help="of the environment that has vLLM and this package")  # fmt: skip
     command.option("--device", "cpu", help="of both engines")

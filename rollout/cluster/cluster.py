@@ -40,6 +40,7 @@ from rollout.weights.source import WeightSource
 from rollout.weights.update_calls import UpdateCalls
 from rollout.weights.update_counts import UpdateCounts
 from rollout.weights.versions import TARGET
+from rollout.weights.weight_check import Checksums
 
 
 class RolloutCluster(UpdateCalls):
@@ -109,7 +110,7 @@ class RolloutCluster(UpdateCalls):
 
     def compile_grammar(self, params: SamplingParams) -> None:
         """Replicas compile it for themselves when they get the request."""
-        self._requests.grammars.compile(params)
+        self._requests.compile(params)
 
     def submit(
         self,
@@ -315,6 +316,13 @@ class RolloutCluster(UpdateCalls):
 
     def weights_digest(self, selector: str = "all") -> str:
         return self.weights.weights_digest(selector)
+
+    def check_weights(
+        self, action: str = "checksum", selector: str = "all", skip: Sequence[str] = ()
+    ) -> list[Checksums]:
+        """The checksums of every rank of each replica."""
+        check = self.replicas.on_all(RolloutEngine.check_weights, action, selector, skip)
+        return [checksums for of_ranks in check.values() for checksums in of_ranks]
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
         return self.replicas.on_one(RolloutEngine.get_weights_by_name, name, truncate_size)

@@ -54,6 +54,7 @@ from rollout.weights.rank_messages import JoinGroup
 from rollout.weights.source import WeightSource
 from rollout.weights.update_calls import UpdateCalls
 from rollout.weights.update_counts import UpdateCounts
+from rollout.weights.weight_check import Checksums
 
 T = TypeVar("T")
 
@@ -313,8 +314,9 @@ class RolloutEngine(UpdateCalls):
 
     def compile_grammar(self, params: SamplingParams) -> None:
         """Compile the grammar that parameters name, if they do, which may take seconds: `submit`
-        then need not. May be called on any thread, beside other calls. Raises InvalidInputError."""
-        self.requests.grammars.compile(params)
+        then need not. Patterns of stops as well. May be called on any thread, beside other calls.
+        Raises InvalidInputError."""
+        self.requests.compile(params)
 
     @exclusive
     def check(self, prompt: Prompt, params: SamplingParams) -> int:
@@ -682,6 +684,14 @@ class RolloutEngine(UpdateCalls):
     def weights_digest(self, selector: str = "all") -> str:
         """SHA-256 over names, dtypes, shapes and bytes of the weights, in hexadecimal."""
         return self.weights.digest(selector)
+
+    @exclusive
+    def check_weights(
+        self, action: str = "checksum", selector: str = "all", skip: Sequence[str] = ()
+    ) -> list[Checksums]:
+        """Check that an update brings every tensor: ``snapshot``, ``reset_tensors``, an update,
+        ``compare``. ``checksum`` returns checksums by rank; see `WeightCheck.run`."""
+        return self.weights.check(action, selector, skip)
 
     @exclusive
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:

@@ -27,6 +27,7 @@ from rollout.weights.manifest import Manifest, TensorSpec
 from rollout.weights.source import WeightSource
 from rollout.weights.update_calls import UpdateCalls
 from rollout.weights.update_counts import UpdateCounts
+from rollout.weights.weight_check import Checksums
 
 
 class Engine(UpdateCalls, Protocol):
@@ -150,6 +151,9 @@ class Engine(UpdateCalls, Protocol):
     ) -> None: ...
     def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None: ...
     def weights_digest(self, selector: str = "all") -> str: ...
+    def check_weights(
+        self, action: str = "checksum", selector: str = "all", skip: Sequence[str] = ()
+    ) -> list[Checksums]: ...
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]: ...
 
     # Corpora

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rollout.engine.grammars import Grammars
+from rollout.engine.stop_regex import StopRegexes
 from rollout.engine.stopping import TokenStopCheck, cut_at_stop
 from rollout.engine.token_constraints import AllowedTokens, BadWords
 from rollout.engine.tokenizer import PromptEncoder, prompt_group
@@ -35,6 +36,7 @@ class RequestFactory:
         self._records_routes = records_routes
         self._encoder = encoder
         self.grammars = Grammars(encoder.tokenizer, vocab_size, eos_token_ids)
+        self.stop_regexes = StopRegexes(encoder.tokenizer)
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._check_fits = check_fits
@@ -81,6 +83,7 @@ class RequestFactory:
                 params=params,
                 eos_token_ids=self._eos_token_ids,
                 decode=decode,
+                regex=self.stop_regexes.open(params),
             ),
             constraints=self._constraints(params, partial),
         )
@@ -88,8 +91,16 @@ class RequestFactory:
         self._next_id += 1
         return request
 
+    def compile(self, params: SamplingParams) -> None:
+        """Compile grammars and patterns of stops, so that `make` is quick. On any thread. Raises
+        InvalidInputError."""
+        self.grammars.compile(params)
+        self.stop_regexes.compile(params)
+
     def rollout(self, request: Request) -> Rollout:
-        text = None
+        text = matched = None
+        if request.finish_reason is FinishReason.STOP:
+            matched = request.stop_check.matched(request)
         if self._encoder.tokenizer is not None:
             text = self._encoder.decode(request.token_ids)
             if request.finish_reason is FinishReason.STOP and request.params.stop:
@@ -106,6 +117,7 @@ class RequestFactory:
             weight_versions=request.weight_versions,
             finish_reason=request.finish_reason or FinishReason.ABORT,
             text=text,
+            matched_stop=matched,
             extras=request.extras,
             stats=request.stats,
             error=request.error,
@@ -130,7 +142,8 @@ class RequestFactory:
                 "sampling.routed_experts", True,
                 "is not recorded: start a model that has experts with model.record_routes=true",
             )  # fmt: skip
-        for name, texts in (("stop", params.stop), ("bad_words", params.bad_words)):
+        for name in ("stop", "stop_regex", "bad_words"):
+            texts = getattr(params, name)
             if texts and self._encoder.tokenizer is None:
                 raise InvalidInputError(f"sampling.{name}", texts, "texts need a tokenizer")
         ids = {

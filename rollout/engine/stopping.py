@@ -1,9 +1,10 @@
-"""Stops of requests at stop tokens and stop strings."""
+"""Stops of requests at stop tokens, stop strings and matches of regular expressions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from rollout.engine.stop_regex import StopRegex
 from rollout.types import FinishReason, Request, SamplingParams
 
 Decode = Callable[[Sequence[int]], str]
@@ -14,18 +15,24 @@ _TOKENS_PER_CHARACTER = 4  # at most, in UTF-8 byte-level vocabularies
 class TokenStopCheck:
     """Looks at each emitted token with what came before it, so grouping into steps cannot be seen.
 
-    Before ``min_new_tokens`` nothing stops. A stop string ends the request at the token that
-    completes it; one completed before the minimum counts no more.
+    Before ``min_new_tokens`` nothing stops. A stop string, or a match of ``regex``, ends the
+    request at the token that completes it; one completed before the minimum counts no more.
     """
 
     def __init__(
-        self, *, params: SamplingParams, eos_token_ids: Sequence[int], decode: Decode | None
+        self,
+        *,
+        params: SamplingParams,
+        eos_token_ids: Sequence[int],
+        decode: Decode | None,
+        regex: StopRegex | None = None,
     ) -> None:
         """``decode`` spells special tokens out; None where there are no stop strings."""
         eos = () if params.ignore_eos else eos_token_ids
         self.stop_token_ids = frozenset([*eos, *params.stop_token_ids])
         self._stop = params.stop
         self._decode = decode
+        self._regex = regex
         self._min_new_tokens = params.min_new_tokens
         self._window = max_tokens_of(params.stop)
 
@@ -33,30 +40,45 @@ class TokenStopCheck:
         self, request: Request, new_token_ids: Sequence[int]
     ) -> tuple[int, FinishReason | None]:
         """The number of new tokens that count, and why the request ends there, if it does."""
-        if not self._stop and self.stop_token_ids.isdisjoint(new_token_ids):
+        is_idle = not self._stop and self._regex is None
+        if is_idle and self.stop_token_ids.isdisjoint(new_token_ids):
             return len(new_token_ids), None
-        first_output = request.prompt_len - request.partial_len
-        tail = request.tokens[max(first_output, len(request.tokens) - self._window) :]
+        tail = _output(request, self._window)
+        text = None if self._regex is None else self._regex.read(_output(request))
         for count, token in enumerate(new_token_ids, start=1):
             tail.append(token)
+            if text is not None:
+                text.push([token])
             if request.generated_len + count < self._min_new_tokens:
                 continue
-            if token in self.stop_token_ids or self._completes_stop_string(tail):
+            if (
+                token in self.stop_token_ids
+                or self._completed_string(tail) is not None
+                or (text is not None and text.completed() is not None)
+            ):
                 return count, FinishReason.STOP
         return len(new_token_ids), None
 
-    def _completes_stop_string(self, tail: list[int]) -> bool:
+    def matched(self, request: Request) -> int | str:
+        """The stop token, stop string or pattern that ended a request."""
+        output = _output(request)
+        if output[-1] in self.stop_token_ids:
+            return output[-1]
+        pattern = None if self._regex is None else self._regex.matched(output)
+        return self._completed_string(output) or pattern or output[-1]
+
+    def _completed_string(self, tail: Sequence[int]) -> str | None:
         if not self._stop or self._decode is None:
-            return False
-        return completed_stop(self._stop, tail, self._decode) is not None
+            return None
+        return completed_stop(self._stop, tail, self._decode)
 
 
-def matched_stop(params: SamplingParams, token_ids: Sequence[int], decode: Decode) -> int | str:
-    """The stop string, or the last token, that ended an output."""
-    last = token_ids[-1]
-    if last in params.stop_token_ids or not params.stop:
-        return last
-    return completed_stop(params.stop, token_ids, decode) or last
+def _output(request: Request, max_tokens: int | None = None) -> list[int]:
+    """The request's output, that of an earlier submission too; its last tokens at most."""
+    first = request.prompt_len - request.partial_len
+    if max_tokens is not None:
+        first = max(first, len(request.tokens) - max_tokens)
+    return request.tokens[first:]
 
 
 def completed_stop(stops: Sequence[str], token_ids: Sequence[int], decode: Decode) -> str | None:

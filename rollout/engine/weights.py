@@ -19,6 +19,7 @@ from rollout.weights.manifest import Manifest, TensorSpec
 from rollout.weights.rank_messages import (
     AbandonUpdate,
     BeginUpdate,
+    CheckWeights,
     DeclineWeights,
     DigestWeights,
     EndUpdate,
@@ -34,6 +35,7 @@ from rollout.weights.receiver import WeightReceiver
 from rollout.weights.source import WeightSource
 from rollout.weights.update_counts import UpdateCounts
 from rollout.weights.update_options import UpdateOptions
+from rollout.weights.weight_check import Checksums
 
 _MAX_VALUES = 1 << 24  # of a tensor that is looked at, as they become a list
 _RAISED_BY_ALL = (Exception,)
@@ -92,6 +94,10 @@ class EngineWeights:
 
     def digest(self, selector: str) -> str:
         return str(self._on_all(DigestWeights(selector)))
+
+    def check(self, action: str, selector: str, skip: Sequence[str]) -> list[Checksums]:
+        checksums: list[Checksums] = self._on_all(CheckWeights(action, selector, skip))
+        return checksums
 
     def _on_all(self, message: WeightMessage) -> Any:
         """Make a call on this rank and on those that follow it."""

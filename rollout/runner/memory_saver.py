@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,7 +12,6 @@ import torch
 
 from rollout.errors import EngineStateError, WeightUpdateError
 from rollout.memory.sizing import free_bytes
-from rollout.models.layers.weight_loader import WeightLoader
 from rollout.runner.graphs.graph_runner import GraphRunner
 from rollout.runner.memory_regions import MemoryRegions
 from rollout.types import MemoryTag
@@ -227,7 +226,7 @@ class WeightBackup:
     ) -> None:
         """``pinned``: host memory for tensors of a GPU, by name; what is missing is added."""
         self.names = names
-        loaders = _each_once(parts.weight_loaders(names))
+        loaders = parts.stored(names)
         self._values = {
             name: _copied(name, loader.read(), pinned) for name, loader in loaders.items()
         }
@@ -236,7 +235,7 @@ class WeightBackup:
 
     def write_back(self, parts: WeightParts) -> None:
         """Write the copies back to the same parts, whose memory has been allocated again."""
-        loaders = _each_once(parts.weight_loaders(self.names))
+        loaders = parts.stored(self.names)
         for name, values in self._values.items():
             loaders[name].write(values)
         for part in sorted(self.names):
@@ -262,13 +261,3 @@ def _return_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)
-
-
-def _each_once(weight_loaders: Mapping[str, WeightLoader]) -> dict[str, WeightLoader]:
-    """One loader of what this rank stores of each tensor, although tied names and borrowing parts
-    have several."""
-    return {
-        name: each if each.shard is None else each.shard.loader
-        for name, each in weight_loaders.items()
-        if each.required
-    }

@@ -18,6 +18,7 @@ FIELD_OF: Mapping[str, str] = {
     "logit_bias": "logit_bias",
     "stop": "stop",
     "stop_strings": "stop",  # transformers'
+    "stop_regex": "stop_regex",  # sglang's
     "stop_token_ids": "stop_token_ids",
     "ignore_eos": "ignore_eos",
     "allowed_token_ids": "allowed_token_ids",  # vLLM's, and the next two
@@ -57,8 +58,9 @@ ONLY_VALUE: Mapping[str, object] = {
 def our_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of SamplingParams. None stands for the default; of two names the later counts."""
     ours = {FIELD_OF[name]: value for name, value in given.items() if name in FIELD_OF}
-    if isinstance(ours.get("stop"), str):
-        ours["stop"] = [ours["stop"]]
+    for name in ("stop", "stop_regex"):
+        if isinstance(ours.get(name), str):
+            ours[name] = [ours[name]]
     return {name: value for name, value in ours.items() if value is not None}
 
 

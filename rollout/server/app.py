@@ -18,7 +18,7 @@ from rollout.server.middleware import AnswerAtEnd, BodyLimit, RequireUser, SameO
 from rollout.server.openai import chat, completions, route
 from rollout.server.serving import Serving
 from rollout.server.sglang import control, corpora, info, weights
-from rollout.server.vllm import chat_prompt, lora, tokenize, worker_calls
+from rollout.server.vllm import chat_prompt, lora, profile, tokenize, worker_calls
 from rollout.server.vllm import control as vllm_control
 from rollout.server.vllm import generate as token_generate
 from rollout.server.vllm import info as vllm_info
@@ -52,6 +52,7 @@ ADMIN: tuple[Routes, ...] = (
     vllm_control.routes,
     vllm_weights.routes,
     worker_calls.routes,
+    profile.routes,
     lora.routes,
 )
 """Routes that change the engine for all. They take the admin key, if any key is configured."""

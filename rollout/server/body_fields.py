@@ -47,7 +47,7 @@ def biases_by_id(biases: Mapping[str, float] | None, field: str) -> dict[int, fl
         raise InvalidInputError(field, list(biases or {}), "its keys must be token ids") from None
 
 
-_MAX_TEXTS = 64  # stop strings of a sample, and bad words
+_MAX_TEXTS = 64  # stop strings of a sample, patterns of stops, and bad words
 _LONGEST_TEXT = 1024  # characters
 _MAX_LISTED_TOKENS = 1024
 
@@ -65,7 +65,8 @@ def check_params(params: SamplingParams, vocab_size: int, has_tokenizer: bool) -
             if not 0 <= token < vocab_size:
                 raise InvalidInputError(name, token, f"must be in [0, {vocab_size})")
     # They are looked for at every token, on the engine's thread.
-    for name, texts in (("stop", params.stop), ("bad_words", params.bad_words)):
+    for name in ("stop", "stop_regex", "bad_words"):
+        texts = getattr(params, name)
         longest = max(map(len, texts), default=0)
         if len(texts) > _MAX_TEXTS or longest > _LONGEST_TEXT:
             raise InvalidInputError(
@@ -95,6 +96,7 @@ _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "verbosity": ("medium",),
+    "service_tier": ("auto", "default"),
     "sampling_logprobs_mode": ("selected",),
     "length_penalty": (1.0,),
     "thinking_token_budget": (-1,),

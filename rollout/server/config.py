@@ -61,6 +61,7 @@ class ServerConfig:
     drain_seconds: float = 30.0  # that running requests have to finish after SIGTERM
     weights_root: str | None = None  # weights are read from files below this folder; default: none
     corpora_root: str | None = None  # corpora are read from files below it; default: none
+    profile_root: str | None = None  # profiles are written to this folder; default: none
     tool_parser: ToolParserName = ToolParserName.auto  # how the model writes calls of tools
     reasoning_parser: ReasoningParserName = ReasoningParserName.auto  # and its reasoning
     log_level: LogLevel = LogLevel.info

@@ -9,6 +9,7 @@ from typing import Any
 from rollout.engine.protocol import Engine
 from rollout.errors import EngineStateError, InvalidInputError, WeightUpdateError
 from rollout.models.checkpoint import listed
+from rollout.server.version_labels import VersionLabels
 from rollout.weights.adapter_folder import AdapterFolder
 from rollout.weights.disk_source import DiskSource
 from rollout.weights.manifest import Manifest
@@ -18,7 +19,7 @@ from rollout.weights.update_options import UpdateOptions
 from rollout.weights.versions import TARGET
 
 Options = dict[str, Any]
-"""The fields of UpdateOptions that a caller gave."""
+"""The fields of UpdateOptions that a caller gave; ``weight_version`` may be a label."""
 
 
 class HttpWeightUpdate:
@@ -35,8 +36,10 @@ class HttpWeightUpdate:
     def __init__(self) -> None:
         self._options: Options | None = None  # None: no update is open
         self._manifest: Manifest | None = None  # what `begin` was told is going to come
+        self._label: str | None = None  # of the open update
         self._has_loaded = False
         self._ends_with_pause = False
+        self.labels = VersionLabels()
         self.adapter_name: str | None = None  # of the LoRA adapter that is in the weights
 
     @property
@@ -46,8 +49,9 @@ class HttpWeightUpdate:
 
     def begin(self, engine: Engine, manifest: Manifest | None, options: Options) -> None:
         """Raises what `RolloutEngine.begin_weight_update` does."""
+        options, label = _without_label(options)
         engine.begin_weight_update(manifest, **options)
-        self._options, self._manifest = options, manifest
+        self._options, self._manifest, self._label = options, manifest, label
         self._has_loaded = self._ends_with_pause = False
 
     def load_adapter(self, engine: Engine, name: str, folder: Path) -> None:
@@ -63,14 +67,36 @@ class HttpWeightUpdate:
                 f"replaces {listed(whole)} of the base, which unloading could not restore: send "
                 "merged weights",
             )  # fmt: skip
-        engine.update_weights(DiskSource(folder))
+        self._update(engine, DiskSource(folder))
         self.adapter_name = name
 
     def unload_adapter(self, engine: Engine) -> None:
         """Take the adapter out again: the weights are the base, bit for bit."""
         self._require_none()
-        engine.update_weights(TensorSource({}), lora_scaling=1.0)
+        self._update(engine, TensorSource({}), lora_scaling=1.0)
         self.adapter_name = None
+
+    def announce(self, engine: Engine, name: int | str) -> None:
+        """Name the weights of the open update, or those in use, from the next token on.
+
+        The name in use changes nothing. Raises what `RolloutEngine.update_weights` does.
+        """
+        if self._options is not None:
+            options, self._label = _without_label({"weight_version": name})
+            self._options = {**self._options, "weight_version": None, **options}
+        elif self.labels.of(engine.weight_version) != str(name):
+            before = engine.weight_version
+            engine.update_weights(
+                TensorSource({}), selector=TARGET, partial=True, flush_cache=False,
+                weight_version=before + 1 if isinstance(name, str) else name,
+            )  # fmt: skip
+            self.labels.note(before, engine.weight_version, name)
+
+    def _update(self, engine: Engine, source: WeightSource, **options: Any) -> UpdateCounts | None:
+        before = engine.weight_version
+        counts = engine.update_weights(source, **_without_label(options)[0])
+        self.labels.note(before, engine.weight_version, options.get("weight_version"))
+        return counts
 
     def _require_none(self) -> None:
         if self._options is not None:
@@ -79,14 +105,19 @@ class HttpWeightUpdate:
     def end(self, engine: Engine, weight_version: int | None = None) -> dict[str, Any]:
         """Commit; the answer. Raises what `RolloutEngine.end_weight_update` does."""
         options, self._options = self._options, None
+        name: int | str | None = weight_version
+        if name is None:
+            name = self._label or (options or {}).get("weight_version")
+        before = engine.weight_version
         try:
-            counts = engine.end_weight_update(weight_version)
+            counts = engine.end_weight_update(None if isinstance(name, str) else name)
         except InvalidInputError as error:
             if error.field == "weight_version":  # the update is still open
                 self._options = options
             raise
+        self.labels.note(before, engine.weight_version, name)
         self._forget_adapter(options or {})
-        return _committed(engine, counts)
+        return self._committed(engine, counts)
 
     def abandon(self, engine: Engine, reason: str) -> None:
         self._options = None
@@ -101,9 +132,11 @@ class HttpWeightUpdate:
         if self._options is None and engine.is_paused:
             self._open_for_bucket(engine, source, options)
         if self._options is None:
-            counts = engine.update_weights(source, **options)
-            self._forget_adapter(options)
-            return _committed(engine, counts)
+            counts = self._update(engine, source, **options)
+            self._forget_adapter(_without_label(options)[0])
+            return self._committed(engine, counts)
+        options, label = _without_label(options)
+        self._label = label or self._label
         try:
             engine.update_weights(source, **self._new_options(engine, options))
         except BaseException as error:
@@ -128,6 +161,13 @@ class HttpWeightUpdate:
         engine.continue_generation()
         return answer | {"message": "generation goes on"}
 
+    def _committed(self, engine: Engine, counts: UpdateCounts | None) -> dict[str, Any]:
+        """The answer to the call that committed: ``stored`` and ``ignored`` are tensors by part."""
+        answer = {} if counts is None else asdict(counts)
+        return answer | {
+            "message": f"the weights are version {self.labels.of(engine.weight_version)}"
+        }
+
     def _forget_adapter(self, options: Options) -> None:
         """An update was committed. Where it reached the target and brought every tensor, or other
         adapters, the named one is no longer in the weights."""
@@ -145,7 +185,7 @@ class HttpWeightUpdate:
         if manifest is None:
             return
         try:
-            engine.begin_weight_update(manifest, **options)
+            engine.begin_weight_update(manifest, **_without_label(options)[0])
         except InvalidInputError:
             pass
         else:
@@ -170,17 +210,19 @@ class HttpWeightUpdate:
             return new
         engine.abandon_weight_update()  # nothing was written
         try:
-            engine.begin_weight_update(self._manifest, **self._options, **new)
+            engine.begin_weight_update(self._manifest, **(self._options | new))
         except (InvalidInputError, WeightUpdateError):
             return new
         self._options = self._options | new
         return {}
 
 
-def _committed(engine: Engine, counts: UpdateCounts | None) -> dict[str, Any]:
-    """The answer to the call that committed: ``stored`` and ``ignored`` are tensors by part."""
-    answer = {} if counts is None else asdict(counts)
-    return answer | {"message": f"the weights are version {engine.weight_version}"}
+def _without_label(options: Options) -> tuple[Options, str | None]:
+    """The options for an engine, and the label of the version that they make."""
+    label = options.get("weight_version")
+    if not isinstance(label, str):
+        return options, None
+    return {name: value for name, value in options.items() if name != "weight_version"}, label
 
 
 def _refuse_torn(engine: Engine) -> None:

@@ -150,19 +150,19 @@ class Serving:
             )
 
     async def prepare(self, samples: Sequence[SampleRequest]) -> None:
-        """Compile the samples' grammars, off the event loop and off the engine's thread.
+        """Compile the samples' grammars and patterns, off the event loop and the engine's thread.
 
         Raises InvalidInputError, QueueFullError or DrainingError where the samples are refused.
         """
-        grammars = {
-            (params.json_schema, params.regex): params
+        compiled = {
+            (params.json_schema, params.regex, params.ebnf, *params.stop_regex): params
             for params in (sample.params for sample in samples)
-            if params.has_grammar
+            if params.has_grammar or params.stop_regex
         }
-        if grammars:
+        if compiled:
             self._admit(len(samples))
             self.check(samples)
-        for params in grammars.values():
+        for params in compiled.values():
             await asyncio.to_thread(self._compile_grammar, params)
 
     # Generating
@@ -247,6 +247,11 @@ class Serving:
     def num_unfinished(self) -> int:
         """Samples, running and waiting, of all clients."""
         return self.loop.num_unfinished + self._scoring
+
+    async def told_version(self) -> str:
+        """The label of the weights in use, or their number."""
+        labels = self.open_update.labels
+        return await self.call(lambda engine: labels.of(engine.weight_version))
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         return await asyncio.wrap_future(self.loop.call(function))

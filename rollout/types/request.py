@@ -35,6 +35,10 @@ class StopCheck(Protocol):
         """
         ...
 
+    def matched(self, request: Request) -> int | str:
+        """The token or the text that ended a request whose finish reason is a stop."""
+        ...
+
 
 class TokenConstraint(Protocol):
     """Says which tokens a request may emit: a grammar, a list of tokens, words to be left out.

@@ -102,6 +102,7 @@ class Rollout(EmittedTokens):
     finish_reason: FinishReason
     text: str | None  # None where the engine has no tokenizer
     stats: RequestStats
+    matched_stop: int | str | None = None  # the stop token, stop string or pattern that ended it
     error: str | None = None
     routed_experts: NDArray[np.integer] | None = field(default=None, compare=False)
     """[P, sparse layers, experts per token], uint8 or int16, the most probable expert first; None

@@ -55,6 +55,8 @@ class SamplingParams:
         allowed_token_ids: other tokens are not drawn; None: all may be.
         bad_words: texts whose last token is not drawn.
         stop: texts that end the output. They are cut from its text, and their tokens stay.
+        stop_regex: patterns, in RE2's syntax, that end the output where its text ends in a match.
+            The match stays in the text.
         stop_token_ids: tokens that end the output, beside the model's own. Those beyond the
             vocabulary never come.
         ignore_eos: the model's own end tokens do not end it.
@@ -88,6 +90,7 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] = field(default_factory=list)
     stop: list[str] = field(default_factory=list)
+    stop_regex: list[str] = field(default_factory=list)
     stop_token_ids: list[int] = field(default_factory=list)
     ignore_eos: bool = False
     min_new_tokens: int = 0
@@ -127,7 +130,7 @@ class SamplingParams:
             require(
                 name, isinstance(getattr(self, name), (bool, np.bool_)), "must be True or False"
             )
-        for name in ("stop", "bad_words"):
+        for name in ("stop", "stop_regex", "bad_words"):
             texts = getattr(self, name)
             require(name, isinstance(texts, (list, tuple))
                     and all(isinstance(text, str) and text for text in texts),

@@ -165,7 +165,8 @@ class OpenUpdate:
     def check_complete(self) -> None:
         """Raise unless all has come that has to."""
         self.changes.refuse_unpaired()
-        if not self.is_loading:
+        renames = self.options.partial and self.options.weight_version is not None
+        if not self.is_loading and (self.ignored or not renames):
             raise InvalidInputError(
                 "named_tensors", sorted(self.ignored), "an update must bring a tensor to store"
             )

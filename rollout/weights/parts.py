@@ -155,6 +155,15 @@ class WeightParts(Mapping[str, WeightPart]):
             if self._owners[name] == part
         }
 
+    def stored(self, parts: frozenset[str]) -> dict[str, WeightLoader]:
+        """One loader of what this rank stores of each tensor that these parts own, although tied
+        names and borrowing parts have several."""
+        return {
+            name: each if each.shard is None else each.shard.loader
+            for name, each in self.weight_loaders(parts).items()
+            if each.required
+        }
+
     def has(self, name: str) -> bool:
         """Whether a part has a tensor of this name."""
         return name in self._owners

@@ -21,6 +21,7 @@ from rollout.weights.receiver import WeightReceiver
 from rollout.weights.shared_memory import HandleSource
 from rollout.weights.source import WeightSource, WeightTensors, not_a_source
 from rollout.weights.update_counts import UpdateCounts
+from rollout.weights.weight_check import Checksums
 
 
 class WeightMessage(ABC):
@@ -94,6 +95,16 @@ class DigestWeights(WeightMessage):
 
     def run(self, receiver: WeightReceiver) -> str:
         return receiver.weights.digest(self.selector)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckWeights(WeightMessage):
+    action: str
+    selector: str
+    skip: Sequence[str]
+
+    def run(self, receiver: WeightReceiver) -> list[Checksums]:
+        return receiver.check.run(self.action, self.selector, self.skip)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from rollout.weights.source import WeightSource, WeightTensors, not_a_source
 from rollout.weights.transaction import WeightTransaction
 from rollout.weights.update_counts import UpdateCounts
 from rollout.weights.update_options import UpdateOptions, refuse_options_of_part
+from rollout.weights.weight_check import WeightCheck
 
 
 class WeightReceiver:
@@ -44,6 +45,7 @@ class WeightReceiver:
         before_commit: Callable[[UpdateOptions], None] = lambda options: None,
     ) -> None:
         self.weights = weights
+        self.check = WeightCheck(weights, ranks)
         self.groups = JoinedGroups()
         self.handles = HandleReceiver()
         self._device = device

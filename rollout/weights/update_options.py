@@ -24,7 +24,9 @@ class UpdateOptions:
     # The target's where the update reaches it, else that of the parts it reaches. Default: one more
     # than the one in use.
     weight_version: int | None = None
-    partial: bool = False  # names that do not come keep their values; else each must come
+    # Names that do not come keep their values; else each must come. Where none comes, a
+    # `weight_version` renames the weights.
+    partial: bool = False
     # The version that what comes is the difference to: refused unless it is the one in use. Then
     # `partial`, and places of tensors may come (`delta`).
     base_version: int | None = None

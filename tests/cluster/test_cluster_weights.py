@@ -79,6 +79,21 @@ def test_an_update_reaches_every_replica_or_none(make_cluster, tmp_path, policie
     assert cluster.get_weights_by_name(name, 3) == tensor[:3].tolist()
 
 
+def test_the_check_of_an_update_is_made_on_every_replica(make_cluster, policies):
+    cluster, _ = make_cluster(2)
+    of_one, of_other = cluster.check_weights("checksum")
+    assert of_one == of_other
+    cluster.check_weights("snapshot")
+    cluster.check_weights("reset_tensors")
+    assert "the weights were reset" in cluster.unavailable_reason
+    cluster.update_weights_from_tensor(policies[0].tensors)
+    with pytest.raises(WeightUpdateError, match="differ from the snapshot"):
+        cluster.check_weights("compare")
+    cluster.check_weights("snapshot")
+    cluster.check_weights("compare")
+    assert generated(cluster, PROMPTS, PARAMS) == policies[0].rollouts
+
+
 def test_one_replica_that_refuses_keeps_the_old_weights_on_all(make_cluster, policies):
     cluster, pool = make_cluster(3)
     before = cluster.weights_digest()

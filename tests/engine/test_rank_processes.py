@@ -12,7 +12,7 @@ from rollout import RolloutEngine
 from rollout.config import engine_config
 from rollout.engine.rank_processes import open_on_ranks
 from rollout.engine.worker_factory import worker_factory
-from rollout.errors import CheckpointError, InvalidInputError, ParallelError
+from rollout.errors import CheckpointError, InvalidInputError, ParallelError, WeightUpdateError
 from tests.helpers.hang import wait_until
 from tests.helpers.tensor_cases import PARAMS, PROMPTS, changed, numbers, stored
 from tests.helpers.tiny_model import save_tiny_llama
@@ -58,6 +58,18 @@ def test_rollouts_and_weights_are_those_of_one_rank(two, tiny_model_path):
     for engine in (one, two):
         engine.update_weights_from_tensor(new.items())
     assert two.weights_digest() == one.weights_digest()
+    assert rolled_out(two) == rolled_out(one)
+    ranks = two.check_weights("checksum")
+    assert [each.keys() for each in ranks] == [one.check_weights("checksum")[0].keys()] * 2
+    assert ranks[0] != ranks[1]  # each has its own slices
+    two.check_weights("snapshot")
+    two.check_weights("reset_tensors")
+    assert not two.can_run
+    two.update_weights_from_tensor(stored(str(tiny_model_path)).items())
+    with pytest.raises(WeightUpdateError, match=r"rank 0: .* differ from the snapshot"):
+        two.check_weights("compare")
+    two.update_weights_from_tensor(new.items())
+    two.check_weights("compare")
     assert rolled_out(two) == rolled_out(one)
 
 

@@ -110,6 +110,7 @@ PARAMETERS: tuple[tuple[str, Any], ...] = (
     ("params[0]", [None]),
     ("params.n", SamplingParams(n=10**400)),
     ("sampling.stop", SamplingParams(stop=["x"])),
+    ("sampling.stop_regex", SamplingParams(stop_regex=["x"])),
     ("sampling.stop_token_ids", SamplingParams(stop_token_ids=[-1])),
     ("sampling.logit_bias", SamplingParams(logit_bias={-1: 1.0})),
     ("sampling.allowed_token_ids", SamplingParams(allowed_token_ids=[97])),

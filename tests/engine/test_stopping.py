@@ -1,6 +1,12 @@
-import pytest
+import re
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.engine.stop_regex import StopRegexes
 from rollout.engine.stopping import TokenStopCheck, cut_at_stop
+from rollout.errors import InvalidInputError
 from rollout.types import FinishReason
 from tests.helpers.requests import make_request
 
@@ -63,3 +69,120 @@ def test_text_is_cut_before_the_stop_string_that_ended_it():
     assert cut_at_stop("aabzz", len("aabz"), ["zz", "b"]) == "aab"
     assert cut_at_stop("abab", len("aba"), ["ab"]) == "ab"
     assert cut_at_stop("ab c", len("ab "), ["ab"]) == "ab c"
+
+
+TOKENS = ["a", "b", "c", "d", " ", ".", "\n", "é", "\N{PILE OF POO}"]
+
+
+class Pieces:
+    """A tokenizer of whole texts, and of one character in two tokens."""
+
+    clean_up_tokenization_spaces = False
+    all_special_ids = ()
+    added_tokens_decoder = {}  # noqa: RUF012
+
+    def decode(self, ids, skip_special_tokens=False):
+        return decode_pieces(ids)
+
+    def convert_tokens_to_ids(self, names):
+        return [None] * len(names)
+
+    def convert_ids_to_tokens(self, ids):
+        return []
+
+
+HALVES = (len(TOKENS), len(TOKENS) + 1)  # of an e with an acute accent
+
+
+def decode_pieces(ids):
+    halves = [bytes([byte]) for byte in "é".encode()]
+    pieces = [*(token.encode() for token in TOKENS), *halves]
+    return b"".join(pieces[id] for id in ids).decode(errors="replace")
+
+
+def regex_request(patterns, output=(), **params):
+    request = make_request(
+        [0, 1, *output], prompt_len=2, max_new_tokens=99, stop_regex=patterns, **params
+    )
+    request.stop_check = TokenStopCheck(
+        params=request.params,
+        eos_token_ids=(5,),
+        decode=decode_pieces,
+        regex=StopRegexes(Pieces()).open(request.params),
+    )
+    return request
+
+
+PATTERNS = ["ab", "c+$", "é", "[a-c] d", r"(?s)a.*b\n$", "zz", "^b", "x*"]
+
+
+@given(
+    st.lists(st.integers(0, HALVES[1]), min_size=1, max_size=40),
+    st.lists(st.sampled_from(PATTERNS), min_size=1, max_size=3),
+    st.integers(0, 12),
+    st.integers(1, 7),
+)
+def test_a_pattern_ends_an_output_where_its_text_first_ends_in_a_match(
+    tokens, patterns, minimum, size
+):
+    def completed(count):
+        """The patterns of which a match ends in what token ``count`` brings or changes."""
+        before, after = (decode_pieces(tokens[:n]) for n in (count - 1, count))
+        ends = range(len(before.rstrip("\N{REPLACEMENT CHARACTER}")) + 1, len(after) + 1)
+        return [
+            pattern
+            for pattern in patterns
+            if any(
+                re.compile(pattern).fullmatch(after, start, end)
+                for end in (ends[-1:] if pattern.endswith("$") else ends)
+                for start in range(end + 1)
+            )
+        ]
+
+    first = max(1, minimum)
+    expected = next((n for n in range(first, len(tokens) + 1) if completed(n)), None)
+    request = regex_request(patterns, min_new_tokens=minimum, ignore_eos=True)
+    num_emitted, reason = 0, None
+    while reason is None and num_emitted < len(tokens):
+        part = tokens[num_emitted : num_emitted + size]
+        asked = request.stop_check.first_stop(request, part)
+        kept, reason = first_stop(request, part)
+        assert asked == (kept, reason)
+        num_emitted += kept
+    assert (num_emitted if reason else None) == expected
+    if expected is not None:
+        assert request.stop_check.matched(request) == completed(expected)[0]
+
+
+def test_a_pattern_is_told_unless_a_token_or_a_string_ended_the_output():
+    request = regex_request(["b|\\."], stop=["b"])
+    assert first_stop(request, [0, 1, 2]) == (2, FinishReason.STOP)
+    assert request.stop_check.matched(request) == "b"
+    request = regex_request(["b|\\."])
+    assert first_stop(request, [0, 5, 2]) == (2, FinishReason.STOP)
+    assert request.stop_check.matched(request) == 5
+
+
+def test_a_match_may_be_long_and_begin_in_a_resubmitted_rollout_but_not_in_the_prompt():
+    request = regex_request(["(?s)^ab.*d"], [0, 1, *[2] * 5000])
+    request.partial_len = request.prompt_len = 2
+    assert first_stop(request, [2, 3, 2]) == (2, FinishReason.STOP)
+    assert first_stop(regex_request(["abc"]), [2]) == (1, None)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        ("(", "missing )"),
+        (r"(a)\1", "no backreferences"),
+        ("(?=a)", "no lookaround"),
+        ("a[ab]{900}c", "too large"),
+        ("a)(b", "unexpected )"),
+        ("\ud800", "surrogates"),
+    ],
+)
+def test_a_pattern_that_cannot_be_searched_in_time_is_refused_by_name(pattern, reason):
+    with pytest.raises(InvalidInputError, match=re.escape(reason)) as refused:
+        regex_request([pattern])
+    assert refused.value.field == "sampling.stop_regex"
+    assert refused.value.value == pattern

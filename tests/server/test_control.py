@@ -137,6 +137,10 @@ def test_abort_by_rid_ends_that_request_alone(live, client):
         assert post(client, "/abort_request", rid="nobody") == {"aborted": 0}
         assert post(client, "/abort_request", rid="a") == {"aborted": 1}
         assert ended(first) == (0, "abort")
+        meta = first.result()["meta_info"]
+        assert meta["weight_versions"] == [
+            {"version": meta["weight_version"], "start": 0, "end": 0}
+        ]
         assert post(client, "/abort_request", rid="ab_1") == {"aborted": 2}
         post(client, "/continue_generation")
         metas = [answer["meta_info"] for answer in second.result(HANG_SECONDS)]

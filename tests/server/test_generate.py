@@ -180,6 +180,28 @@ def test_what_ended_it_is_no_text_unless_asked_for(client, generated, stream):
     assert text(stop_token_ids=[token], no_stop_trim=True) == (f"{before} {words[place]}", by_token)
 
 
+def test_a_match_ends_it_and_stays_in_the_text_with_drafts_as_without(open_server, generated):
+    sampling = {"temperature": 0.5, "seed": 3, "max_new_tokens": 60, "ignore_eos": True}
+    (plain,) = generated(["one two"], **sampling)
+    last = plain.text.split()[20]
+    pattern = rf"(?s)\w+ .*{last}$"
+    (expected,) = generated(["one two"], **sampling, stop_regex=[pattern])
+    assert expected.text.split()[-1] == last
+    assert expected.token_ids == plain.token_ids[: len(expected.token_ids)]
+    live = open_server({"spec_options": {"budget": "fixed", "min_probability": 0.0}})
+    num_accepted = 0
+    with live.client() as client:
+        body = {"text": "one two", "sampling_params": sampling, "return_logprob": True}
+        ask(client, **body)  # drafts know what would come behind the match
+        sampling["stop_regex"] = pattern
+        for answer in (ask(client, **body), stream_of(client, **body)[-1]):
+            same(answer, expected)
+            assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": pattern}
+            assert answer["text"] == expected.text
+            num_accepted += answer["meta_info"]["spec_accept_token_num"]
+    assert num_accepted > 0
+
+
 def test_meta_info_has_what_trainers_read(client):
     sampling = {**SAMPLING, "ignore_eos": True}
     meta = ask(client, rid="mine", input_ids=[5, 6, 7], sampling_params=sampling)["meta_info"]

@@ -9,6 +9,9 @@ import openai
 import pytest
 
 from rollout import RolloutEngine, SamplingParams
+from rollout.server.openai.sampling_body import HARMLESS
+from rollout.server.vllm.generate import HARMLESS_SAMPLING
+from rollout.server.vllm.prompt_generate import OF_TEXT
 from tests.helpers.loopback_hub import cached_snapshot
 from tests.server.conftest import Live, client_of, joined_parts, post, run_server
 
@@ -139,6 +142,42 @@ def test_a_prompt_can_be_scored_alone(live: Live, offline: RolloutEngine) -> Non
     assert scored.finish_reason == "length"
 
 
+SAID_ONCE = ("id", "request_id", "created", "usage", "request_spec_decode_stats")
+HARMLESS_BODIES = {
+    "/v1/completions": {"prompt": [5, 6], "max_tokens": 3, "seed": 1, "logprobs": 1},
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 3, "seed": 1},
+    "/inference/v1/generate": {
+        "token_ids": [5, 6],
+        "sampling_params": {"max_tokens": 3, "seed": 1, "logprobs": 1},
+    },
+    "/generate": {"prompt": {"prompt_token_ids": [5, 6]}, "max_tokens": 3, "seed": 1},
+}
+
+
+@pytest.mark.parametrize("path", HARMLESS_BODIES)
+def test_fields_without_effect_change_nothing_that_is_answered(client: Any, path: str) -> None:
+    body: Any = HARMLESS_BODIES[path]
+    sampling = body.get("sampling_params", body)
+
+    def answered(fields: dict[str, Any], of_sampling: bool) -> dict[str, Any]:
+        sent = body | fields
+        if of_sampling and sampling is not body:
+            sent = body | {"sampling_params": sampling | fields}
+        answer = post(client, path, **sent)
+        return {name: value for name, value in answer.items() if name not in SAID_ONCE}
+
+    plain = answered({}, of_sampling=False)
+    names = {name: False for name in HARMLESS if path != "/generate"}
+    if path == "/inference/v1/generate":
+        names |= dict.fromkeys(HARMLESS_SAMPLING, True)
+    if path == "/generate":
+        names |= dict.fromkeys(HARMLESS_SAMPLING - OF_TEXT - {"skip_special_tokens"}, True)
+    for name, of_sampling in names.items():
+        for value in ("nonsense", True, False, 7, ["x"]):
+            if isinstance(value, bool) or name != "parallel_tool_calls":  # chats declare it
+                assert answered({name: value}, of_sampling) == plain, (name, value)
+
+
 def test_vllms_and_sglangs_fields_have_their_effect(live: Live) -> None:
     def choice(**fields: Any) -> Any:
         free = {"ignore_eos": True} | fields
@@ -158,6 +197,9 @@ def test_vllms_and_sglangs_fields_have_their_effect(live: Live) -> None:
     ended = ("matched_stop", "stop_reason")
     assert [plain[name] for name in ended] == [None, None]
     assert [trimmed[name] for name in ended] == [stop, stop]
+    by_pattern = choice(stop_regex=f"{stop}$")
+    assert by_pattern["text"].split() == words[:4]
+    assert [by_pattern[name] for name in ended] == [f"{stop}$"] * 2
     last = trimmed["token_ids"][-1]
     by_token = choice(stop_token_ids=[last])
     assert [by_token[name] for name in ended] == [last, last]
@@ -168,9 +210,13 @@ def test_a_models_own_end_is_matched_but_was_no_reason_asked_for(live: Live) -> 
     asked: Any = {"max_tokens": 3, "logit_bias": {str(eos): 100}}
     (choice,) = chat(live, **asked).choices
     assert (choice.finish_reason, choice.matched_stop, choice.stop_reason) == ("stop", eos, None)
-    parts = [part for chunk in chat(live, stream=True, **asked) for part in chunk.choices]
-    assert [part.matched_stop for part in parts] == [None] * (len(parts) - 1) + [eos]
-    assert all(part.stop_reason is None for part in parts)
+    for chunks in (
+        chat(live, stream=True, **asked),
+        complete(live, prompt=PROMPT, stream=True, extra_body={"return_token_ids": True}, **asked),
+    ):
+        parts = [part for chunk in chunks for part in chunk.choices]
+        assert [part.matched_stop for part in parts] == [None] * (len(parts) - 1) + [eos]
+        assert all(part.stop_reason is None for part in parts)
 
 
 def test_a_chat_is_the_rollout(live: Live, offline: RolloutEngine) -> None:

@@ -85,6 +85,24 @@ def test_outputs_obey_a_grammar_in_every_dialect(live: Live) -> None:
             assert answer["choices"][0]["text"].startswith(("ab", "c"))
 
 
+def test_each_grammar_of_a_call_is_compiled_before_it_is_queued(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llguidance")
+    compile_grammar, compiled = live.serving._compile_grammar, []
+
+    def watched(params: SamplingParams) -> None:
+        compiled.append((params.ebnf, params.stop_regex))
+        compile_grammar(params)
+
+    monkeypatch.setattr(live.serving, "_compile_grammar", watched)
+    each = [{"ebnf": 'root ::= "a"'}, {"ebnf": 'root ::= "b"'}, {"stop_regex": "c"}]
+    with live.client() as client:
+        sampling = [{"max_new_tokens": 1, **fields} for fields in each]
+        post(client, "/generate", text=["x"] * 3, sampling_params=sampling)
+    assert compiled == [('root ::= "a"', []), ('root ::= "b"', []), (None, ["c"])]
+
+
 def favouring(text: str) -> dict[int, float]:
     """A bias that makes the bytes of this text likely."""
     level = ByteLevel(add_prefix_space=False, use_regex=False)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.chain_model import save_chain_model
 from tests.helpers.text_model import save_byte_model
-from tests.server.conftest import Live, client_of, run_server
+from tests.server.conftest import Live, client_of, post, run_server
 
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool['function']['name'] }} {% endfor %}"
@@ -178,10 +178,16 @@ def test_calls_may_be_forced(byte_live: Live, stream: bool) -> None:
         assert parts[-1].finish_reason == "tool_calls"
 
 
+EBNF = 'root ::= "ab"{3}'
+GRAMMARS = {"regex": "(ab){3}"}, {"ebnf": EBNF}, {"structured_outputs": {"grammar": EBNF}}
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS)
 @pytest.mark.parametrize("thinks", [True, False])
 def test_a_grammar_begins_where_reasoning_ends(
-    byte_live: Live, monkeypatch: pytest.MonkeyPatch, thinks: bool
+    byte_live: Live, monkeypatch: pytest.MonkeyPatch, thinks: bool, grammar: dict[str, Any]
 ) -> None:
+    """In the chat, and in what its rendered form generates."""
     pytest.importorskip("llguidance")
     submit, asked = byte_live.serving.loop.submit, []
 
@@ -190,11 +196,36 @@ def test_a_grammar_begins_where_reasoning_ends(
         return submit(prompt, params, **others)
 
     monkeypatch.setattr(byte_live.serving.loop, "submit", watched)
-    extra = {"regex": "(ab){3}", "enable_thinking": thinks}
+    extra = {**grammar, "enable_thinking": thinks, "return_token_ids": True}
     (choice,) = ask(byte_live, tools=[], max_tokens=6, extra_body=extra).choices
-    assert [params.grammar_after for params in asked] == ["</think>" if thinks else None]
+    with byte_live.client() as client:
+        body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 6, **extra}
+        rendered = post(client, "/v1/chat/completions/render", **body)
+        (generated,) = post(client, "/inference/v1/generate", **rendered)["choices"]
+    assert generated["token_ids"] == choice.token_ids
+    after = "</think>" if thinks else None
+    assert [params.grammar_after for params in asked] == [after] * 2
     if thinks:
         assert choice.message.content == ""
         assert choice.message.reasoning_content
     else:
         assert choice.message.content.startswith("ababab")
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS)
+def test_a_grammar_beside_tools_is_for_outputs_that_call_none(
+    byte_live: Live, grammar: dict[str, Any]
+) -> None:
+    pytest.importorskip("llguidance")
+    (choice,) = ask(byte_live, tool_choice="none", max_tokens=6, extra_body=grammar).choices
+    assert choice.message.content == "ababab"
+    chat = {"messages": MESSAGES, "tools": TOOLS, **grammar}
+    with byte_live.client() as client:
+        rendered = post(client, "/v1/chat/completions/render", **chat, tool_choice="none")
+        assert "grammar_after" not in rendered["sampling_params"]
+        for path in ("/v1/chat/completions", "/v1/chat/completions/render"):
+            for body in (chat, chat | {"tool_choice": "required"}):
+                answer = client.post(path, json=body)
+                assert answer.status_code == 400
+                named = answer.json()["error"]["param"]
+                assert named in ("tool_choice", *("ebnf", "regex")), (path, named)

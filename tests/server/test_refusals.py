@@ -41,9 +41,12 @@ GENERATE = [
     ("prompt", {"prompt": "one"}),
     ("stream", {"prompt": {"prompt_token_ids": [5]}, "stream": True}),
     ("prompt_logprobs", {"prompt": {"prompt_token_ids": [5]}, "prompt_logprobs": 1}),
+    ("detokenize", {"prompt": {"prompt_token_ids": [5]}, "detokenize": False}),
+    ("include_stop_str_in_output",
+     {"prompt": {"prompt_token_ids": [5]}, "include_stop_str_in_output": True}),
     ("sampling_logprobs_mode", {"input_ids": [5], "sampling_logprobs_mode": "support"}),
     ("sampling_logprobs_mode", {"input_ids": [5], "sampling_logprobs_mode": "nonsense"}),
-]
+]  # fmt: skip
 GENERATE_SAMPLING = [
     ("sampling.temperature", {"temperature": -1}),
     ("sampling_params.temperature", {"temperature": "hot"}),
@@ -56,6 +59,8 @@ GENERATE_SAMPLING = [
     ("sampling_params.logit_bias", {"logit_bias": {"x": 1}}),
     ("batch", {"n": 10**12}),
     ("stop", {"stop": ["x"] * 65}),
+    ("stop_regex", {"stop_regex": ["x" * 1025]}),
+    ("sampling.stop_regex", {"stop_regex": "(?=a)"}),
     ("sampling_params.custom_params.thinking_budget", {"custom_params": {"thinking_budget": 9}}),
 ]
 COMPLETIONS = [
@@ -72,11 +77,14 @@ COMPLETIONS = [
     ("temperature", {"temperature": -1}),
     ("min_tokens", {"min_tokens": 5, "max_tokens": 4}),
     ("stop", {"stop": [""]}),
+    ("sampling.stop_regex", {"stop_regex": "("}),
     ("logit_bias", {"logit_bias": {"one": 1.0}}),
     ("allowed_token_ids", {"allowed_token_ids": [97]}),
     ("prompt_logprobs", {"prompt_logprobs": 1, "stream": True}),
     ("stream_options", {"stream_options": {"include_usage": True}}),
+    ("stream_options.chunks", {"stream": True, "stream_options": {"chunks": 2}}),
     ("include_reasoning", {"include_reasoning": False}),
+    ("service_tier", {"service_tier": "flex"}),
     ("sampling.ebnf", {"structured_outputs": {"grammar": "root ::= x"}}),
     ("structured_outputs.regex", {"structured_outputs": {"json": {}, "regex": "a"}}),
     ("regex", {"regex": "a", "guided_regex": "a"}),
@@ -243,6 +251,7 @@ BODIES: dict[str, dict[str, object]] = {
     "/generate": {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}},
     "/v1/completions": {"prompt": [5], "max_tokens": 1},
     "/v1/chat/completions": {"messages": MESSAGES},
+    "/update_weight_version": {"new_version": "v1"},
     "/tokenize": {"prompt": "one"},
     "/detokenize": {"tokens": [5]},
     "/v1/chat/completions/render": {"messages": MESSAGES},

@@ -13,8 +13,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rollout.engine.requests import RequestFactory
+from rollout.engine.token_text import Detokenizer, TokenText
 from rollout.engine.tokenizer import PromptEncoder
-from rollout.server.text_stream import Detokenizer, TextStream, TokenText
+from rollout.server.text_stream import TextStream
 from rollout.types import SamplingParams
 from tests.helpers.text_model import byte_tokenizer
 

@@ -69,14 +69,18 @@ def test_several_samples_and_their_stream(client, offline):
         each.token_ids for each in expected
     ]
     streamed: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    options = {"stream": True, "stream_options": {"include_usage": True}}
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    options = {"stream": True, "stream_options": usage}
     with client.stream("POST", GENERATE, json=body | options) as answer:
         events = list(events_of(answer))
     assert events.pop()["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    assert events[-1]["request_spec_decode_stats"]["num_spec_steps"] >= 3
     for event in events:
+        assert event["weight_version"] == "0"
         for choice in event["choices"]:
             streamed[choice["index"]] += choice["token_ids"]
             assert len(logprobs_of(choice)) == len(choice["token_ids"])
+            assert event["usage"]["completion_tokens"] == len(streamed[choice["index"]])
     assert list(streamed.values()) == [each.token_ids for each in expected]
 
 

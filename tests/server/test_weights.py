@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from rollout import SamplingParams
 from rollout.weights.shared_memory import SharedMemorySender
 from tests.helpers.hang import HANG_SECONDS, wait_until
 from tests.helpers.held_engine import held
@@ -152,6 +153,91 @@ def test_buckets_between_pause_and_continue_are_one_update(client, first, second
     assert output_ids(client) == first.output_ids
 
 
+def test_a_version_may_have_a_label_that_splits_and_orders_nothing(client, first, second):
+    def told(**fields):
+        body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
+        meta = client.post("/generate", json=body | fields).json()["meta_info"]
+        metadata = client.post("/v1/completions", json={"prompt": [5]}).json()["metadata"]
+        in_use = client.get("/get_weight_version").json()
+        assert client.get("/get_model_info").json()["weight_version"] == in_use["weight_version"]
+        (span,) = meta["weight_versions"]
+        names = {each["weight_version"] for each in (meta, metadata, in_use)} | {span["version"]}
+        assert names == {metadata["weight_versions"][0]["version"]}
+        return names.pop()
+
+    def number():
+        return client.post("/v1/completions", json={"prompt": [5]}).json()["choices"][0][
+            "weight_versions"
+        ][0][0]
+
+    def name(version):
+        return client.post("/update_weight_version", json={"new_version": version})
+
+    start = number()
+    ok(send(client, second.safetensors, weight_version="disk-v2"))
+    assert (told(), number()) == ("disk-v2", start + 1)
+    ok(send(client, first.safetensors))
+    assert (told(), number()) == ("disk-v2", start + 2)
+    assert ok(name("disk-v2"))["new_version"] == "disk-v2"
+    assert (told(), number()) == ("disk-v2", start + 2)
+    ok(name("v3"))
+    assert (told(), number()) == ("v3", start + 3)
+    assert output_ids(client) == first.output_ids
+    ok(name(str(start + 9)))
+    assert (told(), number()) == (str(start + 9), start + 9)
+    ok(send(client, second.safetensors))
+    assert told() == str(start + 10)
+    client.post("/pause_generation", json={"mode": "retract"})
+    for last in (False, True):
+        ok(send(client, save(first.half(last=last)), weight_version="in parts"))
+    assert version(client) == start + 10
+    ok(client.post("/continue_generation", json={}))
+    assert (told(), number()) == ("in parts", start + 11)
+    ok(client.post("/begin_weight_update", json={}))
+    ok(send(client, second.safetensors))
+    ok(name("begun"))
+    ok(client.post("/end_weight_update"))
+    assert (told(), number()) == ("begun", start + 12)
+    ok(send(client, first.safetensors, weight_version=start + 13))
+    assert told() == str(start + 13)
+
+
+def test_a_trainers_check_of_its_update(client, weights_live, first, second):
+    def check(action, **fields):
+        return client.post("/weights_checker", json={"action": action, **fields})
+
+    ok(send(client, second.safetensors))
+    (before,) = ok(check("checksum"))["ranks"]
+    assert before["checksums"].keys() == second.tensors.keys()
+    assert before["parallelism_info"]["tp_size"] == 1
+    ok(check("snapshot"))
+    ok(check("compare"))
+    assert "take one first" in refused(check("compare"))
+    ok(check("snapshot", selector="target"))
+    assert "the weights were reset" in ok(check("reset_tensors"))["state"]
+    waiting = weights_live.serving.loop.submit([5, 6], SamplingParams(max_new_tokens=2))
+    (noise,) = ok(check("checksum", skip_tensor_list=["layers"]))["ranks"]
+    for name, checksum in noise["checksums"].items():
+        assert checksum != before["checksums"][name]
+    assert not any("layers" in name for name in noise["checksums"])
+    assert "differ from the snapshot: name=" in refused(check("compare"), torn=True)
+    ok(send(client, first.safetensors))
+    pairs = [(name, each, second.tensors[name]) for name, each in first.tensors.items()]
+    differs = [name for name, old, new in pairs if not old.equal(new)]
+    message = refused(check("compare"))
+    assert f"{len(differs)} of {len(first.tensors)} tensors differ" in message
+    name = min(differs)
+    error = (first.tensors[name] - second.tensors[name]).abs().max().item()
+    assert f"name={name} max_abs_err={error:g}" in message
+    ok(check("compare", skip_tensor_list=differs))
+    ok(check("snapshot"))
+    ok(check("reset_tensors"))
+    ok(send(client, first.safetensors))
+    ok(check("compare"))
+    assert len(waiting.future.result(HANG_SECONDS).token_ids) == 2
+    assert output_ids(client) == first.output_ids
+
+
 def test_a_torn_update_lets_requests_wait_until_a_whole_one(client, weights_live, second):
     ok(client.post("/begin_weight_update", json={}))
     ok(send(client, save(second.half(last=False))))
@@ -243,10 +329,12 @@ def test_wrong_values_change_nothing(client, first, second, weights_root, tmp_pa
         (client.post("/end_weight_update"), ""),
         (client.post(DISK, json={"model_path": "link"}), "must lead below"),
         (client.post(BROADCAST, json=unequal), "no group"),
-        (client.post("/weights_checker", json={"action": "reset_tensors"}), "checksum"),
+        (client.post("/weights_checker", json={"action": "reset"}), "reset_tensors"),
+        (client.post("/weights_checker", json={"action": "compare"}), "take one first"),
     ):
         assert message in refused(answer)
-    assert send(client, b"", weight_version="v1").status_code == 422
+    assert send(client, b"", weight_version="-1").status_code == 400
+    assert send(client, b"", base_version="v1").status_code == 422
     assert send(client, b"", weigth_version="1").status_code == 422
     assert output_ids(client) == first.output_ids
     ok(send(client, second.safetensors, check_finite="true"))

@@ -217,6 +217,9 @@ def test_partial_updates_keep_the_rest(weights):
     with pytest.raises(InvalidInputError, match="must bring a tensor"):
         update(weights, [], partial=True)
     assert weights.version == 2
+    update(weights, [], partial=True, weight_version=9)
+    assert values(weights) == [7, 5, 7, 9]
+    assert weights.version == 9
 
 
 def test_options_that_make_no_sense_are_refused_by_name():

@@ -15,15 +15,15 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from fastapi import Request, Response
 
-from rollout.engine.stopping import cut_at_stop, matched_stop
+from rollout.engine.stopping import cut_at_stop
 from rollout.engine.tokenizer import PromptEncoder
 from rollout.server.openai.logprobs import LogprobWriter, TokenSpelling
 from rollout.server.openai.sampling_body import OpenAISamplingBody
 from rollout.server.respond import respond
 from rollout.server.serving import Serving
-from rollout.server.sglang.meta_info import version_spans
 from rollout.server.streams import Delta, DeltaStream, SampleRequest, with_rid
 from rollout.server.text_stream import TextStreams
+from rollout.server.version_labels import VersionLabels
 from rollout.types import EmittedTokens, FinishReason, Rollout
 
 BodyType = TypeVar("BodyType", bound=OpenAISamplingBody)
@@ -35,7 +35,6 @@ class OutputTexts:
     def __init__(self, encoder: PromptEncoder) -> None:
         self.spelling = TokenSpelling(encoder.tokenizer)
         self.streams = TextStreams(encoder.tokenizer)
-        self.decode = encoder.decode_with_specials
 
     def whole(
         self,
@@ -125,6 +124,7 @@ class Answer(ABC, Generic[BodyType]):
     body: BodyType
     samples: Sequence[SampleRequest]  # one for each choice
     texts: OutputTexts
+    labels: VersionLabels
     shown_ids: frozenset[int] = frozenset()  # special tokens in texts, though others are skipped
 
     @cached_property
@@ -155,12 +155,9 @@ class Answer(ABC, Generic[BodyType]):
     def finish(self, index: int, rollout: Rollout) -> dict[str, Any]:
         """The fields that end a choice, and what it stopped at: sglang's ``matched_stop``, and
         vLLM's ``stop_reason``, which is null at the model's own end."""
-        matched = reason = None
-        if rollout.finish_reason is FinishReason.STOP:
-            params = self.samples[index].params
-            matched = matched_stop(params, rollout.token_ids, self.texts.decode)
-            is_asked = isinstance(matched, str) or matched in params.stop_token_ids
-            reason = matched if is_asked else None
+        matched = rollout.matched_stop
+        is_asked = isinstance(matched, str) or matched in self.samples[index].params.stop_token_ids
+        reason = matched if is_asked else None
         return finish(rollout) | {"matched_stop": matched, "stop_reason": reason}
 
     def text(self, index: int, rollout: Rollout) -> str:
@@ -172,8 +169,8 @@ class Answer(ABC, Generic[BodyType]):
         usage = self.usage(rollouts)
         first = rollouts[0].weight_versions
         metadata = {
-            "weight_version": str(first[-1]) if first else None,
-            "weight_versions": version_spans(rollouts[0]),
+            "weight_version": self.labels.of(first[-1]) if first else None,
+            "weight_versions": self.labels.spans(rollouts[0]),
         }
         return self.heading.over(
             choices, _versions(rollouts), usage=usage, metadata=metadata, **self.answer_fields()
@@ -186,18 +183,24 @@ class Answer(ABC, Generic[BodyType]):
             self.texts.streams.open(skips, sample.params.stop, self.shown_ids)
             for sample in self.samples
         ]
-        no_usage = {"usage": None} if self.body.wants_usage else {}
+        no_usage: dict[str, Any] = {"usage": None} if self.body.wants_usage else {}
         rollouts: dict[int, Rollout] = {}
         for opening in self.openings():
             yield heading.over([opening], [], **no_usage, **self.answer_fields())
+        options, counts = self.body.stream_options, [0] * len(self.samples)
         async for delta in deltas:
+            counts[delta.index] += len(delta.tokens.token_ids)
             text = texts[delta.index].push(delta.tokens.token_ids)
             if delta.rollout is not None:
                 rollouts[delta.index] = delta.rollout
                 text += texts[delta.index].finish(self.text(delta.index, delta.rollout))
             part = write[delta.index](text, delta)
+            usage = no_usage
+            if options is not None and options.of_parts:
+                prompt_len = len(self.samples[delta.index].prompt_ids)
+                usage = {"usage": token_counts(prompt_len, counts[delta.index])}
             if part is not None:
-                yield heading.over([part], delta.tokens.weight_versions, **no_usage)
+                yield heading.over([part], delta.tokens.weight_versions, **usage)
         if self.body.wants_usage:
             ended = [rollouts[index] for index in range(len(rollouts))]
             yield heading.over([], _versions(ended), usage=self.usage(ended))
@@ -209,9 +212,7 @@ class Answer(ABC, Generic[BodyType]):
         completion_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
         firsts = [rollout for rollout in rollouts if rollout.sample_index == 0]
         return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
+            **token_counts(prompt_tokens, completion_tokens),
             "prompt_tokens_details": {
                 "cached_tokens": sum(rollout.stats.cached_tokens for rollout in firsts)
             },
@@ -224,6 +225,15 @@ class Answer(ABC, Generic[BodyType]):
         samples = with_rid(self.samples, self.body.rid or self.body.request_id)
         parts = self.parts if self.body.stream else None
         return await respond(request, serving, samples, self.whole, parts)
+
+
+def token_counts(prompt_len: int, output_len: int) -> dict[str, int]:
+    """The fields of every ``usage``."""
+    return {
+        "prompt_tokens": prompt_len,
+        "completion_tokens": output_len,
+        "total_tokens": prompt_len + output_len,
+    }
 
 
 def _versions(rollouts: Sequence[Rollout]) -> list[int]:

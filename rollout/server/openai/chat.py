@@ -146,7 +146,7 @@ class ChatResponder:
         self.format = ChatFormat(serving)
         self._serving = serving
         self._texts = OutputTexts(serving.encoder)
-        self._meta_writer = MetaInfoWriter(serving.encoder)
+        self._meta_writer = MetaInfoWriter(serving.encoder, serving.open_update.labels)
 
     async def answer(
         self,
@@ -180,6 +180,7 @@ class ChatResponder:
                 for index in range(body.num_samples)
             ],
             texts=self._texts,
+            labels=serving.open_update.labels,
             format=message_format,
             meta_writer=self._meta_writer,
             prompt_logprobs=scored,

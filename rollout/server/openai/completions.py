@@ -191,6 +191,7 @@ def routes(serving: Serving) -> APIRouter:
                 request, _prompt_logprobs(serving, body, samples, texts)
             ),
             texts=texts,
+            labels=serving.open_update.labels,
         )
         if body.only_scores:
             return await json_response(answer.of_prompts)

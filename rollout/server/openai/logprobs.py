@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.engine.min_token_count import BYTE_OF_CHARACTER
-from rollout.server.text_stream import Detokenizer, TokenText
+from rollout.engine.token_text import Detokenizer, TokenText
 from rollout.types import EmittedTokens, TokenExtras
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")

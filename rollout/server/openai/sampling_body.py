@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollout.errors import InvalidInputError
 from rollout.sampling.parameter_names import our_fields
@@ -15,7 +15,7 @@ from rollout.types import SamplingParams
 HARMLESS = frozenset(
     {
         # Who asks, and how it is billed and stored
-        "user", "store", "metadata", "service_tier", "safety_identifier", "session_id",
+        "user", "store", "metadata", "safety_identifier", "session_id",
         # Caches and scheduling: no token depends on them
         "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_salt",
         "priority", "stream_interval",
@@ -26,9 +26,21 @@ HARMLESS = frozenset(
 
 
 class StreamOptions(BaseModel):
-    """Options of streams; others are passed over."""
+    """Options of streams. ``continuous_usage_stats``: every part has the usage of its choice."""
+
+    model_config = ConfigDict(extra="allow")
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+    @property
+    def of_parts(self) -> bool:
+        """Whether every part has the usage of its choice."""
+        return bool(self.include_usage and self.continuous_usage_stats)
+
+    def check_fields(self) -> None:
+        """Raises InvalidInputError for unknown options."""
+        refuse_unknown(self.model_extra, {"include_obfuscation"}, "stream_options.")
 
 
 class SamplingFields(GrammarBody):
@@ -41,6 +53,9 @@ class SamplingFields(GrammarBody):
     frequency_penalty: float | None = None
     logit_bias: Biases | None = Field(None, description="by token id")
     stop: str | Listed[str] | None = None
+    stop_regex: str | Listed[str] | None = Field(
+        None, description="sglang's: ends the output where its text ends in a match"
+    )
     seed: int | None = Field(
         None, description="the same seed gives the same tokens; default: others each time"
     )
@@ -131,8 +146,10 @@ class OpenAISamplingBody(SamplingFields):
     def check_fields(self) -> None:
         """Raises InvalidInputError for unknown fields, and for stream_options without a stream."""
         refuse_unknown(self.model_extra, HARMLESS)
-        if self.stream_options is not None and not self.stream:
-            raise InvalidInputError("stream_options", self.stream_options, "needs stream=true")
+        if self.stream_options is not None:
+            self.stream_options.check_fields()
+            if not self.stream:
+                raise InvalidInputError("stream_options", self.stream_options, "needs stream=true")
 
 
 _BODY_NAMES = {

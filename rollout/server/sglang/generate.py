@@ -47,7 +47,7 @@ class Generator:
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
-        self._writer = AnswerWriter(serving.encoder)
+        self._writer = AnswerWriter(serving.encoder, serving.open_update.labels)
         self._texts = TextStreams(serving.encoder.tokenizer)
 
     async def answer(self, body: GenerateBody, request: Request) -> Response:

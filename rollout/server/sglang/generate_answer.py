@@ -23,7 +23,7 @@ class AnswerWriter(MetaInfoWriter):
         ids = rollout.token_ids
         if item.no_stop_trim or rollout.finish_reason is not FinishReason.STOP:
             return decode(ids)
-        if isinstance(self._matched(item, rollout), int):
+        if isinstance(rollout.matched_stop, int):
             return decode(ids[:-1])
         return cut_at_stop(decode(ids), len(decode(ids[:-1])), item.params.stop)
 

@@ -24,14 +24,12 @@ def routes(serving: Serving) -> APIRouter:
 
     @router.get("/get_weight_version")
     async def get_weight_version() -> dict[str, str]:
-        found = await serving.call(lambda engine: engine.weight_version)
-        return {"weight_version": str(found)}
+        return {"weight_version": await serving.told_version()}
 
     @router.get("/model_info")
     @router.get("/get_model_info")
     async def get_model_info() -> dict[str, Any]:
-        found = await serving.call(lambda engine: engine.weight_version)
-        return {**model_info, "weight_version": str(found)}
+        return {**model_info, "weight_version": await serving.told_version()}
 
     @router.get("/get_server_info")
     async def get_server_info() -> dict[str, Any]:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.engine.stopping import matched_stop
 from rollout.engine.tokenizer import PromptEncoder
+from rollout.server.version_labels import VersionLabels
 from rollout.types import FinishReason, Rollout, SamplingParams, TokenExtras
 
 _LOWEST = -3.4e38  # JSON has no infinity
@@ -35,20 +35,22 @@ class MetaInfoOptions:
 
 
 class MetaInfoWriter:
-    def __init__(self, encoder: PromptEncoder) -> None:
+    def __init__(self, encoder: PromptEncoder, labels: VersionLabels) -> None:
         self._encoder = encoder
+        self._labels = labels
 
     def meta_info(
         self, asked: MetaInfoOptions, rollout: Rollout, weight_version: int
     ) -> dict[str, Any]:
         """All that is told of a sample that has ended, beside its tokens and its text."""
         stats, count = rollout.stats, len(rollout.token_ids)
-        versions = rollout.weight_versions
+        versions = rollout.weight_versions or [weight_version]
+        empty = {"version": self._labels.of(weight_version), "start": 0, "end": 0}
         return {
-            **self.meta(asked, rollout.sample_index, versions or [weight_version], count),
-            "finish_reason": self._finish_reason(asked, rollout),
+            **self.meta(asked, rollout.sample_index, versions, count),
+            "finish_reason": _finish_reason(rollout),
             "cached_tokens": stats.cached_tokens,
-            "weight_versions": version_spans(rollout),
+            "weight_versions": self._labels.spans(rollout) or [empty],
             "num_retractions": stats.preemptions,
             "request_seed": rollout.seed,
             "spec_verify_ct": stats.verify_steps,
@@ -69,7 +71,7 @@ class MetaInfoWriter:
             "finish_reason": None,
             "prompt_tokens": len(asked.prompt_ids),
             "completion_tokens": count,
-            "weight_version": str(versions[-1]),
+            "weight_version": self._labels.of(versions[-1]),
             "seed": asked.params.seed,
         }
 
@@ -115,28 +117,17 @@ class MetaInfoWriter:
             for logprob, token in zip(logprobs, token_ids, strict=True)
         ]
 
-    def _finish_reason(self, asked: MetaInfoOptions, rollout: Rollout) -> dict[str, Any]:
-        match rollout.finish_reason:
-            case FinishReason.STOP:
-                return {"type": "stop", "matched": self._matched(asked, rollout)}
-            case FinishReason.LENGTH:
-                return {"type": "length", "length": len(rollout.token_ids)}
-            case FinishReason.ABORT:
-                return {"type": "abort", "message": "aborted: resubmit with what there is"}
-            case FinishReason.ERROR:
-                return {"type": "abort", "message": rollout.error, "status_code": 500}
 
-    def _matched(self, asked: MetaInfoOptions, rollout: Rollout) -> int | str:
-        """The stop string, or the last token, that ended it."""
-        return matched_stop(asked.params, rollout.token_ids, self._encoder.decode_with_specials)
-
-
-def version_spans(rollout: Rollout) -> list[dict[str, Any]]:
-    """The weight version of each stretch of a rollout's tokens."""
-    return [
-        {"version": str(version), "start": start, "end": end}
-        for version, start, end in rollout.weight_version_spans
-    ]
+def _finish_reason(rollout: Rollout) -> dict[str, Any]:
+    match rollout.finish_reason:
+        case FinishReason.STOP:
+            return {"type": "stop", "matched": rollout.matched_stop}
+        case FinishReason.LENGTH:
+            return {"type": "length", "length": len(rollout.token_ids)}
+        case FinishReason.ABORT:
+            return {"type": "abort", "message": "aborted: resubmit with what there is"}
+        case FinishReason.ERROR:
+            return {"type": "abort", "message": rollout.error, "status_code": 500}
 
 
 def _sampling_mask(asked: MetaInfoOptions, extras: TokenExtras) -> dict[str, Any]:

@@ -33,6 +33,7 @@ class SglangSamplingBody(BaseModel):
     frequency_penalty: float | None = None
     logit_bias: Biases | None = None
     stop: str | Listed[str] | None = None
+    stop_regex: str | Listed[str] | None = None
     stop_token_ids: Listed[int | None] | None = None
     ignore_eos: bool | None = None
     allowed_token_ids: Listed[int] | None = None  # vLLM's, and the next

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from rollout.server.body_fields import Body, Listed
 from rollout.server.received_tensors import Handles, PerTensor
@@ -13,7 +13,18 @@ from rollout.weights.manifest import Manifest, TensorSpec, named_dtype
 from rollout.weights.update_options import UpdateOptions
 
 Version = Annotated[int, Field(ge=0, lt=2**63)]
-"""A weight version. sglang's are texts: digits are taken."""
+"""The number of a weight version. Digits are taken."""
+
+
+def _number(value: Any) -> Any:
+    is_number = isinstance(value, str) and value.isascii() and value.isdigit()
+    return int(value) if is_number else value
+
+
+VersionName = Annotated[
+    Version | Annotated[str, Field(min_length=1, max_length=256)], BeforeValidator(_number)
+]
+"""A weight version as sglang's clients name it: a number, or a label beside the number."""
 
 
 class UpdateFields(Body):
@@ -22,7 +33,7 @@ class UpdateFields(Body):
     selector: str | None = None
     flush_cache: bool | None = None
     abort_all_requests: bool | None = None
-    weight_version: Version | None = None
+    weight_version: VersionName | None = None
     partial: bool | None = None
     base_version: Version | None = None
     lora_scaling: float | dict[str, float] | None = None
@@ -129,6 +140,18 @@ class TensorByName(Body):
     truncate_size: int = Field(100, ge=1, le=10**6)
 
 
+class VersionBody(Body):
+    """``new_version``: the name of the weights that are in use."""
+
+    new_version: VersionName
+    abort_all_requests: bool = True
+
+
 class CheckerBody(Body):
+    """``action``: checksum, snapshot, reset_tensors or compare. ``skip_tensor_list``: tensors whose
+    names have one of these texts are left out, except from ``per_engine_checksum``."""
+
     action: str = "checksum"
     selector: str = "all"
+    skip_tensor_list: Listed[str] | None = None
+    allow_quant_error: bool = False  # unread: nothing is quantised on its way here

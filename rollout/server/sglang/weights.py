@@ -15,6 +15,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import hashlib
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,6 +32,7 @@ from rollout.server.json_route import (
     JsonAnswer,
     JsonRoute,
     content_type,
+    json_bytes,
     json_of_texts,
     openapi_body,
     refuse_query,
@@ -49,9 +52,11 @@ from rollout.server.sglang.weight_bodies import (
     TensorBody,
     TensorByName,
     TensorFields,
+    VersionBody,
 )
 from rollout.weights.disk_source import DiskSource
 from rollout.weights.shared_memory import HandleSource
+from rollout.weights.weight_check import Checksums
 
 RAW_TYPES = ("application/octet-stream", "application/x-safetensors")
 _BINARY = {"type": "string", "format": "binary"}
@@ -136,6 +141,20 @@ def routes(serving: Serving) -> APIRouter:
 
         return await change(serving, abandon)
 
+    @router.post("/update_weight_version", responses=CHANGED)
+    async def update_weight_version(body: VersionBody) -> JsonAnswer:
+        """Name the weights. Where that is another name, the number rises too: tokens from now on
+        are told apart."""
+        if body.abort_all_requests:
+            await asyncio.wrap_future(serving.loop.abort_all())
+
+        def announce(engine: Engine) -> Answer:
+            update.announce(engine, body.new_version)
+            message = f"Weight version updated to {body.new_version}"
+            return {"message": message, "new_version": str(body.new_version)}
+
+        return await change(serving, announce)
+
     @router.post("/init_weights_update_group", responses=CHANGED)
     async def init_weights_update_group(body: InitGroupBody) -> JsonAnswer:
         """Join a group; nothing is generated until all of its members have come."""
@@ -166,16 +185,41 @@ def routes(serving: Serving) -> APIRouter:
 
     @router.post("/weights_checker", responses=CHANGED)
     async def weights_checker(body: CheckerBody) -> JsonAnswer:
-        """A digest of all weights, to compare engines by. Nothing is generated meanwhile."""
+        """Checksums by rank, and a digest of all weights to compare engines by; or a step of the
+        round that checks an update: snapshot, reset_tensors, the update, compare. Nothing is
+        generated meanwhile, nor between reset_tensors and a full update."""
 
         def check(engine: Engine) -> Answer:
+            skip = tuple(body.skip_tensor_list or ())
+            checksums = engine.check_weights(body.action, body.selector, skip)
+            answer = {"message": "Success.", "state": engine.unavailable_reason}
             if body.action != "checksum":
-                raise InvalidInputError("action", body.action, "must be checksum")
-            return {"per_engine_checksum": engine.weights_digest(body.selector)}
+                return answer
+            digest = engine.weights_digest(body.selector)
+            ranks = _ranks(checksums, body.selector, serving.serve_config.parallel.size)
+            return answer | {"per_engine_checksum": digest, "ranks": ranks}
 
         return await change(serving, check)
 
     return router
+
+
+def _ranks(checksums: Sequence[Checksums], selector: str, num_ranks: int) -> list[dict[str, Any]]:
+    """Checksums as sglang has them, for ``num_ranks`` ranks of each replica."""
+    return [
+        {
+            "checksums": each,
+            "per_gpu_checksum": hashlib.sha256(json_bytes(sorted(each.items()))).hexdigest(),
+            "parallelism_info": {
+                "role": "target" if selector == "all" else selector,
+                "tp_rank": number % num_ranks, "tp_size": num_ranks,
+                "dp_rank": number // num_ranks, "dp_size": len(checksums) // num_ranks,
+                "pp_rank": 0, "pp_size": 1,
+                "rank": number % num_ranks, "size": num_ranks,
+            },
+        }
+        for number, each in enumerate(checksums)
+    ]  # fmt: skip
 
 
 def weights_root(serving: Serving) -> AllowedPaths:

@@ -35,13 +35,14 @@ class TokensBody(ChatBody):
         )
 
 
-async def chat_prompt_ids(chat_format: ChatFormat, body: ChatBody) -> list[int]:
-    """The prompt that the chat template makes of the body. Raises InvalidInputError."""
+async def chat_prompt(chat_format: ChatFormat, body: ChatBody) -> tuple[str, list[int]]:
+    """The prompt that the chat template makes of the body, as text and as token ids. Raises
+    InvalidInputError."""
 
-    def encode() -> list[int]:
+    def encode() -> tuple[str, list[int]]:
         # The client parses calls itself, so any call format will do.
         rendered = chat_format.render(body.model_copy(update={"tool_choice": "none"}))
-        return chat_format.encode(body, rendered)
+        return rendered, chat_format.encode(body, rendered)
 
     return await asyncio.to_thread(encode)
 
@@ -55,7 +56,8 @@ def routes(serving: Serving) -> APIRouter:
         """The body that `/inference/v1/generate` takes for this chat; nothing is generated."""
         serving.require_model(body.model)
         body.check_fields()
-        prompt_ids = await chat_prompt_ids(responder.format, body)
+        rendered, prompt_ids = await chat_prompt(responder.format, body)
+        after = responder.format.message_format(body, rendered).grammar_after
         serving.check_prompt_len(len(prompt_ids))
         params = body.params(len(prompt_ids), serving.max_context_len, seed=0)
         sampling = body.model_dump(include=_PLAIN_FIELDS, exclude_none=True)
@@ -63,6 +65,8 @@ def routes(serving: Serving) -> APIRouter:
         if body.grammar is not None:  # that of a forced call has no other field
             kind, value = body.grammar
             sampling["structured_outputs"] = {_STRUCTURED[kind]: value}
+            if after is not None:
+                sampling["grammar_after"] = after
         if body.logprobs:
             sampling["logprobs"] = params.top_logprobs
         return {

@@ -22,6 +22,7 @@ from rollout.types import MemoryTag, PauseMode
 
 Mode = Literal["abort", "wait", "keep"]
 
+_SCHEDULING = "scheduling"  # the tag of what sleeps at level 0
 _POLL_SECONDS = 0.02  # of waits for requests to end
 
 
@@ -38,9 +39,10 @@ class AbortRequestsBody(Body):
 
 
 class SleepFields(Body):
-    """``level``: 1 keeps the weights, 2 drops them: only a full update makes them serve again."""
+    """``level``: 0 gives nothing back: nothing runs until `/wake_up`. 1 keeps the weights, 2 drops
+    them: only a full update makes them serve again."""
 
-    level: Literal["1", "2"] = "1"
+    level: Literal["0", "1", "2"] = "1"
     mode: Mode = "abort"
     tags: list[str] = Field(["weights", "kv_cache"])
 
@@ -58,6 +60,7 @@ class ResetFields(Body):
 
 def routes(serving: Serving) -> APIRouter:
     router = APIRouter(tags=["vllm"], route_class=JsonRoute)
+    sleeps_awake = False  # at level 0, which `/wake_up` ends as the others
 
     @router.post("/pause", responses=CHANGED)
     async def pause(
@@ -80,6 +83,8 @@ def routes(serving: Serving) -> APIRouter:
         """Continue, and commit the weights that came while generation was paused."""
 
         def go_on(engine: Engine) -> Answer:
+            nonlocal sleeps_awake
+            sleeps_awake = False
             return serving.open_update.continue_generation(engine) | {"status": "resumed"}
 
         return await change(serving, go_on)
@@ -103,6 +108,13 @@ def routes(serving: Serving) -> APIRouter:
         """Give memory back. Requests that are kept, and new ones, wait for it to be taken again."""
 
         def release(engine: Engine) -> Answer:
+            nonlocal sleeps_awake
+            if query.level == "0":
+                sleeps_awake = not engine.is_paused
+                engine.pause_generation(
+                    PauseMode.ABORT if query.mode == "abort" else PauseMode.IN_PLACE
+                )
+                return {"freed_bytes": {}}
             if query.mode == "abort":
                 was_paused = engine.is_paused
                 engine.pause_generation(PauseMode.ABORT)
@@ -120,14 +132,22 @@ def routes(serving: Serving) -> APIRouter:
         """Take memory again. A part that is awake stays as it is."""
 
         def take(engine: Engine) -> Answer:
-            resume_asleep(engine, query.tags)
+            nonlocal sleeps_awake
+            tags = query.tags
+            if sleeps_awake and (tags is None or _SCHEDULING in tags):
+                serving.open_update.continue_generation(engine)
+                sleeps_awake = False
+            if tags is not None:
+                tags = [tag for tag in tags if tag != _SCHEDULING]
+            resume_asleep(engine, tags)
             return {"state": engine.unavailable_reason}
 
         return await change(serving, take)
 
     @router.get("/is_sleeping")
     async def is_sleeping() -> dict[str, bool]:
-        return {"is_sleeping": bool(await serving.call(lambda engine: engine.released_tags))}
+        released = await serving.call(lambda engine: engine.released_tags)
+        return {"is_sleeping": sleeps_awake or bool(released)}
 
     @router.post("/reset_prefix_cache", responses=CHANGED)
     async def reset_prefix_cache(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import base64
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rollout.errors import InvalidInputError
 from rollout.sampling.parameter_names import WITHOUT_EFFECT
 from rollout.server.body_fields import EVENTS, Listed, Rid, refuse_unknown
-from rollout.server.openai.answer import finish, sampling_mask
+from rollout.server.openai.answer import finish, sampling_mask, token_counts
 from rollout.server.openai.logprobs import LogprobWriter, ScoredTokens, TokenSpelling
 from rollout.server.openai.prompt_logprobs import (
     NumPromptLogprobs,
@@ -34,7 +35,8 @@ from rollout.server.serving import Serving
 from rollout.server.streams import DeltaStream, SampleRequest, while_connected
 from rollout.types import EmittedTokens, Rollout, SamplingParams
 
-_HARMLESS_SAMPLING = WITHOUT_EFFECT | {"include_stop_str_in_output"}  # no text is answered
+HARMLESS_SAMPLING = WITHOUT_EFFECT | {"include_stop_str_in_output"}
+"""Fields that change no token, and nothing of an answer without text."""
 
 
 class TokenSamplingBody(SamplingFields):
@@ -43,6 +45,9 @@ class TokenSamplingBody(SamplingFields):
     max_tokens: int | None = None  # default: what the context leaves
     logprobs: int | None = None  # most likely tokens beside the sampled one
     prompt_logprobs: NumPromptLogprobs | None = None
+    grammar_after: str | None = Field(
+        None, description="the grammar begins after this text, as chats that reason have it"
+    )
     routed_experts_prompt_start: int = 0  # experts of earlier positions are left out
 
     def to_params(
@@ -51,11 +56,12 @@ class TokenSamplingBody(SamplingFields):
         max_context_len: int,
         seed: int,
         prefix: str = "sampling_params.",
+        harmless: Set[str] = HARMLESS_SAMPLING,
         **asked: Any,
     ) -> SamplingParams:
-        """Raises InvalidInputError naming the field, behind ``prefix``; ``asked``: see
-        `sampling_params`."""
-        refuse_unknown(self.model_extra, _HARMLESS_SAMPLING, prefix)
+        """Raises InvalidInputError naming the field, behind ``prefix``; ``harmless``: see
+        `refuse_unknown`; ``asked``: see `sampling_params`."""
+        refuse_unknown(self.model_extra, harmless, prefix)
         if self.logprob_token_ids and self.logprobs is None:
             raise InvalidInputError(
                 f"{prefix}logprob_token_ids", self.logprob_token_ids, "needs logprobs"
@@ -71,6 +77,7 @@ class TokenSamplingBody(SamplingFields):
                 max_tokens=left if self.max_tokens is None else self.max_tokens,
                 seed=seed,
                 top_logprobs=self.logprobs or 0,
+                grammar_after=self.grammar_after,
                 **asked,
             )
         except InvalidInputError as error:
@@ -129,23 +136,29 @@ class _TokenAnswer:
             "prompt_logprobs": of_prompt,
             "kv_transfer_params": None,
             "weight_version": _newest_version(rollouts),
-            "request_spec_decode_stats": {
-                "num_accepted_draft_tokens": sum(each.stats.accepted for each in rollouts),
-                "num_draft_tokens": sum(each.stats.drafted for each in rollouts),
-                "num_spec_steps": sum(each.stats.verify_steps for each in rollouts),
-            },
+            "request_spec_decode_stats": _spec_stats(rollouts),
             "usage": self._usage(rollouts),
         }
 
     async def parts(self, deltas: DeltaStream) -> AsyncGenerator[dict[str, Any], None]:
         rollouts: list[Rollout] = []
+        options = self._body.stream_options
+        counts: Counter[int] = Counter()  # tokens by choice
         async for delta in deltas:
             choice = self._choice(delta.index, delta.tokens)
+            event: dict[str, Any] = {
+                "request_id": self._request_id,
+                "choices": [choice],
+                "weight_version": _newest_version([delta.tokens]),
+            }
             if delta.rollout is not None:
                 rollouts.append(delta.rollout)
                 choice |= self._end(delta.rollout)
-            yield {"request_id": self._request_id, "choices": [choice]}
-        options = self._body.stream_options
+                event["request_spec_decode_stats"] = _spec_stats(rollouts)
+            counts[delta.index] += len(delta.tokens.token_ids)
+            if options is not None and options.of_parts:
+                event["usage"] = token_counts(len(self._prompt_ids), counts[delta.index])
+            yield event
         if options is not None and options.include_usage:
             usage = self._usage(rollouts)
             yield {"request_id": self._request_id, "choices": [], "usage": usage}
@@ -167,16 +180,23 @@ class _TokenAnswer:
         count = sum(len(rollout.token_ids) for rollout in rollouts)
         cached = max((rollout.stats.cached_tokens for rollout in rollouts), default=0)
         return {
-            "prompt_tokens": len(self._prompt_ids),
-            "completion_tokens": count,
-            "total_tokens": len(self._prompt_ids) + count,
+            **token_counts(len(self._prompt_ids), count),
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
 
-def _newest_version(rollouts: Sequence[Rollout]) -> str | None:
+def _spec_stats(rollouts: Sequence[Rollout]) -> dict[str, int]:
+    """What drafts did for these choices, by vLLM's names."""
+    return {
+        "num_accepted_draft_tokens": sum(each.stats.accepted for each in rollouts),
+        "num_draft_tokens": sum(each.stats.drafted for each in rollouts),
+        "num_spec_steps": sum(each.stats.verify_steps for each in rollouts),
+    }
+
+
+def _newest_version(of: Sequence[EmittedTokens]) -> str | None:
     """The last weights that made a token, as text; None where there are no tokens."""
-    versions = [version for rollout in rollouts for version in rollout.weight_versions]
+    versions = [version for tokens in of for version in tokens.weight_versions]
     return str(max(versions)) if versions else None
 
 
@@ -253,6 +273,8 @@ def routes(serving: Serving) -> APIRouter:
         serving.require_model(body.model)
         refuse_unknown(body.model_extra, HARMLESS)
         sampling = body.sampling_params
+        if body.stream_options is not None:
+            body.stream_options.check_fields()
         if body.stream and sampling.prompt_logprobs is not None:
             raise InvalidInputError("stream", True, "prompt_logprobs come with stream=false alone")
         serving.require_batch(sampling.num_samples, "sampling_params.n")

@@ -16,10 +16,12 @@ from rollout.server.openai.logprobs import ScoredTokens, json_number
 from rollout.server.respond import respond
 from rollout.server.serving import Serving
 from rollout.server.streams import SampleRequest
-from rollout.server.vllm.generate import TokenSamplingBody
+from rollout.server.vllm.generate import HARMLESS_SAMPLING, TokenSamplingBody
 from rollout.types import Rollout
 
 _DEFAULT_MAX_TOKENS = 16
+OF_TEXT = frozenset({"detokenize", "include_stop_str_in_output", "spaces_between_special_tokens"})
+"""Fields that would change the answer's text, beside those that are read."""
 
 
 class PromptIds(BaseModel):
@@ -49,7 +51,11 @@ async def answer_prompt(serving: Serving, body: PromptBody, request: Request) ->
     if body.max_tokens is None:
         body.max_tokens = _DEFAULT_MAX_TOKENS
     params = body.to_params(
-        len(prompt_ids), serving.max_context_len, serving.fresh_seed(), prefix=""
+        len(prompt_ids),
+        serving.max_context_len,
+        serving.fresh_seed(),
+        prefix="",
+        harmless=HARMLESS_SAMPLING - OF_TEXT,
     )
     samples = [
         SampleRequest(prompt_ids=prompt_ids, params=params, sample_index=index)

@@ -16,7 +16,7 @@ from rollout.server.openai.chat_format import ChatFormat
 from rollout.server.openai.route import OpenAIRoute
 from rollout.server.openai.sampling_body import HARMLESS
 from rollout.server.serving import Serving
-from rollout.server.vllm.chat_prompt import chat_prompt_ids
+from rollout.server.vllm.chat_prompt import chat_prompt
 
 
 class TokenizeText(BaseModel):
@@ -63,7 +63,7 @@ def routes(serving: Serving) -> APIRouter:
         serving.require_model(body.model, any_weights=True)
         if isinstance(body, TokenizeChat):
             body.check_fields()
-            ids = await chat_prompt_ids(chat_format, body)
+            _, ids = await chat_prompt(chat_format, body)
         else:
             refuse_unknown(body.model_extra, HARMLESS)
             (ids,) = await serving.encode([body.prompt], add_special_tokens=body.add_special_tokens)

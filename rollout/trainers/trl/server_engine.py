@@ -23,8 +23,9 @@ _POLL_SECONDS = 0.5
 _REASONS = {"abort": "error"}  # with a status code: what sglang calls one that has failed
 _SENT = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos", "min_new_tokens",
-    "max_new_tokens", "allowed_token_ids", "bad_words", "json_schema", "regex", "ebnf",
+    "frequency_penalty", "logit_bias", "stop", "stop_regex", "stop_token_ids", "ignore_eos",
+    "min_new_tokens", "max_new_tokens", "allowed_token_ids", "bad_words", "json_schema", "regex",
+    "ebnf",
 )  # fmt: skip
 
 
@@ -164,6 +165,7 @@ def _rollout(prompt: Sequence[int], answer: dict[str, Any]) -> Rollout:
             for _ in range(span["start"], span["end"])
         ],
         finish_reason=FinishReason(_REASONS.get(reason["type"], reason["type"])),
+        matched_stop=reason.get("matched"),
         text=answer["text"],
         extras=TokenExtras(
             top_logprobs=[[(token, logprob) for logprob, token, *_ in top] for top in tops]

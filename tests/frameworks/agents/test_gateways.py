@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import pytest
 from tests.helpers.hang import HANG_SECONDS
 from tests.helpers.ports import free_port
 from tests.helpers.text_model import save_text_model
+from tests.helpers.vime_trainer import train
 from tests.server.conftest import Live, run_server
+from tests.server.policies import policy, read_policy
 
 GATEWAYS = ("sglang_router", "smg", "vllm_router")
 CHAT = {"messages": [{"role": "user", "content": "one two"}], "max_tokens": 9, "seed": 3}
@@ -36,9 +39,15 @@ def gateway(
     request: pytest.FixtureRequest, server: Live, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[httpx.Client]:
     """A client of the gateway, whose one worker is the server."""
-    port, log = free_port(), tmp_path_factory.mktemp("gateway") / "log"
+    with opened(request.param, server, tmp_path_factory.mktemp("gateway") / "log") as client:
+        yield client
+
+
+@contextmanager
+def opened(name: str, server: Live, log: Path) -> Iterator[httpx.Client]:
+    port = free_port()
     command = [
-        sys.executable, "-m", f"{request.param}.launch_router", "--worker-urls", server.url,
+        sys.executable, "-m", f"{name}.launch_router", "--worker-urls", server.url,
         "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port()),
         "--policy", "round_robin",
     ]  # fmt: skip
@@ -108,3 +117,14 @@ def test_token_ids(gateway: httpx.Client, server: Live) -> None:
             pytest.skip("this gateway has no such call")
         with server.client() as direct:
             assert sampled(answer.json()) == sampled(post(direct, path, body))
+
+
+def test_vime(tmp_path: Path) -> None:
+    model = save_text_model(tmp_path / "policy", max_positions=512)
+    policies = policy(tmp_path / "roots" / "new", 1), read_policy(model)
+    roots = {"weights_root": str(tmp_path / "roots"), "profile_root": str(tmp_path / "profiles")}
+    with (
+        run_server(model, {"num_threads": 1}, roots) as live,
+        opened("vllm_router", live, tmp_path / "log") as router,
+    ):
+        train(live, router, tmp_path / "profiles", policies)
