@@ -31,14 +31,11 @@ class EngineOps:
         self._loaders = model.weight_loaders()
         self._tables = rotary_tables(model.spec, model.device)
 
-    def norm(
-        self, name: str, x: torch.Tensor, unit_offset: bool | None = None, eps: float | None = None
-    ) -> torch.Tensor:
+    def norm(self, name: str, x: torch.Tensor, unit_offset: bool | None = None) -> torch.Tensor:
         """The RMS norm with the weight of that checkpoint name; any leading dimensions."""
-        spec = self.spec
         weight_E = self._loaders[name].read()
-        offset = spec.norm_unit_offset if unit_offset is None else unit_offset
-        return rms_norm(self._own(x), weight_E, spec.rms_norm_eps if eps is None else eps, offset)
+        offset = self.spec.norm_unit_offset if unit_offset is None else unit_offset
+        return rms_norm(self._own(x), weight_E, self.spec.rms_norm_eps, offset)
 
     def qkv(self, layer: int, x_TE: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The projections of a layer: queries, keys and values, before norms and rotation."""
@@ -89,12 +86,10 @@ class EngineOps:
         window = spec.window_of(layer) if window == -1 else window
         variant = AttentionVariant(window=window, soft_cap=spec.attention_soft_cap)
         layout = self._layout(len(q_THD))
-        pools = self._own(k_TKD).new_empty(2, len(k_TKD) + 1, *k_TKD.shape[1:])
-        pools[0][layout.slots_N], pools[1][layout.slots_N] = self._own(k_TKD), self._own(v_TKD)
-        q_THD = self._own(q_THD)
-        return paged_attention(
-            q_THD, pools[0], pools[1], layout.plan, spec.attention_scale, variant
-        )
+        k_pool, v_pool = self._own(k_TKD).new_empty(2, len(k_TKD) + 1, *k_TKD.shape[1:])
+        k_pool[layout.slots_N], v_pool[layout.slots_N] = self._own(k_TKD), self._own(v_TKD)
+        scale = spec.attention_scale
+        return paged_attention(self._own(q_THD), k_pool, v_pool, layout.plan, scale, variant)
 
     def head(self, x_TE: torch.Tensor) -> torch.Tensor:
         """The head's product, before a cap."""
@@ -109,9 +104,8 @@ class EngineOps:
 
     def _rows(self, op: Callable[[torch.Tensor], torch.Tensor], x_T: torch.Tensor) -> torch.Tensor:
         """An op of rows alone, on a copy of at least so many."""
-        rows = len(x_T)
-        copies = -(-_FEWEST_ROWS // max(rows, 1))
-        return op(self._own(x_T).repeat(max(copies, 1), 1))[:rows]
+        copies = -(-_FEWEST_ROWS // max(len(x_T), 1))
+        return op(self._own(x_T).repeat(copies, 1))[: len(x_T)]
 
     def _layout(self, length: int) -> SequenceLayout:
         return SequenceLayout.of((1, length), None, None, None, self.model.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -105,12 +106,20 @@ class Mismatch:
     flips: float  # share of rows whose most likely token differs
     by_position: list[Bucket]
     by_version: list[Bucket]
-    ratios: list[tuple[float, int]]  # histogram: the middle of a bin, its tokens
     ops: list[OpDifference]  # the largest in units of its rounding first
     suspects: list[Suspect]  # the likeliest first; none: nothing beyond float32's rounding
     seconds: float
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """All fields as JSON has them."""
-        return asdict(self)
+        """All fields as JSON has them; null for what is no finite number."""
+        found: dict[str, Any] = _finite(asdict(self))
+        return found
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -85,7 +85,7 @@ def test_top_p_left_out_is_named(windowed: Pair) -> None:
     assert [(each.cause, each.where) for each in found.suspects] == [(Cause.SAMPLING, "top_p")]
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_clean_float32_pair_has_no_suspect(pairs: dict[str, Pair], seed: int) -> None:
     pair = pairs["float32"]
     found = compare(pair.model(), pair.engine, pair.rollouts(seed=seed))
