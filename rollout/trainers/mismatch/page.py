@@ -6,28 +6,21 @@ import math
 
 from rollout.report.page import render_page
 from rollout.report.panels import Chart, Panel
-from rollout.report.tables import Cell, Row, Table
 from rollout.report.verdict import Verdict
 from rollout.trainers.mismatch.result import Mismatch, OpDifference
-from rollout.trainers.mismatch.table import figures
+from rollout.trainers.mismatch.table import figures, verdicts
 
 
 def mismatch_page(found: Mismatch, subtitle: str = "") -> bytes:
     """The page as HTML, which loads nothing else."""
-    sentences = [f"{each.cause}: {each.sentence}" for each in found.suspects]
-    sentence = sentences[0] if sentences else "Trainer and engine agree."
-    rows = [
-        Row([Cell(text, text) for text in (each.cause, each.where, each.sentence)])
-        for each in found.suspects
-    ]
-    columns, caption = ["cause", "where", "what was seen"], "The likeliest first."
+    sentence, *others = (f"{cause}: {text}" for cause, text in verdicts(found))
     return render_page(
         "Trainer against engine",
         [_heat_map(found)],
         subtitle=subtitle,
-        notes=found.notes,
+        notes=[*others, *found.notes],
         verdicts=[Verdict("", "", sentence, list(figures(found)), [])],
-        tables=[Table("suspects", "Suspects", caption, columns, rows, "There is none.")],
+        tables=[],
     )
 
 

@@ -79,9 +79,9 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Tokens of a range of positions in the output, or of one weight version."""
+    """Tokens of one weight version."""
 
-    name: str
+    version: int
     tokens: int
     mean: float  # of |trainer - engine|, logprobs
     max: float
@@ -104,7 +104,6 @@ class Mismatch:
     divergence: Divergence
     entropy: tuple[float, float]  # mean, of trainer and engine
     flips: float  # share of rows whose most likely token differs
-    by_position: list[Bucket]
     by_version: list[Bucket]
     ops: list[OpDifference]  # the largest in units of its rounding first
     suspects: list[Suspect]  # the likeliest first; none: nothing beyond float32's rounding

@@ -6,7 +6,7 @@ Legend: R rows of a block, V vocabulary, N tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,6 @@ from rollout.trainers.exact import token_logprobs
 from rollout.trainers.mismatch.result import Bucket, Divergence, Ratio
 
 _BLOCK_BYTES = 1 << 25  # of one float32 copy of a block's logits; about six are held at a time
-_NUM_RANGES = 8  # of positions
 _MAX_OWN_ROWS = 32
 
 
@@ -34,7 +33,6 @@ class TokenDifferences:
     trainer: list[float] = field(default_factory=list)  # logprobs
     engine: list[float] = field(default_factory=list)
     recorded: list[float] = field(default_factory=list)  # the rollout's; NaN: it has none
-    positions: list[int] = field(default_factory=list)  # in the output
     versions: list[int] = field(default_factory=list)
     divergences: list[float] = field(default_factory=list)
     entropies: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
@@ -86,8 +84,6 @@ class TokenDifferences:
         apart_N, own_N = (trainer_N - engine_N).abs(), self.own_differences()
         ratios_N = (trainer_N - torch.where(recorded_N.isnan(), engine_N, recorded_N)).exp()
         outside = ((ratios_N < 0.8) | (ratios_N > 1.2)).double().mean().item()
-        size = math.ceil((max(self.positions) + 1) / _NUM_RANGES)
-        ranges = [position // size for position in self.positions]
         return {
             "tokens": len(apart_N),
             "max_difference": apart_N.max().item(),
@@ -98,19 +94,12 @@ class TokenDifferences:
             "divergence": Divergence(*_least_mean_largest(_doubles(self.divergences))[1:]),
             "entropy": tuple(_doubles(each).mean().item() for each in self.entropies),
             "flips": self.flips / len(apart_N),
-            "by_position": _buckets(
-                apart_N, ranges, lambda key: f"{key * size} to {(key + 1) * size - 1}"
-            ),
-            "by_version": _buckets(apart_N, self.versions, str),
+            "by_version": [
+                Bucket(version, len(own), *_least_mean_largest(own)[1:])
+                for version in sorted(set(self.versions))
+                if len(own := apart_N[torch.tensor(self.versions) == version])
+            ],
         }
-
-
-def _buckets(
-    apart_N: torch.Tensor, keys: Sequence[int], name: Callable[[int], str]
-) -> list[Bucket]:
-    keys_N = torch.tensor(keys)
-    parts = {name(key): apart_N[keys_N == key] for key in sorted(set(keys))}
-    return [Bucket(name, len(own), *_least_mean_largest(own)[1:]) for name, own in parts.items()]
 
 
 def _least_mean_largest(values: torch.Tensor) -> tuple[float, float, float]:
