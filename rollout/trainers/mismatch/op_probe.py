@@ -56,10 +56,12 @@ class OpProbe:
 
     def compare_head(self, hidden_TE: torch.Tensor, logits_TV: torch.Tensor) -> None:
         """Compare head and logits of rows whose forward has just been run inside `watching`."""
-        add = partial(self._differences.add, summed=hidden_TE.shape[1])
+        ops, add = self._ops, partial(self._differences.add, summed=hidden_TE.shape[1])
         if self._head_BTV is not None and self._head_BTV.shape[1] == len(hidden_TE):
-            add("lm_head", None, self._head_BTV[0], self._ops.head(hidden_TE))
-        add("logits", None, logits_TV, self._ops.logits(hidden_TE))
+            add(
+                "lm_head", None, self._head_BTV[0], ops.rows(ops.model.vocabulary.logits, hidden_TE)
+            )
+        add("logits", None, logits_TV, ops.rows(ops.model.logits, hidden_TE))
 
     def _hooks(self) -> Iterator[tuple[nn.Module, Hook]]:
         base, ops = self._target.base_model, self._ops
@@ -77,7 +79,7 @@ class OpProbe:
                 op = lambda x_TE, index=index, part=part: ops.qkv(index, x_TE)[part]  # noqa: E731
                 yield getattr(attention, name), self._rowwise(f"self_attn.{name}", index, op)
             yield attention.o_proj, partial(self._exact_attention, index)
-            output = partial(ops.output, index)
+            output = partial(ops.rows, ops.model.layers[index].linears()[1])
             yield attention.o_proj, self._rowwise("self_attn.o_proj", index, output)
             if hasattr(layer.mlp, "gate"):
                 yield layer.mlp.gate, partial(self._router, index)
@@ -171,10 +173,11 @@ class OpProbe:
 
     def _mlp(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         given, found = self._rows(args[0]), self._rows(output)
+        expected = self._ops.rows(self._ops.model.layers[index].mlp, given)
         self._of_layer["mlp"] = found
         rows_T = ~self._of_layer.get("rerouted", torch.zeros_like(given[:, 0]).bool())
         self._differences.add(
-            "mlp", index, found[rows_T], self._ops.mlp(index, given)[rows_T],
+            "mlp", index, found[rows_T], expected[rows_T],
             summed=self._ops.spec.ffn_size, stages=3,
         )  # fmt: skip
 

@@ -23,12 +23,12 @@ def figures(found: Mismatch) -> Iterator[tuple[str, str]]:
     yield "logits of all tokens, every row: largest", f"{found.max_logit_difference:.3g}"
     yield "engine against the rollouts' logprobs", f"{found.engine_difference:.3g}"
     yield "ratios: least, mean, largest", f"{ratio.min:.4f}, {ratio.mean:.4f}, {ratio.max:.4f}"
-    yield "ratios outside 0.8 to 1.2", f"{ratio.outside:.2%}"
+    yield "ratios outside 0.8 to 1.2", f"{found.outside:.2%}"
     yield "KL(engine, trainer), nats: mean, largest", f"{divergence.mean:.3g}, {divergence.max:.3g}"
     yield "entropy of trainer and engine, nats", f"{entropy[0]:.4f}, {entropy[1]:.4f}"
     yield "rows whose most likely token differs", f"{found.flips:.2%}"
-    for each in found.by_version if len(found.by_version) > 1 else ():
-        yield f"version {each.version}: largest, mean", f"{each.max:.3g}, {each.mean:.3g}"
+    for version, each in found.by_version.items() if len(found.by_version) > 1 else ():
+        yield f"version {version}: largest, mean", f"{each.max:.3g}, {each.mean:.3g}"
 
 
 def verdicts(found: Mismatch) -> Iterator[tuple[str, str]]:

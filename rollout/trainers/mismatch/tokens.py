@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rollout.trainers.exact import token_logprobs
-from rollout.trainers.mismatch.result import Bucket, Divergence, Ratio
+from rollout.trainers.mismatch.result import Spread
 
 _BLOCK_BYTES = 1 << 25  # of one float32 copy of a block's logits; about six are held at a time
 _MAX_OWN_ROWS = 32
@@ -83,27 +83,27 @@ class TokenDifferences:
         trainer_N, engine_N, recorded_N = map(_doubles, (self.trainer, self.engine, self.recorded))
         apart_N, own_N = (trainer_N - engine_N).abs(), self.own_differences()
         ratios_N = (trainer_N - torch.where(recorded_N.isnan(), engine_N, recorded_N)).exp()
-        outside = ((ratios_N < 0.8) | (ratios_N > 1.2)).double().mean().item()
         return {
             "tokens": len(apart_N),
             "max_difference": apart_N.max().item(),
             "mean_difference": apart_N.mean().item(),
             "max_logit_difference": self.max_logit_difference,
             "engine_difference": own_N.abs().max().item() if len(own_N) else 0.0,
-            "ratio": Ratio(*_least_mean_largest(ratios_N), outside),
-            "divergence": Divergence(*_least_mean_largest(_doubles(self.divergences))[1:]),
+            "ratio": _spread(ratios_N),
+            "outside": ((ratios_N < 0.8) | (ratios_N > 1.2)).double().mean().item(),
+            "divergence": _spread(_doubles(self.divergences)),
             "entropy": tuple(_doubles(each).mean().item() for each in self.entropies),
             "flips": self.flips / len(apart_N),
-            "by_version": [
-                Bucket(version, len(own), *_least_mean_largest(own)[1:])
+            "by_version": {
+                version: _spread(apart_N[torch.tensor(self.versions) == version])
                 for version in sorted(set(self.versions))
-                if len(own := apart_N[torch.tensor(self.versions) == version])
-            ],
+            },
         }
 
 
-def _least_mean_largest(values: torch.Tensor) -> tuple[float, float, float]:
-    return values.min().item(), values.mean().item(), values.max().item()
+def _spread(values_N: torch.Tensor) -> Spread:
+    least, largest = values_N.min().item(), values_N.max().item()
+    return Spread(least, values_N.mean().item(), largest, len(values_N))
 
 
 def _doubles(values: Sequence[float]) -> torch.Tensor:

@@ -137,7 +137,7 @@ def test_exact_training_has_no_difference_at_all(
         found = compare(model, pair.engine, pair.sampled, left_padding=left_padding)
     assert (found.max_difference, found.max_logit_difference) == (0, 0)
     assert (found.divergence.max, found.flips, found.engine_difference) == (0, 0, 0)
-    assert (found.ratio.min, found.ratio.max, found.ratio.outside) == (1, 1, 0)
+    assert (found.ratio.min, found.ratio.max, found.outside) == (1, 1, 0)
     assert {op.difference for op in found.ops} == {0}
     assert [str(each.cause) for each in found.suspects] in ([], ["positions"])
 

@@ -98,7 +98,7 @@ def test_rollouts_of_several_versions_and_without_logprobs(windowed: Pair) -> No
     older = replace(first, logprobs=[-9.0] * 15 + first.logprobs[15:],
                     weight_versions=[-1] * 15 + first.weight_versions[15:])  # fmt: skip
     found = compare(windowed.model(), windowed.engine, [older, no_logprobs])
-    assert [(each.version, each.tokens) for each in found.by_version] == [(-1, 15), (0, 17)]
+    assert {version: each.tokens for version, each in found.by_version.items()} == {-1: 15, 0: 17}
     assert (found.suspects, found.engine_difference) == ([], 0)
 
 
