@@ -21,8 +21,8 @@ FAMILIES = ("llama", "qwen3 window", "gemma3", "qwen3 moe")
 class Pair:
     """A folder, its engine, and rollouts of it."""
 
-    def __init__(self, folder: Path, dtype: str) -> None:
-        self.folder, self.dtype = folder, dtype
+    def __init__(self, folder: Path, dtype: str, prompts: Any = PROMPTS) -> None:
+        self.folder, self.dtype, self.prompts = folder, dtype, prompts
 
     @cached_property
     def engine(self) -> RolloutEngine:
@@ -34,39 +34,40 @@ class Pair:
 
     def rollouts(self, **params: Any) -> list[Rollout]:
         given = {"max_new_tokens": 30, "n": 2, "ignore_eos": True} | params
-        return self.engine.generate(PROMPTS, SamplingParams(**given))
+        return self.engine.generate(self.prompts, SamplingParams(**given))
 
     def model(self) -> Any:
         return AutoModelForCausalLM.from_pretrained(self.folder, dtype=self.dtype).eval()
 
 
-@pytest.fixture(scope="package", params=FAMILIES)
-def pairs(request, tmp_path_factory) -> Iterator[dict[str, Pair]]:
+def opened(folder: Path, family: str, *dtypes: str) -> Iterator[dict[str, Pair]]:
     """The pairs of a family by dtype."""
-    folder = tmp_path_factory.mktemp("mismatch")
-    if request.param == "qwen3 moe":
+    if family == "qwen3 moe":
         save_tiny_moe(folder)
     else:
-        save_tiny_family(folder, request.param)
-    found = {dtype: Pair(folder, dtype) for dtype in ("float32", "bfloat16")}
+        save_tiny_family(folder, family)
+    found = {dtype: Pair(folder, dtype) for dtype in dtypes}
     yield found
     for pair in found.values():
         pair.engine.close()
 
 
+@pytest.fixture(scope="package", params=FAMILIES)
+def pairs(request, tmp_path_factory) -> Iterator[dict[str, Pair]]:
+    """The pairs of each family."""
+    folder = tmp_path_factory.mktemp("mismatch")
+    yield from opened(folder, request.param, "float32", "bfloat16")
+
+
 @pytest.fixture(scope="package")
 def windowed(tmp_path_factory) -> Iterator[Pair]:
     """A Qwen3 of float32 with a window of 5."""
-    found = Pair(save_tiny_family(tmp_path_factory.mktemp("windowed"), "qwen3 window"), "float32")
-    yield found
-    found.engine.close()
+    for found in opened(tmp_path_factory.mktemp("windowed"), "qwen3 window", "float32"):
+        yield found["float32"]
 
 
 @pytest.fixture(scope="package")
 def moe(tmp_path_factory) -> Iterator[Pair]:
     """A Qwen3-MoE of float32."""
-    folder = tmp_path_factory.mktemp("moe")
-    save_tiny_moe(folder)
-    found = Pair(folder, "float32")
-    yield found
-    found.engine.close()
+    for found in opened(tmp_path_factory.mktemp("moe"), "qwen3 moe", "float32"):
+        yield found["float32"]

@@ -60,19 +60,17 @@ def test_the_log_beside_the_rollouts_says_the_temperature(
     assert run_mismatch([*arguments, "--temperature", "1"]) == 0
 
 
-def test_exact_training_shows_zero_in_the_table(windowed: Pair, rows: Path, capsys) -> None:
-    assert run_mismatch([str(windowed.folder), str(rows), "--dtype", "float32", "--exact"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "logits of all tokens, every row: largest 0 " in shown
-
-
-def test_parquet_is_read_as_jsonl_is(windowed: Pair, rows: Path, capsys) -> None:
+def test_parquet_is_read_as_jsonl_is_and_exact_training_shows_zero(
+    windowed: Pair, rows: Path, capsys
+) -> None:
     arrow = pytest.importorskip("pyarrow.json")
-    parquet = pytest.importorskip("pyarrow.parquet")
     other = rows.with_suffix(".parquet")
-    parquet.write_table(arrow.read_json(rows), other)
-    assert run_mismatch([str(windowed.folder), str(other), "--dtype", "float32"]) == 0
-    assert "120" in capsys.readouterr().out
+    pytest.importorskip("pyarrow.parquet").write_table(arrow.read_json(rows), other)
+    assert run_mismatch([str(windowed.folder), str(other), "--dtype", "float32", "--exact"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "rollouts, tokens 4, 120 " in shown
+    assert "logits of all tokens, every row: largest 0 " in shown
+    assert "\x1b" not in shown
 
 
 def test_the_page_has_a_cell_for_each_op_and_layer(windowed: Pair) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,21 +83,13 @@ def test_an_engine_that_sleeps_is_refused_before_its_weights_are_read(windowed: 
     windowed.engine.resume_memory()
 
 
-def test_a_prompt_longer_than_a_chunk_is_compared(windowed: Pair) -> None:
+def test_chunks_of_a_prompt_versions_and_missing_logprobs(windowed: Pair) -> None:
     params = SamplingParams(max_new_tokens=20, ignore_eos=True)
-    found = compare(
-        windowed.model(), windowed.engine, windowed.engine.generate([[3, 4] * 246], params)
-    )
-    assert (found.suspects, found.tokens) == ([], 20)
-
-
-def test_rollouts_of_several_versions_and_without_logprobs(windowed: Pair) -> None:
-    first, second, *_ = windowed.sampled
-    no_logprobs = {"prompt_ids": second.prompt_ids, "token_ids": [5, 6], "logprobs": [None, None]}
-    older = replace(first, logprobs=[-9.0] * 15 + first.logprobs[15:],
-                    weight_versions=[-1] * 15 + first.weight_versions[15:])  # fmt: skip
-    found = compare(windowed.model(), windowed.engine, [older, no_logprobs])
-    assert {version: each.tokens for version, each in found.by_version.items()} == {-1: 15, 0: 17}
+    [first] = windowed.engine.generate([[3, 4] * 246], params)
+    row = {"prompt_ids": [5], "token_ids": [5, 6], "logprobs": [None, None]}
+    first.logprobs[:15], first.weight_versions[:15] = [-9.0] * 15, [-1] * 15
+    found = compare(windowed.model(), windowed.engine, [first, row])
+    assert {version: each.tokens for version, each in found.by_version.items()} == {-1: 15, 0: 7}
     assert (found.suspects, found.engine_difference) == ([], 0)
 
 
