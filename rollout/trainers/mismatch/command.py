@@ -57,6 +57,10 @@ def run_mismatch(arguments: Sequence[str]) -> int:
     given = mismatch_parser().parse_args(arguments)
     if given.count < 1:
         raise InvalidInputError("--count", given.count, "must be >= 1")
+    for flag, path in (("--json", given.json), ("--html", given.html)):
+        if path is not None and not _may_be_written(path, given.rollouts):
+            remedy = "must name a file of its own, in a folder that exists"
+            raise InvalidInputError(flag, str(path), remedy)
     rows = list(islice(_rows(given.rollouts), given.count))
     temperature = _temperature(given.rollouts) if given.temperature is None else given.temperature
     folder = model_folder(given.model, "MODEL")
@@ -73,6 +77,15 @@ def run_mismatch(arguments: Sequence[str]) -> int:
     if given.html is not None:
         save_page(given.html, mismatch_page(found, f"{given.model}, {given.rollouts}"))
     return int(any(each.cause is not Cause.ROUNDING for each in found.suspects))
+
+
+def _may_be_written(path: Path, rollouts: Path) -> bool:
+    is_theirs = path.resolve() in (rollouts.resolve(), _log_of(rollouts).resolve())
+    return path.parent.is_dir() and not path.is_dir() and not is_theirs
+
+
+def _log_of(rollouts: Path) -> Path:
+    return rollouts.with_name(f"{rollouts.name}.log")
 
 
 def _trainer(folder: str, given: argparse.Namespace, engine: RolloutEngine) -> Any:
@@ -108,7 +121,7 @@ def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
 
 def _temperature(rollouts: Path) -> float:
     """The temperature in the log beside a job's output; 1 without a log."""
-    path = rollouts.with_name(f"{rollouts.name}.log")
+    path = _log_of(rollouts)
     runs = read_log(path).runs if path.is_file() else []
     found = runs[-1].settings.get("temperature") if runs else None
     return found if isinstance(found, int | float) and 0 <= found < math.inf else 1.0

@@ -102,7 +102,7 @@ def relative_difference(trainer_TF: torch.Tensor, engine_TF: torch.Tensor) -> tu
     trainer_TF, engine_TF = trainer_TF.float().to(engine_TF.device), engine_TF.float()
     if not trainer_TF.numel() or torch.equal(trainer_TF, engine_TF):
         return 0.0, 0.0
-    apart_TF = (trainer_TF - engine_TF).abs().nan_to_num(torch.inf)
+    apart_TF = (trainer_TF - engine_TF).abs().nan_to_num(torch.inf, torch.inf)
     rows_T = apart_TF.amax(-1) / engine_TF.abs().amax(-1).clamp_min(_TINY)
     mean = apart_TF.square().mean() / engine_TF.square().mean().clamp_min(_TINY)
     return rows_T.max().item(), mean.sqrt().item()

@@ -31,35 +31,29 @@ class EngineOps:
         self._loaders = model.weight_loaders()
         self._tables = rotary_tables(model.spec, model.device)
 
-    def norm(
-        self, name: str, x: torch.Tensor, unit_offset: bool | None = None, eps: float | None = None
-    ) -> torch.Tensor:
+    def norm(self, name: str, x: torch.Tensor, unit_offset: bool | None = None) -> torch.Tensor:
         """The RMS norm with the weight of that checkpoint name; any leading dimensions."""
-        spec = self.spec
         weight_E = self._loaders[name].read()
-        offset = spec.norm_unit_offset if unit_offset is None else unit_offset
-        return rms_norm(self._own(x), weight_E, spec.rms_norm_eps if eps is None else eps, offset)
+        offset = self.spec.norm_unit_offset if unit_offset is None else unit_offset
+        return rms_norm(self._own(x), weight_E, self.spec.rms_norm_eps, offset)
+
+    def rows(self, op: Callable[[torch.Tensor], torch.Tensor], x_T: torch.Tensor) -> torch.Tensor:
+        """An op that reads each row alone. It is given so many as have the bits of many."""
+        copies = -(-_FEWEST_ROWS // max(len(x_T), 1))
+        return op(self._own(x_T).repeat(copies, 1))[: len(x_T)]
 
     def qkv(self, layer: int, x_TE: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The projections of a layer: queries, keys and values, before norms and rotation."""
         spec, product = self.spec, self.model.layers[layer].linears()[0]
         widths = [heads * spec.head_dim for heads in (spec.num_heads, *[spec.num_kv_heads] * 2)]
-        return self._rows(product, x_TE).split(widths, dim=1)
-
-    def output(self, layer: int, x_T: torch.Tensor) -> torch.Tensor:
-        """The product after a layer's attention."""
-        return self._rows(self.model.layers[layer].linears()[1], x_T)
-
-    def mlp(self, layer: int, x_TE: torch.Tensor) -> torch.Tensor:
-        """A layer's MLP or experts."""
-        return self._rows(self.model.layers[layer].mlp, x_TE)
+        return self.rows(product, x_TE).split(widths, dim=1)
 
     def router(self, layer: int, x_TE: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """A sparse layer's logits [T, N], and of the chosen experts numbers and weights [T, X]."""
         experts = self.model.layers[layer].mlp
         assert isinstance(experts, Experts)
         spec = experts.spec
-        logits_TN = self._rows(lambda x: experts.router(x.to(experts.router.dtype)), x_TE)
+        logits_TN = self.rows(lambda x: experts.router(x.to(experts.router.dtype)), x_TE)
         logits_TN = logits_TN[:, : spec.num_experts].contiguous()
         return logits_TN, *route(logits_TN, spec.experts_per_token, spec.normalizes, spec.groups)
 
@@ -89,29 +83,13 @@ class EngineOps:
         window = spec.window_of(layer) if window == -1 else window
         variant = AttentionVariant(window=window, soft_cap=spec.attention_soft_cap)
         layout = self._layout(len(q_THD))
-        pools = self._own(k_TKD).new_empty(2, len(k_TKD) + 1, *k_TKD.shape[1:])
-        pools[0][layout.slots_N], pools[1][layout.slots_N] = self._own(k_TKD), self._own(v_TKD)
-        q_THD = self._own(q_THD)
-        return paged_attention(
-            q_THD, pools[0], pools[1], layout.plan, spec.attention_scale, variant
-        )
-
-    def head(self, x_TE: torch.Tensor) -> torch.Tensor:
-        """The head's product, before a cap."""
-        return self._rows(self.model.vocabulary.logits, x_TE)
-
-    def logits(self, x_TE: torch.Tensor) -> torch.Tensor:
-        """Logits, capped where the model caps them."""
-        return self._rows(self.model.logits, x_TE)
+        k_pool, v_pool = self._own(k_TKD).new_empty(2, len(k_TKD) + 1, *k_TKD.shape[1:])
+        k_pool[layout.slots_N], v_pool[layout.slots_N] = self._own(k_TKD), self._own(v_TKD)
+        scale = spec.attention_scale
+        return paged_attention(self._own(q_THD), k_pool, v_pool, layout.plan, scale, variant)
 
     def _own(self, x: torch.Tensor) -> torch.Tensor:
         return x.to(self.model.device, self.model.dtype).contiguous()
-
-    def _rows(self, op: Callable[[torch.Tensor], torch.Tensor], x_T: torch.Tensor) -> torch.Tensor:
-        """An op of rows alone, on a copy of at least so many."""
-        rows = len(x_T)
-        copies = -(-_FEWEST_ROWS // max(rows, 1))
-        return op(self._own(x_T).repeat(max(copies, 1), 1))[:rows]
 
     def _layout(self, length: int) -> SequenceLayout:
         return SequenceLayout.of((1, length), None, None, None, self.model.device)

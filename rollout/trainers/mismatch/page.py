@@ -1,40 +1,32 @@
-"""A mismatch as one HTML page: suspects, a heat map of layers and ops, a histogram of ratios."""
+"""A mismatch as one HTML page: figures, suspects, and a heat map of layers and ops."""
 
 from __future__ import annotations
 
 import math
 
-import numpy as np
-
 from rollout.report.page import render_page
-from rollout.report.panels import Chart, Panel, make_line, make_panel
-from rollout.report.tables import Cell, Row, Table
+from rollout.report.panels import Chart, Panel
 from rollout.report.verdict import Verdict
 from rollout.trainers.mismatch.result import Mismatch, OpDifference
-from rollout.trainers.mismatch.table import figures
+from rollout.trainers.mismatch.table import figures, verdicts
 
 
 def mismatch_page(found: Mismatch, subtitle: str = "") -> bytes:
     """The page as HTML, which loads nothing else."""
-    sentences = [f"{each.cause}: {each.sentence}" for each in found.suspects]
-    sentence = sentences[0] if sentences else "Trainer and engine agree."
-    rows = [
-        Row([Cell(text, text) for text in (each.cause, each.where, each.sentence)])
-        for each in found.suspects
-    ]
-    columns, caption = ["cause", "where", "what was seen"], "The likeliest first."
+    sentence, *others = (f"{cause}: {text}" for cause, text in verdicts(found))
     return render_page(
         "Trainer against engine",
-        [_heat_map(found), _ratios(found)],
+        [_heat_map(found)],
         subtitle=subtitle,
-        notes=found.notes,
+        notes=[*others, *found.notes],
         verdicts=[Verdict("", "", sentence, list(figures(found)), [])],
-        tables=[Table("suspects", "Suspects", caption, columns, rows, "There is none.")],
+        tables=[],
     )
 
 
 def _heat_map(found: Mismatch) -> Chart:
-    names = list(dict.fromkeys(op.name for op in sorted(found.ops, key=_place)))
+    outer_last = sorted(found.ops, key=lambda op: (op.name != "embed_tokens", op.layer is None))
+    names = list(dict.fromkeys(op.name for op in outer_last))
     layers = sorted({op.layer for op in found.ops if op.layer is not None})
     cells = [
         {"series": series, "points": [
@@ -53,20 +45,7 @@ def _heat_map(found: Mismatch) -> Chart:
     return Chart("heat", "Layers and ops", caption, [panel] if names else [], missing)
 
 
-def _place(op: OpDifference) -> tuple[bool, bool]:
-    """The embedding first, then the layers, then what follows them."""
-    return op.name != "embed_tokens", op.layer is None
-
-
 def _opacity(op: OpDifference) -> float:
     """0.06 for no difference, 0.5 where rounding ends, 1 at a hundred times that."""
     size = 0.5 + math.log10(op.difference / op.rounding) / 4 if op.difference else 0.06
     return round(min(max(size, 0.06), 1.0), 2)
-
-
-def _ratios(found: Mismatch) -> Chart:
-    middle, counts = (np.array(column, dtype=float) for column in zip(*found.ratios, strict=True))
-    panel = make_panel("tokens by ratio", lines=[make_line("tokens", middle, counts, 0, dots=True)])
-    panel["x"] = {"from": 0.7, "to": 1.3}
-    caption = "Probability by the trainer over that of the rollout; beyond 0.7 and 1.3 at the ends."
-    return Chart("ratios", "Ratios", caption, [panel])

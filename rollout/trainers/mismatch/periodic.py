@@ -55,12 +55,13 @@ class PeriodicProbe:
         return self._steps % self._every == 0 and fits
 
     def step(self, model: nn.Module, rollouts: Sequence[Rollout]) -> Mismatch | None:
-        """Count a step, and compare the first rollout if it is due. Call it after the sampling and
-        before the optimizer's step, when trainer and engine have the same weights.
+        """Count a step, and compare the first rollout with tokens if it is due. Call it after the
+        sampling and before the optimizer's step, when trainer and engine have the same weights.
 
         Raises what `compare` does.
         """
-        return self.compare(model, rollouts) if self.is_due() else None
+        sampled = [rollout for rollout in rollouts if rollout.token_ids]
+        return self.compare(model, sampled) if self.is_due() and sampled else None
 
     def compare(self, model: nn.Module, rollouts: Sequence[Rollout]) -> Mismatch:
         """Compare now, whatever the time."""

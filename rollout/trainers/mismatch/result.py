@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -59,31 +60,13 @@ class OpDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio:
-    """Probabilities of the trainer over the rollout's, of the sampled tokens."""
+class Spread:
+    """Values of some tokens."""
 
     min: float
     mean: float
     max: float
-    outside: float  # share of tokens outside 0.8 to 1.2
-
-
-@dataclass(frozen=True, slots=True)
-class Divergence:
-    """KL(engine || trainer) over the whole vocabulary, in nats per token."""
-
-    mean: float
-    max: float
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Tokens of a range of positions in the output, or of one weight version."""
-
-    name: str
     tokens: int
-    mean: float  # of |trainer - engine|, logprobs
-    max: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,18 +82,26 @@ class Mismatch:
     mean_difference: float
     max_logit_difference: float  # over the whole vocabulary and every row
     engine_difference: float  # largest, engine against the rollout's logprobs of this version
-    ratio: Ratio
-    divergence: Divergence
+    ratio: Spread  # probability by the trainer over the rollout's, or the engine's without one
+    outside: float  # share of ratios outside 0.8 to 1.2
+    divergence: Spread  # KL(engine || trainer) over the whole vocabulary, in nats
     entropy: tuple[float, float]  # mean, of trainer and engine
     flips: float  # share of rows whose most likely token differs
-    by_position: list[Bucket]
-    by_version: list[Bucket]
-    ratios: list[tuple[float, int]]  # histogram: the middle of a bin, its tokens
+    by_version: dict[int, Spread]  # of |trainer - engine|, logprobs
     ops: list[OpDifference]  # the largest in units of its rounding first
     suspects: list[Suspect]  # the likeliest first; none: nothing beyond float32's rounding
     seconds: float
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """All fields as JSON has them."""
-        return asdict(self)
+        """All fields as JSON has them; null for what is no finite number."""
+        found: dict[str, Any] = _finite(asdict(self))
+        return found
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -14,9 +14,11 @@ from rollout.trainers.mismatch.result import Cause, OpDifference, Suspect
 _ROUNDS_MORE = 1.5  # squared: of what rounding alone adds to attention
 
 
-def setting_suspects(model: nn.Module, target: Any, engine: CausalLM) -> Iterator[Suspect]:
+def setting_suspects(
+    model: nn.Module, target: Any, engine: CausalLM, autocast: torch.dtype | None
+) -> Iterator[Suspect]:
     """Settings of the trainer's modules that are not the engine's."""
-    spec, device = engine.spec, engine.device.type
+    spec = engine.spec
     for name, module in model.named_modules():
         if module.training and isinstance(module, nn.Dropout) and module.p > 0:
             yield Suspect(Cause.DROPOUT, name, f"{name} drops {module.p:g} of its inputs")
@@ -25,13 +27,11 @@ def setting_suspects(model: nn.Module, target: Any, engine: CausalLM) -> Iterato
         for name, parameter in target.named_parameters()
         if "lora_" not in name  # of any dtype: they are merged
     }
-    if torch.is_autocast_enabled(device):
-        dtypes = {"autocast": torch.get_autocast_dtype(device)}
+    if autocast is not None:
+        dtypes = {"autocast": autocast}
     others = {name: dtype for name, dtype in dtypes.items() if dtype is not engine.dtype}
-    if len(others) == len(dtypes):
-        others = {"model": target.dtype} | {
-            name: others[name] for name in others if name == "autocast"
-        }
+    if autocast is None and len(others) == len(dtypes):
+        others = {"model": target.dtype}
     for name, dtype in others.items():
         text = f"{name} is in {dtype_name(dtype)}, the engine's in {dtype_name(engine.dtype)}"
         yield Suspect(_cause_of_module(name.rpartition(".")[0]), name, text)
@@ -113,18 +113,15 @@ def attention_suspects(squares: Sequence[float], implementation: str | None) -> 
 
 def rounding_suspect(ops: Sequence[OpDifference], dtype: torch.dtype) -> Suspect:
     """The suspect where nothing but rounding differs, with the share of each kind of op."""
+    if not ops:
+        text = "no setting and no tensor differs; ops were not compared"
+        return Suspect(Cause.ROUNDING, dtype_name(dtype), text)
     shares: dict[str, float] = {}
     for op in ops:
         shares[op.name] = shares.get(op.name, 0.0) + op.share
     largest_first = sorted(shares.items(), key=lambda each: -each[1])
     listed = ", ".join(f"{name} {share:.0%}" for name, share in largest_first if share >= 0.005)
     return Suspect(Cause.ROUNDING, dtype_name(dtype), f"that of {dtype_name(dtype)}: {listed}")
-
-
-def in_order(suspects: Sequence[Suspect]) -> list[Suspect]:
-    """Suspects by cause, the likeliest first; those of one cause in their order."""
-    causes = list(Cause)
-    return sorted(suspects, key=lambda suspect: causes.index(suspect.cause))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -23,13 +23,22 @@ def figures(found: Mismatch) -> Iterator[tuple[str, str]]:
     yield "logits of all tokens, every row: largest", f"{found.max_logit_difference:.3g}"
     yield "engine against the rollouts' logprobs", f"{found.engine_difference:.3g}"
     yield "ratios: least, mean, largest", f"{ratio.min:.4f}, {ratio.mean:.4f}, {ratio.max:.4f}"
-    yield "ratios outside 0.8 to 1.2", f"{ratio.outside:.2%}"
+    yield "ratios outside 0.8 to 1.2", f"{found.outside:.2%}"
     yield "KL(engine, trainer), nats: mean, largest", f"{divergence.mean:.3g}, {divergence.max:.3g}"
     yield "entropy of trainer and engine, nats", f"{entropy[0]:.4f}, {entropy[1]:.4f}"
     yield "rows whose most likely token differs", f"{found.flips:.2%}"
-    for kind, buckets in (("version", found.by_version), ("tokens", found.by_position)):
-        for each in buckets if len(buckets) > 1 else ():
-            yield f"{kind} {each.name}: largest, mean", f"{each.max:.3g}, {each.mean:.3g}"
+    for version, each in found.by_version.items() if len(found.by_version) > 1 else ():
+        yield f"version {version}: largest, mean", f"{each.max:.3g}, {each.mean:.3g}"
+
+
+def verdicts(found: Mismatch) -> Iterator[tuple[str, str]]:
+    """The likeliest causes, each with its sentence."""
+    if not found.suspects:
+        yield "no suspect", "trainer and engine agree"
+    for suspect in found.suspects[:_MAX_ROWS]:
+        yield suspect.cause, suspect.sentence
+    if more := len(found.suspects[_MAX_ROWS:]):
+        yield "others", f"{more}, in the file of --json"
 
 
 def print_mismatch(console: Console, found: Mismatch) -> None:
@@ -42,8 +51,5 @@ def print_mismatch(console: Console, found: Mismatch) -> None:
         values = (op.where, f"{op.difference:.2g}", f"{op.rounding:.1g}", f"{op.share:.1%}")
         ops.add_row(*values, style="" if op.is_explained else "bold red")
     console.print(numbers, *([ops] if found.ops else []), *found.notes)
-    for suspect in found.suspects[:_MAX_ROWS]:
-        text = Text.assemble((f"{suspect.cause}: ", "bold"), suspect.sentence)
-        console.print(text, soft_wrap=True)
-    if not found.suspects:
-        console.print("no suspect: trainer and engine agree", highlight=False)
+    for cause, sentence in verdicts(found):
+        console.print(Text.assemble((f"{cause}: ", "bold"), sentence), soft_wrap=True)

@@ -29,6 +29,7 @@ class TrainerForward:
         self._device = next(target.parameters()).device
         self._given: dict[str, torch.Tensor] = {}
         self._output: Any = None  # of the decoder
+        self.autocast: torch.dtype | None = None  # of the latest forward, inside its wrappers
 
     @torch.no_grad()
     def run(self, ids: Sequence[int]) -> None:
@@ -46,7 +47,9 @@ class TrainerForward:
             handle.remove()
 
     def _keep(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._output = output
+        self._output, kind = output, self._device.type
+        is_on = torch.is_autocast_enabled(kind)
+        self.autocast = torch.get_autocast_dtype(kind) if is_on else None
 
     @torch.no_grad()
     def logits(self, rows_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

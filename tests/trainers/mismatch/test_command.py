@@ -60,19 +60,17 @@ def test_the_log_beside_the_rollouts_says_the_temperature(
     assert run_mismatch([*arguments, "--temperature", "1"]) == 0
 
 
-def test_exact_training_shows_zero_in_the_table(windowed: Pair, rows: Path, capsys) -> None:
-    assert run_mismatch([str(windowed.folder), str(rows), "--dtype", "float32", "--exact"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "logits of all tokens, every row: largest 0 " in shown
-
-
-def test_parquet_is_read_as_jsonl_is(windowed: Pair, rows: Path, capsys) -> None:
+def test_parquet_is_read_as_jsonl_is_and_exact_training_shows_zero(
+    windowed: Pair, rows: Path, capsys
+) -> None:
     arrow = pytest.importorskip("pyarrow.json")
-    parquet = pytest.importorskip("pyarrow.parquet")
     other = rows.with_suffix(".parquet")
-    parquet.write_table(arrow.read_json(rows), other)
-    assert run_mismatch([str(windowed.folder), str(other), "--dtype", "float32"]) == 0
-    assert "120" in capsys.readouterr().out
+    pytest.importorskip("pyarrow.parquet").write_table(arrow.read_json(rows), other)
+    assert run_mismatch([str(windowed.folder), str(other), "--dtype", "float32", "--exact"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "rollouts, tokens 4, 120 " in shown
+    assert "logits of all tokens, every row: largest 0 " in shown
+    assert "\x1b" not in shown
 
 
 def test_the_page_has_a_cell_for_each_op_and_layer(windowed: Pair) -> None:
@@ -81,14 +79,13 @@ def test_the_page_has_a_cell_for_each_op_and_layer(windowed: Pair) -> None:
         found = compare(model, windowed.engine, windowed.sampled)
     html = mismatch_page(found, "a/model").decode()
     charts = [part.split("</script>")[0] for part in html.split('type="application/json">')[1:]]
-    heat, ratios = map(json.loads, charts)
+    [heat] = map(json.loads, charts)
     explained, unexplained = heat["cells"]
     assert len(explained["points"]) + len(unexplained["points"]) == len(found.ops)
     [[column, row, tip, opacity]] = unexplained["points"]
     assert (heat["x"]["names"][column], heat["y"]["names"][row]) == ("0", "self_attn.attention")
     assert "rounding explains" in tip
     assert opacity == 1
-    assert sum(point[1] for point in ratios["lines"][0]["points"]) == found.tokens
     assert "mask: layers.0.self_attn.attention differs by" in html
 
 
@@ -97,10 +94,14 @@ def test_the_page_has_a_cell_for_each_op_and_layer(windowed: Pair) -> None:
     [
         ({"prompt_ids": []}, r"rollouts\[0\].prompt_ids=\[\]: is missing: write it with output"),
         ({"token_ids": []}, r"rollouts\[0\].token_ids=\[\]: must have a token"),
+        ({"token_ids": [97]}, r"rollouts\[0\]=97: tokens must be integers in \[0, 97\)"),
+        ({"prompt_ids": ["a"]}, r"rollouts\[0\]='a': tokens must be integers"),
+        ({"prompt_ids": [1] * 512}, r"rollouts\[0\]=513: tokens must fit the context of 512"),
+        ({"logprobs": [0.0, 0.0]}, r"rollouts\[0\].logprobs=2: values must be as many as the 1"),
         (None, r"rollouts=\[\]: must have at least one rollout"),
     ],
 )
-def test_rollouts_without_tokens_are_refused(windowed: Pair, change, message) -> None:
+def test_rollouts_with_other_values_are_refused(windowed: Pair, change, message) -> None:
     row = {"prompt_ids": [1], "token_ids": [2]}
     with pytest.raises(InvalidInputError, match=message):
         compare(windowed.model(), windowed.engine, [] if change is None else [row | change])
@@ -114,9 +115,15 @@ def test_other_faults_of_the_input_are_refused(windowed: Pair, tmp_path: Path) -
         compare(model, windowed.engine, rows, left_padding=-1)
     with pytest.raises(InvalidInputError, match="model='Embedding': must be a transformers"):
         compare(model.model.embed_tokens, windowed.engine, rows)
+    with pytest.raises(InvalidInputError, match="model='Qwen3Model': must be a transformers"):
+        compare(model.model, windowed.engine, rows)
     bad = tmp_path / "bad.jsonl"
     bad.write_text("[1]\n")
     with pytest.raises(InvalidInputError, match=r"ROLLOUTS=.*is no job's output: a line is no obj"):
         run_mismatch([str(windowed.folder), str(bad)])
     with pytest.raises(InvalidInputError, match="--count=0"):
         run_mismatch([str(windowed.folder), str(bad), "--count", "0"])
+    for given in (bad, tmp_path, tmp_path / "none" / "file"):
+        with pytest.raises(InvalidInputError, match=r"--json=.*must name a file of its own"):
+            run_mismatch([str(windowed.folder), str(bad), "--json", str(given)])
+    assert bad.read_text() == "[1]\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,14 @@ def test_a_suspect_is_logged_and_rounding_is_not(windowed: Pair, caplog) -> None
         found = probe.compare(model, windowed.sampled)
     assert found.suspects[0].cause is Cause.STALE_WEIGHTS
     assert "stale_weights: model.layers.0.mlp.down_proj.weight" in caplog.text
+
+
+def test_a_rollout_without_tokens_is_passed_over(windowed: Pair) -> None:
+    ended = replace(windowed.sampled[0], token_ids=[], logprobs=[], weight_versions=[])
+    model = windowed.model()
+    for rollouts, num_tokens in (([], 0), ([ended], 0), ([ended, *windowed.sampled], 30)):
+        found = PeriodicProbe(windowed.engine, every=1).step(model, rollouts)
+        assert (0 if found is None else found.tokens) == num_tokens
 
 
 @pytest.mark.parametrize("options", [{"every": 0}, {"max_share": 2.0}])
