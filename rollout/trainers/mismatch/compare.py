@@ -120,16 +120,16 @@ class _Comparison:
             raise InvalidInputError(f"{where}.prompt_ids", prompt, remedy)
         if not output:
             raise InvalidInputError(f"{where}.token_ids", output, "must have a token")
-        vocab_size = min(self._own.spec.vocab_size, self.target.config.vocab_size)
+        config = self.target.config.get_text_config()
+        vocab_size = min(self._own.spec.vocab_size, config.vocab_size)
         for token in prompt + output:
             if not (isinstance(token, int) and 0 <= token < vocab_size):
                 raise InvalidInputError(
                     where, token, f"tokens must be integers in [0, {vocab_size})"
                 )
-        most = self._engine.worker.max_context_len
-        if len(prompt) + len(output) > most:
-            size = len(prompt) + len(output)
-            raise InvalidInputError(where, size, f"tokens must fit the context of {most}")
+        size, max_size = len(prompt) + len(output), self._engine.worker.max_context_len
+        if size > max_size:
+            raise InvalidInputError(where, size, f"tokens must fit the context of {max_size}")
         for name, of_tokens in (("logprobs", logprobs), ("weight_versions", versions)):
             if len(of_tokens) not in (0, len(output)):
                 remedy = f"values must be as many as the {len(output)} tokens"
