@@ -160,6 +160,7 @@ class _Comparison:
 
         score = self._engine.score_with_extras
         self._tokens.engine += score(prompt, output, self._params, observe)[0]
+        self._tokens.positions += range(len(output))
 
     def _logits(self, rows_R: torch.Tensor, probe: OpProbe | None) -> torch.Tensor:
         if probe is None:

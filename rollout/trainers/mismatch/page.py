@@ -1,11 +1,15 @@
-"""A mismatch as one HTML page: figures, suspects, and a heat map of layers and ops."""
+"""A mismatch as one HTML page: figures, suspects, a heat map of layers and ops, the ratios, and the
+differences by position."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from rollout.report.page import render_page
-from rollout.report.panels import Chart, Panel
+from rollout.report.panels import Chart, Panel, make_line, make_panel
 from rollout.report.verdict import Verdict
 from rollout.trainers.mismatch.result import Mismatch, OpDifference
 from rollout.trainers.mismatch.table import figures, verdicts
@@ -16,7 +20,7 @@ def mismatch_page(found: Mismatch, subtitle: str = "") -> bytes:
     sentence, *others = (f"{cause}: {text}" for cause, text in verdicts(found))
     return render_page(
         "Trainer against engine",
-        [_heat_map(found)],
+        [_heat_map(found), _tokens(found)],
         subtitle=subtitle,
         notes=[*others, *found.notes],
         verdicts=[Verdict("", "", sentence, list(figures(found)), [])],
@@ -49,3 +53,32 @@ def _opacity(op: OpDifference) -> float:
     """0.06 for no difference, 0.5 where rounding ends, 1 at a hundred times that."""
     size = 0.5 + math.log10(op.difference / op.rounding) / 4 if op.difference else 0.06
     return round(min(max(size, 0.06), 1.0), 2)
+
+
+def _tokens(found: Mismatch) -> Chart:
+    ratios, counts = zip(*found.ratios, strict=True)
+    spreads = found.by_position.values()
+    panels = [
+        _panel("tokens by ratio of probabilities", {"tokens": counts}, ratios, "ratio"),
+        _panel(
+            "difference of logprobs by position",
+            {"mean": [each.mean for each in spreads], "largest": [each.max for each in spreads]},
+            list(found.by_position),
+            "position in the output",
+        ),
+    ]
+    caption = (
+        "A ratio is the trainer's probability over the rollout's; the outer bins have the rest."
+    )
+    return Chart("tokens", "Tokens", caption, panels)
+
+
+def _panel(
+    caption: str, lines: Mapping[str, Sequence[float]], x: Sequence[float], x_label: str
+) -> Panel:
+    drawn = [
+        make_line(name, np.array(x, dtype=float), np.array(values, dtype=float), series, dots=True)
+        for series, (name, values) in enumerate(lines.items())
+    ]
+    axis = {"from": x[0], "to": x[-1] if len(x) > 1 else x[0] + 1}
+    return make_panel(caption, lines=drawn, xLabel=x_label, x=axis)

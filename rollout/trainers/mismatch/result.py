@@ -83,11 +83,13 @@ class Mismatch:
     max_logit_difference: float  # over the whole vocabulary and every row
     engine_difference: float  # largest, engine against the rollout's logprobs of this version
     ratio: Spread  # probability by the trainer over the rollout's, or the engine's without one
+    ratios: list[tuple[float, int]]  # middle of a bin and its tokens; the outer ones have the rest
     outside: float  # share of ratios outside 0.8 to 1.2
     divergence: Spread  # KL(engine || trainer) over the whole vocabulary, in nats
     entropy: tuple[float, float]  # mean, of trainer and engine
     flips: float  # share of rows whose most likely token differs
     by_version: dict[int, Spread]  # of |trainer - engine|, logprobs
+    by_position: dict[int, Spread]  # the same, by the first position of a range in the output
     ops: list[OpDifference]  # the largest in units of its rounding first
     suspects: list[Suspect]  # the likeliest first; none: nothing beyond float32's rounding
     seconds: float

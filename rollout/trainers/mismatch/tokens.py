@@ -17,6 +17,8 @@ from rollout.trainers.mismatch.result import Spread
 
 _BLOCK_BYTES = 1 << 25  # of one float32 copy of a block's logits; about six are held at a time
 _MAX_OWN_ROWS = 32
+_NUM_RANGES = 8  # of positions
+_NUM_BINS, _LOW, _HIGH = 24, 0.7, 1.3  # of ratios
 
 
 def rows_per_block(vocab_size: int) -> int:
@@ -34,6 +36,7 @@ class TokenDifferences:
     engine: list[float] = field(default_factory=list)
     recorded: list[float] = field(default_factory=list)  # the rollout's; NaN: it has none
     versions: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)  # in the output
     divergences: list[float] = field(default_factory=list)
     entropies: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
     flips: int = 0
@@ -83,6 +86,7 @@ class TokenDifferences:
         trainer_N, engine_N, recorded_N = map(_doubles, (self.trainer, self.engine, self.recorded))
         apart_N, own_N = (trainer_N - engine_N).abs(), self.own_differences()
         ratios_N = (trainer_N - torch.where(recorded_N.isnan(), engine_N, recorded_N)).exp()
+        size = math.ceil((max(self.positions) + 1) / _NUM_RANGES)
         return {
             "tokens": len(apart_N),
             "max_difference": apart_N.max().item(),
@@ -90,15 +94,26 @@ class TokenDifferences:
             "max_logit_difference": self.max_logit_difference,
             "engine_difference": own_N.abs().max().item() if len(own_N) else 0.0,
             "ratio": _spread(ratios_N),
+            "ratios": _histogram(ratios_N),
             "outside": ((ratios_N < 0.8) | (ratios_N > 1.2)).double().mean().item(),
             "divergence": _spread(_doubles(self.divergences)),
             "entropy": tuple(_doubles(each).mean().item() for each in self.entropies),
             "flips": self.flips / len(apart_N),
-            "by_version": {
-                version: _spread(apart_N[torch.tensor(self.versions) == version])
-                for version in sorted(set(self.versions))
-            },
+            "by_version": _by(self.versions, apart_N),
+            "by_position": _by([each // size * size for each in self.positions], apart_N),
         }
+
+
+def _by(keys: Sequence[int], values_N: torch.Tensor) -> dict[int, Spread]:
+    keys_N = torch.tensor(keys)
+    return {key: _spread(values_N[keys_N == key]) for key in sorted(set(keys))}
+
+
+def _histogram(ratios_N: torch.Tensor) -> list[tuple[float, int]]:
+    width = (_HIGH - _LOW) / _NUM_BINS
+    bins_N = ((ratios_N.nan_to_num(_HIGH) - _LOW) / width).clamp(0, _NUM_BINS - 1).long()
+    counts = torch.bincount(bins_N, minlength=_NUM_BINS).tolist()
+    return [(_LOW + (bin + 0.5) * width, count) for bin, count in enumerate(counts)]
 
 
 def _spread(values_N: torch.Tensor) -> Spread:

@@ -79,7 +79,10 @@ def test_the_page_has_a_cell_for_each_op_and_layer(windowed: Pair) -> None:
         found = compare(model, windowed.engine, windowed.sampled)
     html = mismatch_page(found, "a/model").decode()
     charts = [part.split("</script>")[0] for part in html.split('type="application/json">')[1:]]
-    [heat] = map(json.loads, charts)
+    heat, ratios, positions = map(json.loads, charts)
+    [counts], (means, largest) = ratios["lines"], positions["lines"]
+    assert sum(count for _, count in counts["points"]) == found.tokens
+    assert len(means["points"]) == len(largest["points"]) == len(found.by_position)
     explained, unexplained = heat["cells"]
     assert len(explained["points"]) + len(unexplained["points"]) == len(found.ops)
     [[column, row, tip, opacity]] = unexplained["points"]

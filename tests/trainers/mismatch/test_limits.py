@@ -90,6 +90,8 @@ def test_chunks_of_a_prompt_versions_and_missing_logprobs(windowed: Pair) -> Non
     first.logprobs[:15], first.weight_versions[:15] = [-9.0] * 15, [-1] * 15
     found = compare(windowed.model(), windowed.engine, [first, row])
     assert {version: each.tokens for version, each in found.by_version.items()} == {-1: 15, 0: 7}
+    assert sum(each.tokens for each in found.by_position.values()) == 22
+    assert list(found.by_position) == sorted(found.by_position)
     assert (found.suspects, found.engine_difference) == ([], 0)
 
 
