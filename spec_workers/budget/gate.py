@@ -10,12 +10,14 @@ _LIMIT = 2.0  # plain steps of a batch of one that drafts may lose; of more, les
 _CREDIT = 2.0  # limits that gains may make up for
 _FIRST_INTERVAL = 32  # steps
 _LAST_INTERVAL = 512  # steps, that fruitless probes double it to
-_MAX_SHARE = 0.005  # of the time may be lost to probes
+_MAX_SHARE = 0.005  # of the time may be lost to probes, beside what drafts have gained
+_FIRST_BALANCE, _MAX_BALANCE = 2.0, 10.0  # limits that probes may lose: at first, after gains
 
 
 class Gate:
     """Closes when the cumulative sum of what drafting gained falls below a limit (CUSUM, Page
-    1954), and opens again to probe, after intervals that double while probes are fruitless.
+    1954), and opens again to probe, after intervals that double while probes are fruitless. What
+    drafts have gained before, probes may lose first: texts differ, and the next may pay.
 
     Batches of one octave of requests are judged by themselves: a group of rollouts ends narrow, and
     the next begins wide.
@@ -41,8 +43,7 @@ class Gate:
 
     def skip(self, width: int) -> None:
         """Count a step of ``width`` sampling requests with the gate closed."""
-        gate = self._of(width)
-        gate.closed_for = max(0, gate.closed_for - 1)
+        self._of(width).skip()
 
     def change_policy(self) -> None:
         """Probe again before long: drafts that did not pay may pay with other weights."""
@@ -67,14 +68,25 @@ class _OctaveGate:
         self.closed_for = 0  # steps until it opens; 0: open
         self.interval = _FIRST_INTERVAL  # when it closes next
         self.sum = 0.0  # plain steps gained since it opened
+        self._balance = _FIRST_BALANCE * self._limit  # plain steps that probes may lose
+
+    def skip(self) -> None:
+        if self.closed_for:
+            self.closed_for -= 1
+            self._add(_MAX_SHARE)
 
     def observe(self, gained: float) -> None:
         if self.closed_for:
             return  # the step was launched before the gate closed
         self.sum += gained - _MIN_GAIN
+        self._add(gained - _MIN_GAIN)
         if self.sum >= _CREDIT * self._limit:
             self.sum, self.interval = _CREDIT * self._limit, _FIRST_INTERVAL
         if self.sum < -self._limit:
-            self.closed_for = max(self.interval, int(-self.sum / _MAX_SHARE))
-            self.interval = min(2 * self.interval, _LAST_INTERVAL)
+            self.closed_for = max(self.interval, int(-self._balance / _MAX_SHARE))
+            if self._balance < self._limit:
+                self.interval = min(2 * self.interval, _LAST_INTERVAL)
             self.sum = 0.0
+
+    def _add(self, plain_steps: float) -> None:
+        self._balance = min(self._balance + plain_steps, _MAX_BALANCE * self._limit)
