@@ -298,17 +298,28 @@ class RolloutEngine(UpdateCalls):
         prompt_ids: Sequence[int],
         output_ids: Sequence[int],
         params: SamplingParams | None = None,
-        observe: Callable[[torch.Tensor], object] | None = None,
     ) -> tuple[list[float], TokenExtras]:
         """`score`, with the other numbers ``params`` asks for (entropy, raw logprobs, ...).
-
-        ``observe``: called on rank 0 with the logits [R, V] of the output's rows, in the model's
-        dtype and in order, block by block; each is gone after the call.
 
         Where this rank's call is refused, others in lockstep with it are served all the same.
         """
         score = self.generation.score_with_extras
-        return self.led(partial(score, prompt_ids, output_ids, params, observe))
+        return self.led(partial(score, prompt_ids, output_ids, params))
+
+    def score_with_logits(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        observe: Callable[[torch.Tensor], object],
+        params: SamplingParams | None = None,
+    ) -> list[float]:
+        """`score`, which also shows logits.
+
+        ``observe``: called on rank 0 with the logits [R, V] of the output's rows, in the model's
+        dtype and in order, block by block; each is gone after the call.
+        """
+        score = self.generation.score_with_extras
+        return self.led(partial(score, prompt_ids, output_ids, params, observe))[0]
 
     # One step at a time, for servers
 

@@ -158,8 +158,8 @@ class _Comparison:
                 self._tokens.add_block(trainer_RV, engine_RV, *given)
                 done = part.stop
 
-        score = self._engine.score_with_extras
-        self._tokens.engine += score(prompt, output, self._params, observe)[0]
+        score = self._engine.score_with_logits
+        self._tokens.engine += score(prompt, output, observe, self._params)
         self._tokens.positions += range(len(output))
 
     def _logits(self, rows_R: torch.Tensor, probe: OpProbe | None) -> torch.Tensor:

@@ -58,7 +58,11 @@ def test_too_few_pairs_say_nothing():
 
 
 def test_two_engines_step_in_turns_and_change_sides(tiny_model_path):
-    engines = [RolloutEngine.from_pretrained(str(tiny_model_path), "ngram") for _ in range(2)]
+    options = {"budget": "fixed"}  # drafts on a busy machine too
+    engines = [
+        RolloutEngine.from_pretrained(str(tiny_model_path), "ngram", spec_options=options)
+        for _ in range(2)
+    ]
     steps: list[tuple[int, bool]] = []
     for index, engine in enumerate(engines):
 
