@@ -306,6 +306,7 @@ class RolloutEngine(UpdateCalls):
         score = self.generation.score_with_extras
         return self.led(partial(score, prompt_ids, output_ids, params))
 
+    @exclusive
     def score_with_logits(
         self,
         prompt_ids: Sequence[int],
