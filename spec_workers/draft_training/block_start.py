@@ -52,9 +52,10 @@ def begin_with_copies(
          _TOKEN_SCALE * scale / tokens_NE.square().mean().sqrt()),
     )  # fmt: skip
     for heads, rows_NE, factors_E, distance, size in parts:
-        main_XE = _main_coordinates(rows_NE / factors_E, len(heads) * width)
+        inverse_E = torch.where(factors_E == 0, 0, 1 / factors_E)
+        main_XE = _main_coordinates(rows_NE * inverse_E, len(heads) * width)
         copied = slice(heads.start * width, heads.start * width + len(main_XE))
-        attention.v_proj.weight[copied] = main_XE / factors_E
+        attention.v_proj.weight[copied] = main_XE * inverse_E
         attention.o_proj.weight[:, copied] = size * main_XE.T
         channels, repeats = slice(heads.start * width, heads.stop * width), (len(heads), 1)
         key_C1, query_C1 = (each[:, None] for each in _position(attention.cos_sin_PC, distance))

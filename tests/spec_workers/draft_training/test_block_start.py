@@ -25,6 +25,8 @@ def test_the_first_mask_begins_as_a_copy_of_the_last_rows(tmp_path):
     features_NF = torch.randn(3000, 3 * HIDDEN, generator=torch.manual_seed(0))
     features_NF[:, ::2] += 2
     features_NF[:, 1::2] -= 2
+    with torch.no_grad():
+        draft.hidden_norm.weight[3] = 0  # some models' norms leave a coordinate out
     begin_with_copies(draft, torch.arange(3000) % VOCAB, features_NF)
 
     layer, context = draft.layers[0], torch.arange(CONTEXT)
