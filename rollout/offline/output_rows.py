@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from types import GenericAlias
 from typing import Annotated, Any
@@ -153,6 +153,40 @@ def read_json_rows(path: Path, offsets: Iterable[int]) -> Iterator[dict[str, Any
                 yield json.loads(file.readline())
             except ValueError as error:
                 raise OutputError(f"{path} was changed at byte {offset}: {error}") from None
+
+
+def job_rows(path: Path, field: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a job's output, JSONL or Parquet, each with where it stands.
+
+    Raises InvalidInputError naming ``field`` for a file that cannot be read and a row that is none.
+    """
+    try:
+        if path.suffix == ".parquet":
+            _, parquet = import_pyarrow(field, path)
+            with parquet.ParquetFile(path) as file:
+                batches = (batch.to_pylist() for batch in file.iter_batches(_ROWS_PER_GROUP))
+                for number, row in enumerate(chain.from_iterable(batches), start=1):
+                    yield f"{path}, row {number}", row
+            return
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    where = f"{path}, line {number}"
+                    yield where, _object_of(line, where, field)
+    except UnicodeDecodeError:
+        raise InvalidInputError(field, str(path), "is not JSONL text") from None
+    except OSError as error:
+        raise InvalidInputError(field, str(path), f"cannot be read: {error.strerror}") from None
+
+
+def _object_of(line: str, where: str, field: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise InvalidInputError(field, where, f"is not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise InvalidInputError(field, where, "is no JSON object, as a job's rows are")
+    return row
 
 
 def import_pyarrow(field: str, path: str | Path) -> tuple[Any, Any]:

@@ -5,15 +5,16 @@ Legend: L tokens of a sequence, N = L - 1 rows of features, F feature columns.
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from rollout.errors import InvalidInputError
+from rollout.offline.output_rows import job_rows
 
 SHORTEST = 3  # tokens: a row, the token that follows it, and the one to predict
 
@@ -47,7 +48,7 @@ class TrainingSequence:
 def read_rollouts(
     paths: Sequence[Path], vocab_size: int, max_len: int, field: str = "rollouts"
 ) -> list[TokenSequence]:
-    """The rollouts of offline jobs' JSONL files, in file order, cut to ``max_len`` tokens.
+    """The rollouts of offline jobs' output files, in file order, cut to ``max_len`` tokens.
 
     Rollouts too short to train on are left out. Raises InvalidInputError naming ``field`` if a file
     cannot be read, a row lacks its tokens, or a token is outside the vocabulary.
@@ -55,7 +56,7 @@ def read_rollouts(
     found: list[TokenSequence] = []
     num_rows = 0
     for path in paths:
-        for where, row in _rows(path, field):
+        for where, row in job_rows(path, field):
             num_rows += 1
             prompt_ids, token_ids = (_tokens(row, name, where, field) for name in _COLUMNS)
             if not prompt_ids:
@@ -99,27 +100,8 @@ def split_by_prompt(
 _COLUMNS = ("prompt_ids", "token_ids")
 
 
-def _rows(path: Path, field: str) -> Iterator[tuple[str, dict]]:
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    raise InvalidInputError(
-                        field, f"{path}, line {number}", f"is not JSON: {error}"
-                    ) from None
-                yield f"{path}, line {number}", row
-    except UnicodeDecodeError:
-        raise InvalidInputError(field, str(path), "is not JSONL text") from None
-    except OSError as error:
-        raise InvalidInputError(field, str(path), f"cannot be read: {error.strerror}") from None
-
-
-def _tokens(row: object, column: str, where: str, field: str) -> list[int]:
-    tokens = row.get(column) if isinstance(row, dict) else None
+def _tokens(row: dict[str, Any], column: str, where: str, field: str) -> list[int]:
+    tokens = row.get(column)
     if tokens is None:
         raise InvalidInputError(
             field, where, f"has no {column}; the job writes them with output.prompt_ids=true"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from itertools import islice
 from pathlib import Path
@@ -17,7 +17,7 @@ from rollout.engine.durable_files import whole_file
 from rollout.engine.engine import RolloutEngine
 from rollout.errors import InvalidInputError
 from rollout.hub import model_folder
-from rollout.offline.output_rows import import_pyarrow
+from rollout.offline.output_rows import job_rows
 from rollout.report.log_reader import read_log
 from rollout.report.page import save_page
 from rollout.trainers.exact import exact_forward
@@ -61,7 +61,7 @@ def run_mismatch(arguments: Sequence[str]) -> int:
         if path is not None and not _may_be_written(path, given.rollouts):
             remedy = "must name a file of its own, in a folder that exists"
             raise InvalidInputError(flag, str(path), remedy)
-    rows = list(islice(_rows(given.rollouts), given.count))
+    rows = [row for _, row in islice(job_rows(given.rollouts, "ROLLOUTS"), given.count)]
     temperature = _temperature(given.rollouts) if given.temperature is None else given.temperature
     folder = model_folder(given.model, "MODEL")
     with closing(RolloutEngine.from_pretrained(folder, "none", dtype=given.dtype)) as engine:
@@ -98,25 +98,6 @@ def _trainer(folder: str, given: argparse.Namespace, engine: RolloutEngine) -> A
     except (OSError, ValueError, ImportError, AttributeError) as error:
         raise InvalidInputError("MODEL", folder, f"transformers cannot open it: {error}") from None
     return model.to(engine.worker.model_device)
-
-
-def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Rows of a job's output. Raises InvalidInputError for another file."""
-    try:
-        if path.suffix == ".parquet":
-            _, parquet = import_pyarrow("ROLLOUTS", path)
-            with parquet.ParquetFile(path) as file:
-                for batch in file.iter_batches(64):
-                    yield from batch.to_pylist()
-            return
-        with path.open(encoding="utf-8") as lines:
-            for row in map(json.loads, lines):
-                if not isinstance(row, dict):
-                    raise ValueError("a line is no object")
-                yield row
-    except (OSError, ValueError) as error:
-        remedy = f"is no job's output: {error}"
-        raise InvalidInputError("ROLLOUTS", str(path), remedy) from None
 
 
 def _temperature(rollouts: Path) -> float:

@@ -117,7 +117,7 @@ def test_wrong_options_are_named_before_anything_is_loaded(
 def test_rollouts_that_cannot_be_used_are_refused(target_path, tmp_path, capsys):
     path, output = tmp_path / "rows.jsonl", tmp_path / "draft"
     for content, says in (
-        (b"[1, 2]", "has no prompt_ids"),
+        (b"[1, 2]", "line 1': is no JSON object"),
         (b'{"token_ids": [1, 2]}', "output.prompt_ids=true"),
         (b'{"prompt_ids": [1], "token_ids": "no"}', "token_ids must be a list"),
         (b'{"prompt_ids": [1], "token_ids": [99, 1]}', "vocabulary ends at 11"),
