@@ -122,7 +122,7 @@ def test_other_faults_of_the_input_are_refused(windowed: Pair, tmp_path: Path) -
         compare(model.model, windowed.engine, rows)
     bad = tmp_path / "bad.jsonl"
     bad.write_text("[1]\n")
-    with pytest.raises(InvalidInputError, match="ROLLOUTS=.*line 1.: is no JSON object"):
+    with pytest.raises(InvalidInputError, match=r"ROLLOUTS=.*line 1.: is no JSON object"):
         run_mismatch([str(windowed.folder), str(bad)])
     with pytest.raises(InvalidInputError, match="--count=0"):
         run_mismatch([str(windowed.folder), str(bad), "--count", "0"])
