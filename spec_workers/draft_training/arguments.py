@@ -40,7 +40,7 @@ def train_draft_parser() -> argparse.ArgumentParser:
         metavar="FOLDER")  # fmt: skip
     add(
         "--rollouts",
-        "JSONL files of the offline job, written with output.prompt_ids=true",
+        "outputs of the offline job, written with output.prompt_ids=true",
         type=Path,
         nargs="+",
         required=True,

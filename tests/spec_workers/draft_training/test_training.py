@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,6 +18,7 @@ from spec_workers.draft_training.packed_rows import PackedRows
 from spec_workers.draft_training.sequences import (
     TokenSequence,
     TrainingSequence,
+    read_rollouts,
     split_by_prompt,
 )
 from spec_workers.draft_training.target_features import TargetFeatures
@@ -32,6 +35,19 @@ from tests.helpers.draft_training import DRAFT_VOCAB, VOCAB, computed, make_draf
 from tests.helpers.plain_eagle import PlainEagle3
 
 CPU = torch.device("cpu")
+
+
+def test_rollouts_are_read_from_parquet_too(rollouts_path, rollouts, tmp_path):
+    rows = [json.loads(line) for line in rollouts_path.read_text().splitlines()]
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pytest.importorskip("pyarrow").Table.from_pylist(rows)
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    found = read_rollouts([tmp_path / "rows.parquet"], VOCAB, 512)
+    assert [each.prompt for each in found] == [each.prompt for each in rollouts]
+    assert all(
+        torch.equal(one.token_ids_L, other.token_ids_L)
+        for one, other in zip(found, rollouts, strict=True)
+    )
 
 
 def unroll(draft, rows, num_steps):
