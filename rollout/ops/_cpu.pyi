@@ -331,6 +331,78 @@ def gated_delta_rule(
     out: int,
     threads: int,
 ) -> None: ...
+def guesses(
+    dtype: int,
+    logits: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    trees: int,
+    levels: int,
+    level: int,
+    temperature: int,
+    near: int,
+    uniforms: int,
+    levels_per_tree: int,
+    ratios: int,
+    token_ids: int,
+    candidates: int,
+    children: int,
+    near_share: float,
+    tokens: int,
+    probs: int,
+    threads: int,
+) -> None: ...
+
+class TreeGrowth:
+    """Draft trees that grow in arrays, which it borrows."""
+
+    def __init__(
+        self,
+        trees: int,
+        width: int,
+        candidates: int,
+        nodes: int,
+        sizes: int,
+        depths: int,
+        floor: int,
+        tokens: int,
+        probs: int,
+        node_tokens: int,
+        node_parents: int,
+        node_masks: int,
+        is_node: int,
+        node_candidates: int,
+        row_probs: int,
+        is_row: int,
+    ) -> None: ...
+
+def add_children(
+    growth: TreeGrowth,
+    level: int,
+    tokens: int,
+    token_strides: Sequence[int],
+    probs: int,
+    prob_strides: Sequence[int],
+) -> None: ...
+def expand_trees(growth: TreeGrowth, level: int) -> None: ...
+def choose_nodes(
+    width: int,
+    candidates: Sequence[int],
+    nodes: int,
+    tokens: int,
+    token_stride: int,
+    probs: int,
+    prob_stride: int,
+    node_candidates: int,
+    node_stride: int,
+    sizes: int,
+    offsets: int,
+    chosen_tokens: int,
+    parents: int,
+    depths: int,
+    masks: int,
+    chosen_probs: int,
+) -> None: ...
 
 class Recording:
     """

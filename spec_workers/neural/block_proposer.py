@@ -2,12 +2,14 @@
 
 A block gives each position's distribution whatever the positions before hold, so all nodes of a
 level have the same children, and a node is worth the product of its path's probabilities. The most
-probable nodes make the tree, as of other neural drafts (`tree_growth.py`).
+probable nodes make the tree, as of other neural drafts (`rollout.ops.tree_growth`).
 
 Legend: P trees and padding, L levels, B rows of a block, T = P * B rows, W children, E hidden.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -15,8 +17,8 @@ from numpy.typing import NDArray
 
 from rollout.memory.slots import NULL_SLOT
 from rollout.ops.paged_attention import AttentionPlan
+from rollout.ops.tree_growth import TreeGrowth
 from spec_workers.neural.guesses import Tensors
-from spec_workers.neural.tree_growth import TreeGrowth
 from spec_workers.neural.tree_proposer import Shape, TreeProposer, TreesToGrow, padded
 
 
@@ -25,27 +27,42 @@ class BlockProposer(TreeProposer):
 
     def _inputs(self, wanted: TreesToGrow, padding: int) -> dict[str, NDArray]:
         runner, block = self._levels.first, 1 + self._num_steps
-        kv = runner.kv
-        trees, real = len(wanted.rows_G) + padding, len(wanted.rows_G) * block
+        kv, real = runner.kv, len(wanted.rows_G)
+        trees = real + padding
         tokens_GB = np.full((trees, block), runner.model.spec.mask_token_id)
         for tree, b in enumerate(wanted.entries_G):
             entry = wanted.batch.entries[b]
             tokens_GB[tree, 0] = entry.request.tokens[entry.end - 1]
         ends_G = padded(wanted.ends_G, padding)
         limit = kv.table.shape[1] - 1  # guesses beyond the context are never verified
-        slots_GB = kv.first_scratch + np.arange(real).reshape(-1, block)
-        slots_GB = np.pad(slots_GB, ((0, padding), (0, 0)), constant_values=NULL_SLOT)
-        offsets_T1 = np.minimum(np.arange(trees * block + 1), real)
+        positions_GB = (ends_G[:, None] - 1 + np.arange(block)).clip(0, limit)
         starts_G = padded(np.maximum(kv.lens_Q[wanted.rows_G] - 1, 0), padding)
+        levels = self._num_levels(self._shape(wanted, trees))
+        return {
+            **super()._inputs(wanted, padding),
+            **self._fixed(trees, real),
+            "guess_trees": np.repeat(np.arange(trees), levels),
+            "guess_levels": np.tile(np.arange(levels), trees),
+            "block_ids": tokens_GB.reshape(-1),
+            "block_positions": positions_GB.reshape(-1),
+            "block_rows": np.repeat(padded(wanted.rows_G, padding), block).astype(np.int32),
+            "block_starts": np.repeat(starts_G, block).astype(np.int32),
+        }
+
+    @lru_cache(maxsize=64)  # noqa: B019
+    def _fixed(self, trees: int, real: int) -> dict[str, NDArray]:
+        """The inputs that depend on the number of trees alone, the ``real`` ones first."""
+        block = 1 + self._num_steps
+        slots_GB = np.full((trees, block), NULL_SLOT)
+        slots_GB[:real] = self._levels.first.kv.first_scratch + np.arange(real * block).reshape(
+            -1, block
+        )
+        offsets_T1 = np.minimum(np.arange(trees * block + 1), real * block)
         # A plan's nodes see earlier ones alone. So each row is an entry of its own, the last node
         # of a chain of all the block's slots.
         chain_B = np.array([(2 << (node + 1)) - 1 for node in range(block)], dtype=np.int64)
-        return super()._inputs(wanted, padding) | {
-            "block_ids": tokens_GB.reshape(-1).astype(np.int64),
-            "block_positions": (ends_G[:, None] - 1 + np.arange(block)).clip(0, limit).reshape(-1),
-            "block_slots": slots_GB.reshape(-1).astype(np.int64),
-            "block_rows": np.repeat(padded(wanted.rows_G, padding), block).astype(np.int32),
-            "block_starts": np.repeat(starts_G, block).astype(np.int32),
+        return {
+            "block_slots": slots_GB.reshape(-1),
             "block_run_lens": np.ones(trees * block, dtype=np.int32),
             "block_offsets": offsets_T1.astype(np.int32),
             "block_node_offsets": (offsets_T1 * block).astype(np.int32),
@@ -53,25 +70,20 @@ class BlockProposer(TreeProposer):
             "block_node_slots": np.repeat(slots_GB, block, axis=0).reshape(-1).astype(np.int32),
         }
 
+    def _num_levels(self, shape: Shape) -> int:
+        return min(shape.levels, self._num_steps)
+
     def _grow(
         self, inputs: Tensors, shape: Shape, token_ms_G: NDArray[np.float64] | None = None
     ) -> Tensors:
-        topk, sizes_P = self._topk, inputs["sizes"]
-        levels = min(shape.levels, self._num_steps)
+        levels = self._num_levels(shape)
         tokens_PLW, probs_PLW = self._children(inputs, shape.trees, levels)
-        growth = TreeGrowth(sizes_P, inputs["depths"], inputs["floor"], topk)
+        growth = TreeGrowth(inputs["sizes"], inputs["depths"], inputs["floor"], self._topk, levels)
         for level in range(levels):
             if level:
                 growth.expand()
-            rows = (-1, topk if level else 1, -1)
-            growth.add(
-                tokens_PLW[:, level, None].expand(rows), probs_PLW[:, level, None].expand(rows)
-            )
-        return {
-            "tokens_GC": growth.tokens_GC.int(),
-            "probs_GC": growth.probs_GC,
-            "candidates_GN": growth.candidates_GN.int(),
-        }
+            growth.add(tokens_PLW[:, level, None], probs_PLW[:, level, None])
+        return growth.results()
 
     def _children(
         self, inputs: Tensors, trees: int, levels: int
@@ -92,8 +104,9 @@ class BlockProposer(TreeProposer):
             inputs["block_ids"], inputs["block_positions"], inputs["block_slots"], plan
         )
         hidden_PLE = hidden_TE.unflatten(0, (trees, 1 + self._num_steps))[:, 1 : 1 + levels]
-        index_R = torch.arange(trees * levels, device=hidden_TE.device)
         logits_RD = runner.logits(hidden_PLE.flatten(0, 1))
-        found = self._guesser.children(logits_RD, inputs, index_R // levels, index_R % levels)
+        found = self._guesser.children(
+            logits_RD, inputs, inputs["guess_trees"], inputs["guess_levels"]
+        )
         tokens_PLW, probs_PLW = (each.unflatten(0, (trees, levels)) for each in found)
         return tokens_PLW, probs_PLW

@@ -53,7 +53,7 @@ class NeuralModels:
             topk=self.topk,
             num_draft_tokens=options.num_draft_tokens,
             lockstep=options.runs_in_lockstep(config),
-            graphs=proposal_graphs(config.memory, self.target),
+            graphs=proposal_graphs(config.memory, self.target, self.networks[0]),
         )
         for runner in drafter.runners:
             self.target.memory_saver.add_kv_pool(runner.kv.pool)

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from rollout.memory.slots import NULL_SLOT
 from rollout.ops.paged_attention import AttentionPlan
+from rollout.ops.tree_growth import TreeNodes
 from spec_workers.neural.draft_runner import DraftRunner, NodeRows
 from spec_workers.neural.draft_state import DraftState
-from spec_workers.neural.tree_growth import TreeNodes
 
 Tensors = dict[str, torch.Tensor]
 
@@ -206,8 +206,9 @@ class DraftLevels:
             run_lens_B=inputs["run_lens"],
             q_offsets_B1=inputs[f"offsets_{level - first // self._topk}"],
             node_offsets_B1=inputs[f"offsets_{level}"],
-            node_masks_N=nodes.masks_GN.flatten(),
-            node_slots_N=slots_PN.flatten().contiguous(),  # a view of one column
+            # Views of one column, else.
+            node_masks_N=nodes.masks_GN.flatten().contiguous(),
+            node_slots_N=slots_PN.flatten().contiguous(),
         )
 
 
@@ -216,7 +217,7 @@ def compact_masks(
 ) -> NDArray[np.uint64]:
     """The masks of the actual nodes, tree after tree, renumbered as if there were no others."""
     if is_node_GN.all():
-        return masks_GN.reshape(-1)
+        return masks_GN.flatten()
     bits_N = np.arange(1, is_node_GN.shape[1] + 1, dtype=np.uint64)
     numbers_GN = is_node_GN.cumsum(axis=1).astype(np.uint64)  # a node's own bit
     sees_GNN = masks_GN[:, :, None] >> bits_N & np.uint64(1)

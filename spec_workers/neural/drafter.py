@@ -185,7 +185,6 @@ class NeuralDrafter:
         inputs_TE = self.runners[0].fuse(features_TF)
         for k, runner in enumerate(self.runners):
             is_last = k + 1 == len(self.runners)
-            stored_BE = self._state.hidden(k, sent["rows"])
             runs = extension.runs
             hidden_TE = runner.extend(runs, inputs_TE, last_alone=is_last)
             any_B = runs.lens_B > 0
@@ -196,10 +195,12 @@ class NeuralDrafter:
                 index["last_rows"] = np.cumsum(runs.lens_B)[any_B] - 1
                 index["sources"] = extension.sources_T
             own = upload(index, self._device)
-            last_BE = hidden_TE if is_last else hidden_TE[own["last_rows"]]
-            self._state.store(k, index["rows"], positions_B, own["rows"], last_BE)
+            last_BE = hidden_TE
             if not is_last:
+                last_BE = hidden_TE[own["last_rows"]]
+                stored_BE = self._state.hidden(k, sent["rows"])  # before it is overwritten
                 inputs_TE = torch.cat([hidden_TE, stored_BE])[own["sources"]]
+            self._state.store(k, index["rows"], positions_B, own["rows"], last_BE)
         self._guesser.learn(step.batch, step.results)
         self._counters["extended"] += len(features_TF)
 

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.ops.tree_growth import TreeGrowth
 from spec_workers.budget.running_mean import MeanByOctave
-from spec_workers.neural.tree_growth import TreeGrowth
 
 _NEW = 0.1  # the weight of the latest share
 _TRIED_EVERY = 64

@@ -15,23 +15,27 @@ import torch
 from numpy.typing import NDArray
 
 from rollout.config import MemoryConfig
+from rollout.models.draft_model import DraftModel
+from rollout.ops import gpu
 from rollout.ops.transfers import download, upload
-from rollout.runner.graphs.capture import CudaCapture
+from rollout.ops.tree_growth import TreeGrowth
+from rollout.runner.graphs.capture import Capture, CudaCapture
 from rollout.runner.graphs.graph_runner import GraphRunner
+from rollout.runner.graphs.host_capture import host_capture
 from rollout.types import Batch
 from spec_workers.neural.draft_levels import DraftLevels
 from spec_workers.neural.guesses import Guesser, Tensors, noise_inputs
 from spec_workers.neural.level_pace import LevelPace
 from spec_workers.neural.proposal import Proposal
-from spec_workers.neural.tree_growth import TreeGrowth
 from spec_workers.target import TargetWorker
 
 
 class Shape(NamedTuple):
-    """The shape of a proposal: all that its launches depend on beside what they read."""
+    """The shape of a proposal: all that its calls depend on beside what they read."""
 
     trees: int  # padded, for a device
     levels: int  # 1: children of the roots alone
+    threads: int  # that calls captured on a CPU hold; 0 on a device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +110,7 @@ class TreeProposer:
 
     def _shape(self, wanted: TreesToGrow, trees: int) -> Shape:
         levels = self._num_steps if self._lockstep else int(wanted.depths_G.max(initial=1))
-        return Shape(trees, levels)
+        return Shape(trees, levels, torch.get_num_threads() if self._on_host else 0)
 
     def _inputs(self, wanted: TreesToGrow, padding: int) -> dict[str, NDArray]:
         requests = [wanted.batch.entries[b].request for b in wanted.entries_G]
@@ -130,10 +134,9 @@ class TreeProposer:
         ``token_ms_G``: of `TreesToGrow`; on the host, levels that do not pay are left out.
         """
         topk, levels, sizes_P = self._topk, self._levels, inputs["sizes"]
-        growth = TreeGrowth(sizes_P, inputs["depths"], inputs["floor"], topk)
+        growth = TreeGrowth(sizes_P, inputs["depths"], inputs["floor"], topk, shape.levels)
         above_PHE = levels.roots(inputs)
         self._guess(growth, 0, above_PHE, sizes_P[:, None] >= 0, inputs)
-        num_run = 0  # nodes, without a last level of none
         for level in range(1, shape.levels):
             if token_ms_G is not None:
                 self._pace.observe(level - 1, growth)
@@ -146,12 +149,7 @@ class TreeProposer:
             with self._pace.timed(shape.trees):
                 hidden_PWE, above_PHE = levels.run(level, nodes, above_PHE, inputs)
                 self._guess(growth, level, hidden_PWE, is_row_PW, inputs)
-            num_run += topk
-        return {
-            "tokens_GC": growth.tokens_GC.int(),
-            "probs_GC": growth.probs_GC,
-            "candidates_GN": growth.candidates_GN[:, :num_run].int(),
-        }
+        return growth.results()
 
     def _guess(
         self,
@@ -189,17 +187,27 @@ def padded_count(count: int) -> int:
     return power // 4 * 3 if power >= 4 and count <= power // 4 * 3 else power
 
 
-def proposal_graphs(config: MemoryConfig, target: TargetWorker) -> GraphRunner | None:
-    """Graphs of proposals; None where nothing is to be captured. They may use what the target's
-    graphs leave of the bound, and are dropped when memory is released."""
+def proposal_graphs(
+    config: MemoryConfig, target: TargetWorker, draft: DraftModel
+) -> GraphRunner | None:
+    """Graphs of a draft's proposals; None where nothing is to be captured: on a CPU only the shapes
+    of blocks are fixed. They may use what the target's graphs leave of the bound, and are dropped
+    when memory is released."""
     device = target.model.device
-    if device.type != "cuda" or not config.graph_bytes or target.ranks.all.size > 1:
+    capture: Capture | None = None
+    if not config.graph_bytes or target.ranks.all.size > 1:
+        return None
+    if device.type == "cuda":
+        capture = CudaCapture(device)
+    elif not gpu.runs_on(device) and draft.spec.block_size > 1:
+        capture = host_capture([*draft.linears(), *target.model.linears()])
+    if capture is None:
         return None
     forwards = None if target.graphs is None else target.graphs.graph_runner
     graphs = GraphRunner(
         "proposals",
         max_bytes=lambda: config.graph_bytes - (0 if forwards is None else forwards.num_bytes),
-        capture=CudaCapture(device),
+        capture=capture,
         device=device,
     )
     target.memory_saver.add_graphs(graphs)

@@ -442,4 +442,5 @@ NB_MODULE(_cpu, m) {
            "Make calls [first, last) again, on whatever their arrays hold now.");
 
   bind_recurrent(m);
+  bind_drafts(m);
 }

@@ -80,4 +80,7 @@ constexpr auto recorded = &Recorded<Op>::call;
 // Ops of recurrent layers and their gates.
 void bind_recurrent(nb::module_& m);
 
+// What neural drafts compute beside their networks.
+void bind_drafts(nb::module_& m);
+
 }  // namespace rollout::binding

@@ -7,6 +7,7 @@
 #include "delta_rule.h"
 #include "gated_mul.h"
 #include "gates.h"
+#include "guesses.h"
 #include "head_matmul.h"
 #include "panel_matmul.h"
 #include "panels.h"
@@ -90,6 +91,10 @@ void entropy(const CategoricalArgs& args, int64_t row) {
   with_type(args.dtype, [&](auto type) { entropy_row<decltype(type)>(args, row); });
 }
 
+void guesses(const GuessArgs& args, int64_t row, void* scratch) {
+  with_type(args.dtype, [&](auto type) { RowGuesses<decltype(type)>(args, row, scratch).run(); });
+}
+
 template <bool kRead>
 void move_panel(const PanelArgs& args, int64_t panel) {
   if (element_bytes(args.dtype) == 4) {
@@ -102,14 +107,9 @@ void move_panel(const PanelArgs& args, int64_t panel) {
 }  // namespace
 
 extern const Kernels kKernels;
-const Kernels kKernels = {rms_norm,         rotary,
-                          gated_mul,        soft_cap,
-                          sigmoid_gate,     delta_gates,
-                          causal_conv,      delta_rule,
-                          attend,           head_matmul,
-                          categorical,      token_logprobs,
-                          entropy,          move_panel<false>,
-                          move_panel<true>, kPanelMatmul,
-                          kTileMatmul};
+const Kernels kKernels = {rms_norm,         rotary,         gated_mul,  soft_cap, sigmoid_gate,
+                          delta_gates,      causal_conv,    delta_rule, attend,   head_matmul,
+                          categorical,      token_logprobs, entropy,    guesses,  move_panel<false>,
+                          move_panel<true>, kPanelMatmul,   kTileMatmul};
 
 }  // namespace rollout::ROLLOUT_ISA

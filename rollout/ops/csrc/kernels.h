@@ -219,6 +219,34 @@ struct CategoricalArgs {
   float* out;       // logprobs or entropies
 };
 
+constexpr int64_t kMaxGuessCandidates = 64;
+
+// The guesses of a draft: see rollout/ops/draft_guesses.
+struct GuessArgs {
+  DType dtype;
+  const void* logits;
+  int64_t row_stride, vocab;
+  const int64_t* trees;   // of each row
+  const int64_t* levels;  // of each row; null: `level` of all
+  int64_t level;
+  const float* temperature;  // of each tree; above 0
+  const float* near;         // of each tree
+  const float* uniforms;     // [trees, levels_per_tree]
+  int64_t levels_per_tree;
+  const float* ratios;       // of each level
+  const int64_t* token_ids;  // the target's tokens; null: the same
+  int64_t candidates, children;
+  float near_share;
+  int64_t* tokens;  // [rows, children]
+  float* probs;     // the same
+};
+
+constexpr int64_t guess_blocks(int64_t vocab) { return (vocab + kVocabBlock - 1) / kVocabBlock; }
+
+constexpr int64_t guess_scratch_bytes(int64_t vocab) {
+  return guess_blocks(vocab) * (8 + kVocabBlock * 4) + 8;
+}
+
 constexpr int64_t kPanelLanes = 64, kTilePanelLanes = 32;
 
 // A weight as oneDNN packs it, in panels of 64 rows, or for tiles, in panels of 32. A panel is
@@ -265,6 +293,7 @@ struct Kernels {
   void (*categorical)(const CategoricalArgs& args, int64_t row, float* block_sums);
   void (*token_logprobs)(const CategoricalArgs& args, int64_t row, float* block_sums);
   void (*entropy)(const CategoricalArgs& args, int64_t row);
+  void (*guesses)(const GuessArgs& args, int64_t row, void* scratch);
   void (*write_panel)(const PanelArgs& args, int64_t panel);
   void (*read_panel)(const PanelArgs& args, int64_t panel);
   // sums: scratch of rows x kPanelLanes floats. Null where the instruction set lacks it.

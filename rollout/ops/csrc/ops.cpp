@@ -228,6 +228,12 @@ void categorical(const CategoricalArgs& args, int64_t rows, int threads) {
   });
 }
 
+void guesses(const GuessArgs& args, int64_t rows, int threads) {
+  const bool small = rows * args.vocab < kParallelElements;
+  parallel_for(rows, small ? 1 : threads, static_cast<size_t>(guess_scratch_bytes(args.vocab)),
+               [&](int64_t row, void* scratch) { kernels().guesses(args, row, scratch); });
+}
+
 void token_logprobs(const CategoricalArgs& args, int64_t rows, int threads) {
   check_indices({args.given_tokens, true}, rows * args.tokens_per_row, args.vocab, "tokens_R", -1);
   parallel_vocab_rows(args, rows, threads, [&](int64_t row, float* block_sums) {

@@ -33,6 +33,7 @@ void head_matmul(const HeadMatmulArgs& args, int threads);
 void causal_conv(const CausalConvArgs& args, int64_t slots, int threads);
 void gated_delta_rule(const DeltaRuleArgs& args, int64_t slots, int threads);
 void categorical(const CategoricalArgs& args, int64_t rows, int threads);
+void guesses(const GuessArgs& args, int64_t rows, int threads);
 void token_logprobs(const CategoricalArgs& args, int64_t rows, int threads);
 void entropy(const CategoricalArgs& args, int64_t rows, int threads);
 void uniforms(const uint64_t* seeds, const uint64_t* positions, int64_t rows, double* out);

@@ -16,13 +16,12 @@ from rollout.config import MemoryConfig
 from rollout.models.causal_lm import CausalLM
 from rollout.models.layers.linear import FEW_ROWS, Linear
 from rollout.ops import gpu
-from rollout.ops.extension import cpu
 from rollout.parallel import RankGroup
 from rollout.runner.batch_layout import StepArrays
 from rollout.runner.graphs.buckets import Bucket, Buckets
 from rollout.runner.graphs.capture import Capture, CudaCapture, Tensors
 from rollout.runner.graphs.graph_runner import GraphRunner
-from rollout.runner.graphs.host_capture import HostCapture
+from rollout.runner.graphs.host_capture import host_capture
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """The results of a forward: hidden states [T, E], features [T, F], routes [T, C]."""
@@ -132,9 +131,8 @@ def graphs_of_model(
         return None
     if capture is None and device.type == "cuda":
         capture = CudaCapture(device)
-    elif on_host and cpu is not None and spec.experts is None:
-        # What experts call depends on the rows they are sent. Calls hold the weights' addresses.
-        capture = HostCapture() if all(linear.writes_in_place for linear in linears) else None
+    elif on_host and spec.experts is None:  # what experts call depends on the rows they are sent
+        capture = host_capture(linears)
     if capture is None or not config.graph_bytes:
         return None
     buckets = Buckets(

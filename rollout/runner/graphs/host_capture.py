@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rollout.models.layers.linear import Linear
 from rollout.ops.extension import cpu
 from rollout.runner.graphs.capture import GraphTooLargeError, Tensors
 
@@ -64,6 +65,14 @@ class HostCapture:
     def reset(self) -> None:
         """Watch for reads again; a graph's memory goes with it."""
         self._reads_nothing = False
+
+
+def host_capture(linears: Sequence[Linear]) -> HostCapture | None:
+    """How functions that multiply with these are captured on a CPU; None where they cannot be: the
+    ops are not compiled, or a weight has no address of its own."""
+    if cpu is None or not all(linear.writes_in_place for linear in linears):
+        return None
+    return HostCapture()
 
 
 class HostGraph:

@@ -8,13 +8,20 @@ import numpy as np
 import pytest
 import torch
 
+from rollout.ops.tree_growth import TreeGrowth
 from spec_workers.neural.level_pace import LevelPace
 from spec_workers.neural.proposal import Proposal
-from spec_workers.neural.tree_growth import TreeGrowth
 from tests.helpers.requests import decode_batch
 from tests.helpers.tree_checks import Path, check_trees, paths_of
 
 Children = Callable[[int, Path], tuple[np.ndarray, np.ndarray]]
+
+
+@pytest.fixture(autouse=True, params=["compiled", "reference"])
+def implementation(request, monkeypatch) -> None:
+    """Each test with either implementation of the op."""
+    if request.param == "reference":
+        monkeypatch.setattr("rollout.ops.tree_growth.native.cpu", None)
 
 
 def some_children(width: int, *, ties: bool = False) -> Children:
@@ -37,7 +44,7 @@ def grow(children, sizes, depths, *, width, floor, steps, padding=0) -> Proposal
     floor_1 = np.array([max(floor, float(np.finfo(np.float32).tiny))], dtype=np.float32)
     sizes_G = np.array([*sizes, *[0] * padding], dtype=np.int64)
     depths_G = np.array([*depths, *[0] * padding], dtype=np.int64)
-    growth = TreeGrowth(*map(torch.from_numpy, (sizes_G, depths_G, floor_1)), width)
+    growth = TreeGrowth(*map(torch.from_numpy, (sizes_G, depths_G, floor_1)), width, steps)
     paths: list[list[Path | None]] = [[()] if g < len(sizes) else [None] for g in range(count)]
     nodes_run: dict[tuple[int, int], Path] = {}
     for level in range(steps):
@@ -157,7 +164,7 @@ def grown(probs_GW: list[list[float]]) -> TreeGrowth:
     probs = torch.tensor(probs_GW)
     count, width = probs.shape
     sizes, depths = torch.full((count,), 8), torch.full((count,), 4)
-    growth = TreeGrowth(sizes, depths, torch.tensor([0.01]), width)
+    growth = TreeGrowth(sizes, depths, torch.tensor([0.01]), width, 2)
     growth.add(torch.zeros(count, 1, width, dtype=torch.int64), probs[:, None])
     return growth
 
