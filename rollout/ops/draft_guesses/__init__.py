@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rollout.ops import gpu
 from rollout.ops.draft_guesses import native, reference
 
 
@@ -44,5 +45,6 @@ def draft_guesses(
         Their probabilities, float32 [R, W]; NaN where logits are.
     """
     count = min(count, logits_RD.shape[1])
-    implementation = native if native.supports(logits_RD) else reference
+    on_device = gpu.runs_on(logits_RD.device)
+    implementation = reference if on_device or not native.supports(logits_RD) else native
     return implementation.draft_guesses(logits_RD, inputs, trees_R, level, token_ids_D, count)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollout.ops import gpu
 from rollout.ops.extension import cpu
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def is_missing() -> bool:
 
 def supports(sizes_G: torch.Tensor) -> bool:
     """Whether the compiled ops grow trees of this device."""
-    return cpu is not None and sizes_G.is_cpu
+    return cpu is not None and not gpu.runs_on(sizes_G.device)
 
 
 class GrowingTrees:
