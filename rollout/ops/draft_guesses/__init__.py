@@ -44,7 +44,9 @@ def draft_guesses(
         Tokens of the target's vocabulary, int64 [R, W].
         Their probabilities, float32 [R, W]; NaN where logits are.
     """
-    count = min(count, logits_RD.shape[1])
-    on_device = gpu.runs_on(logits_RD.device)
-    implementation = reference if on_device or not native.supports(logits_RD) else native
-    return implementation.draft_guesses(logits_RD, inputs, trees_R, level, token_ids_D, count)
+    given = logits_RD, inputs, trees_R, level, token_ids_D, min(count, logits_RD.shape[1])
+    if gpu.runs_on(logits_RD.device):
+        from rollout.ops.draft_guesses import triton
+
+        return triton.draft_guesses(*given)
+    return (native if native.supports(logits_RD) else reference).draft_guesses(*given)

@@ -24,13 +24,7 @@ def draft_guesses(
     token_ids_D: torch.Tensor | None,
     count: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    temperature_R1 = inputs.temperature_P[trees_R][:, None]
-    probs_RD = torch.softmax(logits_RD.float() / temperature_R1, dim=1)
-    # CUDA's scan of one row, unlike that of several, may round differently from call to call.
-    is_alone = probs_RD.is_cuda and len(probs_RD) == 1
-    rows_RD = probs_RD.expand(2, -1) if is_alone else probs_RD
-    ends_RD = rows_RD.cumsum(dim=1)[: len(probs_RD)]
-    probs_RC, index_RC = probs_RD.topk(min(max(CANDIDATES, count), probs_RD.shape[1]), dim=1)
+    probs_RC, index_RC, ends_RD = candidates(logits_RD, inputs, trees_R, count)
     ends_RC = ends_RD.gather(1, index_RC)
 
     noise_R1 = inputs.uniforms_PL[trees_R, level][:, None]
@@ -45,3 +39,18 @@ def draft_guesses(
     if token_ids_D is not None:
         tokens_RW = token_ids_D[tokens_RW]
     return tokens_RW, (probs_RW * inputs.ratios_L[level][..., None]).clamp(max=1)
+
+
+def candidates(
+    logits_RD: torch.Tensor, inputs: GuessInputs, trees_R: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The most probable tokens' probabilities and numbers [R, C], and the sums of all tokens'
+    probabilities up to each, itself included, [R, D]."""
+    temperature_R1 = inputs.temperature_P[trees_R][:, None]
+    probs_RD = torch.softmax(logits_RD.float() / temperature_R1, dim=1)
+    # CUDA's scan of one row, unlike that of several, may round differently from call to call.
+    is_alone = probs_RD.is_cuda and len(probs_RD) == 1
+    rows_RD = probs_RD.expand(2, -1) if is_alone else probs_RD
+    ends_RD = rows_RD.cumsum(dim=1)[: len(probs_RD)]
+    probs_RC, index_RC = probs_RD.topk(min(max(CANDIDATES, count), probs_RD.shape[1]), dim=1)
+    return probs_RC, index_RC, ends_RD

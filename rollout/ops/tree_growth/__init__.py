@@ -14,13 +14,15 @@ tree, I those of the last level, N nodes of a tree that were run or marked.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollout.ops import gpu
 from rollout.ops.tree_growth import native, reference
+from rollout.ops.tree_growth.arrays import TreeArrays
 
 
 class TreeNodes(NamedTuple):
@@ -54,33 +56,9 @@ class TreeGrowth:
             topk: W, children of a node, and nodes of a level that are expanded.
             num_levels: of children that may be added.
         """
-        count, num_nodes = len(sizes_G), topk * (num_levels - 1)
-        num_candidates = topk * (1 + num_nodes)
-
-        def empty(columns: int, dtype: torch.dtype) -> torch.Tensor:
-            return sizes_G.new_empty((count, columns), dtype=dtype)
-
-        self.sizes_G, self.depths_G, self.floor_1, self.topk = sizes_G, depths_G, floor_1, topk
-        self._tokens_GC = empty(num_candidates, torch.int32)
-        self._probs_GC = empty(num_candidates, torch.float32)
-        self._nodes = TreeNodes(
-            tokens_GN=empty(num_nodes, torch.int64),
-            parents_GN=empty(num_nodes, torch.int64),
-            masks_GN=empty(num_nodes, torch.int64),
-            is_node_GN=empty(num_nodes, torch.bool),
-        )
-        self._candidates_GN = empty(num_nodes, torch.int32)
-        # Of the rows whose children come next.
-        self._probs_GW = empty(topk, torch.float32)
-        self._is_row_GW = empty(topk, torch.bool)
+        self._arrays = TreeArrays.of(sizes_G, depths_G, floor_1, topk, num_levels)
         self._level = -1  # of the rows whose children were added last
         self._newest = 0  # level of rows, 0 for roots
-        arrays = (
-            self._tokens_GC, self._probs_GC, self._nodes, self._candidates_GN, self._probs_GW,
-            self._is_row_GW,
-        )  # fmt: skip
-        implementation = native if native.supports(sizes_G) else reference
-        self._arrays = implementation.GrowingTrees(self, *arrays)
 
     def add(self, tokens_GFW: torch.Tensor, probs_GFW: torch.Tensor) -> None:
         """Add the children of the newest level's rows; at first, those of the roots.
@@ -91,15 +69,23 @@ class TreeGrowth:
                 is.
         """
         self._level += 1
-        self._arrays.add(self._level, tokens_GFW, probs_GFW)
+        rows = self._arrays.rows(self._level)
+        tokens_GFW, probs_GFW = (each.expand(-1, rows, -1) for each in (tokens_GFW, probs_GFW))
+        _implementation(probs_GFW.device).add(self._arrays, self._level, tokens_GFW, probs_GFW)
 
     def expand(self) -> TreeNodes:
         """Choose the next level: the most probable candidates that may yet have children in the
         finished tree. Returns all nodes so far, whose last W are the new level."""
+        arrays = self._arrays
         self._newest = self._level + 1
-        self._arrays.expand(self._newest)
-        last = self.topk * self._newest
-        return TreeNodes(*(each[:, :last] for each in self._nodes))
+        _implementation(arrays.probs_GC.device).expand(arrays, self._newest)
+        own = slice(arrays.first_node(self._newest + 1))
+        return TreeNodes(
+            tokens_GN=arrays.node_tokens_GN[:, own],
+            parents_GN=arrays.node_parents_GN[:, own],
+            masks_GN=arrays.node_masks_GN[:, own],
+            is_node_GN=arrays.is_node_GN[:, own],
+        )
 
     def results(self) -> dict[str, torch.Tensor]:
         """The arguments of `choose_nodes` that it grew."""
@@ -109,37 +95,43 @@ class TreeGrowth:
             "candidates_GN": self.candidates_GN,
         }
 
-    def first_candidate(self, level: int) -> int:
-        """The first of the children of a level's rows, 0 for roots."""
-        return 0 if level == 0 else self.topk * (1 + self.topk * (level - 1))
-
     @property
     def tokens_GC(self) -> torch.Tensor:
         """int32, of all candidates so far."""
-        return self._tokens_GC[:, : self.first_candidate(self._level + 1)]
+        return self._arrays.tokens_GC[:, : self._arrays.first_candidate(self._level + 1)]
 
     @property
     def probs_GC(self) -> torch.Tensor:
         """float32, of all candidates so far; below 0: none."""
-        return self._probs_GC[:, : self.first_candidate(self._level + 1)]
+        return self._arrays.probs_GC[:, : self._arrays.first_candidate(self._level + 1)]
 
     @property
     def candidates_GN(self) -> torch.Tensor:
         """int32, the candidates that the nodes were; below 0: none. Of those whose children were
         added."""
-        return self._candidates_GN[:, : self.topk * self._level]
+        return self._arrays.node_candidates_GN[:, : self._arrays.first_node(self._level + 1)]
 
     @property
     def children_GI(self) -> torch.Tensor:
         """The probabilities of the children added last, below 0 of what is no candidate."""
-        return self.probs_GC[:, self.first_candidate(self._level) :]
+        return self.probs_GC[:, self._arrays.first_candidate(self._level) :]
 
     @property
     def rows_GF(self) -> torch.Tensor:
         """The probabilities of the newest rows, 0 of what is none; one F for roots."""
+        arrays = self._arrays
         if not self._newest:
-            return (self.sizes_G[:, None] > 0).float()
-        return self._probs_GW.masked_fill(self._is_row_GW.logical_not(), 0.0)
+            return (arrays.sizes_G[:, None] > 0).float()
+        return arrays.row_probs_GW.masked_fill(arrays.is_row_GW.logical_not(), 0.0)
+
+
+def _implementation(device: torch.device) -> Any:
+    """The module that has `add` and `expand` for tensors of the device."""
+    if gpu.runs_on(device):
+        from rollout.ops.tree_growth import triton
+
+        return triton
+    return reference if native.is_missing() else native
 
 
 class ChosenNodes(NamedTuple):

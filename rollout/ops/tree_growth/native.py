@@ -5,17 +5,14 @@ Legend: see `rollout.ops.tree_growth`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout.ops import gpu
 from rollout.ops.extension import cpu
-
-if TYPE_CHECKING:
-    from rollout.ops.tree_growth import TreeGrowth, TreeNodes
+from rollout.ops.tree_growth.arrays import TreeArrays
 
 
 def is_missing() -> bool:
@@ -23,54 +20,29 @@ def is_missing() -> bool:
     return cpu is None
 
 
-def supports(sizes_G: torch.Tensor) -> bool:
-    """Whether the compiled ops grow trees of this device."""
-    return cpu is not None and not gpu.runs_on(sizes_G.device)
+def add(arrays: TreeArrays, level: int, tokens_GFW: torch.Tensor, probs_GFW: torch.Tensor) -> None:
+    cpu.add_children(
+        _borrowed(arrays),
+        level,
+        tokens_GFW.data_ptr(),
+        tokens_GFW.stride(),
+        probs_GFW.data_ptr(),
+        probs_GFW.stride(),
+    )
 
 
-class GrowingTrees:
-    """The arrays of a `TreeGrowth`, which are written in place."""
+def expand(arrays: TreeArrays, level: int) -> None:
+    cpu.expand_trees(_borrowed(arrays), level)
 
-    def __init__(
-        self,
-        growth: TreeGrowth,
-        tokens_GC: torch.Tensor,
-        probs_GC: torch.Tensor,
-        nodes: TreeNodes,
-        candidates_GN: torch.Tensor,
-        probs_GW: torch.Tensor,
-        is_row_GW: torch.Tensor,
-    ) -> None:
-        arrays = (
-            growth.sizes_G, growth.depths_G, growth.floor_1, tokens_GC, probs_GC, *nodes,
-            candidates_GN, probs_GW, is_row_GW,
-        )  # fmt: skip
-        self._keeps, self._topk = arrays, growth.topk
-        self._growth = cpu.TreeGrowth(
-            len(tokens_GC),
-            growth.topk,
-            tokens_GC.shape[1],
-            candidates_GN.shape[1],
-            *(array.data_ptr() for array in arrays),
-        )
 
-    def add(self, level: int, tokens_GFW: torch.Tensor, probs_GFW: torch.Tensor) -> None:
-        """Add the children of a level's rows, 0 for roots."""
-        rows = self._topk if level else 1
-        tokens_GFW = tokens_GFW.expand(-1, rows, -1)
-        probs_GFW = probs_GFW.expand(-1, rows, -1)
-        cpu.add_children(
-            self._growth,
-            level,
-            tokens_GFW.data_ptr(),
-            tokens_GFW.stride(),
-            probs_GFW.data_ptr(),
-            probs_GFW.stride(),
-        )
-
-    def expand(self, level: int) -> None:
-        """Choose the nodes of a level, 1 for children of the roots."""
-        cpu.expand_trees(self._growth, level)
+def _borrowed(arrays: TreeArrays) -> Any:
+    return cpu.TreeGrowth(
+        len(arrays.sizes_G),
+        arrays.topk,
+        arrays.tokens_GC.shape[1],
+        arrays.node_tokens_GN.shape[1],
+        *(array.data_ptr() for array in arrays),
+    )
 
 
 def choose_nodes(

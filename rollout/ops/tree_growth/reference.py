@@ -5,84 +5,62 @@ Legend: see `rollout.ops.tree_growth`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from rollout.ops.ragged import offsets_of, ranges
+from rollout.ops.tree_growth.arrays import TreeArrays
 
-if TYPE_CHECKING:
-    from rollout.ops.tree_growth import TreeGrowth, TreeNodes
-
-_NONE = -1.0  # the probability of what is no candidate
+NONE = -1.0  # the probability of what is no candidate
 
 
-class GrowingTrees:
-    """The arrays of a `TreeGrowth`, which are written in place."""
+def add(arrays: TreeArrays, level: int, tokens_GFW: torch.Tensor, probs_GFW: torch.Tensor) -> None:
+    """Add the children of a level's rows, 0 for roots."""
+    if level:
+        probs_GFW = arrays.row_probs_GW[:, :, None] * probs_GFW
+        is_row_GF = arrays.is_row_GW
+    else:
+        is_row_GF = arrays.sizes_G[:, None] > 0
+    is_one_GFW = (probs_GFW >= arrays.floor_1) & is_row_GF[:, :, None]
+    own = slice(arrays.first_candidate(level), arrays.first_candidate(level + 1))
+    arrays.tokens_GC[:, own] = tokens_GFW.flatten(1)
+    arrays.probs_GC[:, own] = probs_GFW.masked_fill(is_one_GFW.logical_not(), NONE).flatten(1)
 
-    def __init__(
-        self,
-        growth: TreeGrowth,
-        tokens_GC: torch.Tensor,
-        probs_GC: torch.Tensor,
-        nodes: TreeNodes,
-        candidates_GN: torch.Tensor,
-        probs_GW: torch.Tensor,
-        is_row_GW: torch.Tensor,
-    ) -> None:
-        self._growth = growth
-        self._tokens_GC, self._probs_GC = tokens_GC, probs_GC
-        self._nodes, self._candidates_GN = nodes, candidates_GN
-        self._probs_GW, self._is_row_GW = probs_GW, is_row_GW
 
-    def add(self, level: int, tokens_GFW: torch.Tensor, probs_GFW: torch.Tensor) -> None:
-        """Add the children of a level's rows, 0 for roots."""
-        growth = self._growth
-        if level:
-            probs_GFW = self._probs_GW[:, :, None] * probs_GFW
-            is_row_GF = self._is_row_GW
-        else:
-            is_row_GF = growth.sizes_G[:, None] > 0
-        is_one_GFW = (probs_GFW >= growth.floor_1) & is_row_GF[:, :, None]
-        own = slice(growth.first_candidate(level), growth.first_candidate(level + 1))
-        self._tokens_GC[:, own] = tokens_GFW.expand_as(probs_GFW).flatten(1)
-        self._probs_GC[:, own] = probs_GFW.masked_fill(is_one_GFW.logical_not(), _NONE).flatten(1)
+def expand(arrays: TreeArrays, level: int) -> None:
+    """Choose the nodes of a level, 1 for children of the roots, from the children added last."""
+    width, first_node = arrays.topk, arrays.first_node(level)
+    first, last = arrays.first_candidate(level - 1), arrays.first_candidate(level)
+    own = slice(first_node, first_node + width)
+    all_GC, device = arrays.probs_GC[:, :last], arrays.probs_GC.device
+    probs_GW, chosen_GW = all_GC[:, first:].sort(dim=1, descending=True, stable=True)
+    probs_GW, chosen_GW = probs_GW[:, :width], chosen_GW[:, :width] + first
+    # Its rank among all candidates of the tree, of equals the older first.
+    own_GW1, all_G1C = probs_GW[:, :, None], all_GC[:, None]
+    is_older_GWC = torch.arange(last, device=device) < chosen_GW[..., None]
+    is_before_GWC = (all_G1C > own_GW1) | ((all_G1C == own_GW1) & is_older_GWC)
+    is_node_GW = (probs_GW >= 0) & (is_before_GWC.sum(2) < arrays.sizes_G[:, None] - 1)
+    is_node_GW &= arrays.depths_G[:, None] > level
 
-    def expand(self, level: int) -> None:
-        """Choose the nodes of a level, 1 for children of the roots, from the children added
-        last."""
-        growth, nodes, width = self._growth, self._nodes, self._growth.topk
-        first, last = growth.first_candidate(level - 1), growth.first_candidate(level)
-        first_node = width * (level - 1)
-        own = slice(first_node, first_node + width)
-        all_GC, device = self._probs_GC[:, :last], self._probs_GC.device
-        probs_GW, chosen_GW = all_GC[:, first:].sort(dim=1, descending=True, stable=True)
-        probs_GW, chosen_GW = probs_GW[:, :width], chosen_GW[:, :width] + first
-        # Its rank among all candidates of the tree, of equals the older first.
-        own_GW1, all_G1C = probs_GW[:, :, None], all_GC[:, None]
-        is_older_GWC = torch.arange(last, device=device) < chosen_GW[..., None]
-        is_before_GWC = (all_G1C > own_GW1) | ((all_G1C == own_GW1) & is_older_GWC)
-        is_node_GW = (probs_GW >= 0) & (is_before_GWC.sum(2) < growth.sizes_G[:, None] - 1)
-        is_node_GW &= growth.depths_G[:, None] > level
-
-        if level > 1:
-            parents_GW = first_node - width + (chosen_GW - first) // width
-            above_GW = nodes.masks_GN.gather(1, parents_GW)
-        else:
-            parents_GW = torch.full_like(chosen_GW, -1)
-            above_GW = torch.ones_like(chosen_GW)
-        own_W = 1 << torch.arange(first_node + 1, first_node + 1 + width, device=device)
-        is_none_GW = is_node_GW.logical_not()
-        tokens_GW = self._tokens_GC.gather(1, chosen_GW).masked_fill(is_none_GW, 0)
-        nodes.tokens_GN[:, own] = tokens_GW
-        nodes.parents_GN[:, own] = parents_GW
-        nodes.masks_GN[:, own] = above_GW.masked_fill(is_none_GW, 1) | own_W
-        nodes.is_node_GN[:, own] = is_node_GW
-        self._candidates_GN[:, own] = chosen_GW.masked_fill(is_none_GW, -1)
-        self._probs_GW[:] = probs_GW
-        self._is_row_GW[:] = is_node_GW
+    if level > 1:
+        parents_GW = first_node - width + (chosen_GW - first) // width
+        above_GW = arrays.node_masks_GN.gather(1, parents_GW)
+    else:
+        parents_GW = torch.full_like(chosen_GW, -1)
+        above_GW = torch.ones_like(chosen_GW)
+    own_W = 1 << torch.arange(first_node + 1, first_node + 1 + width, device=device)
+    is_none_GW = is_node_GW.logical_not()
+    tokens_GW = arrays.tokens_GC.gather(1, chosen_GW).masked_fill(is_none_GW, 0)
+    arrays.node_tokens_GN[:, own] = tokens_GW
+    arrays.node_parents_GN[:, own] = parents_GW
+    arrays.node_masks_GN[:, own] = above_GW.masked_fill(is_none_GW, 1) | own_W
+    arrays.is_node_GN[:, own] = is_node_GW
+    arrays.node_candidates_GN[:, own] = chosen_GW.masked_fill(is_none_GW, -1)
+    arrays.row_probs_GW[:] = probs_GW
+    arrays.is_row_GW[:] = is_node_GW
 
 
 def choose_nodes(

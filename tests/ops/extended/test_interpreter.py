@@ -10,8 +10,9 @@ from tests.helpers.child_tests import run_tests
 
 HERE = Path(__file__).parent
 OPS = (
-    "categorical", "experts", "gates", "glu", "latent_attention", "paged_attention",
-    "recurrent_layers", "rms_norm", "rotary_store_kv", "tree_accept", "truncation", "uniforms",
+    "categorical", "draft_guesses", "experts", "gates", "glu", "latent_attention",
+    "paged_attention", "recurrent_layers", "rms_norm", "rotary_store_kv", "tree_accept",
+    "tree_growth", "truncation", "uniforms",
 )  # fmt: skip
 """Ops whose tests are the same on the CPU and on a GPU; triton/ has what GPUs alone do."""
 
