@@ -27,7 +27,7 @@ from rollout.runner.model_runner import Forwarded
 from rollout.types import Batch, DraftTrees, Request
 from spec_workers.neural.drafter import NeuralDrafter
 from spec_workers.neural.guesses import Tensors
-from spec_workers.neural.tree_proposer import TreesToGrow
+from spec_workers.neural.tree_proposer import Shape, TreesToGrow
 from spec_workers.target import TargetWorker
 
 _CERTAIN = 1e4
@@ -94,16 +94,16 @@ def force_draft(drafter: NeuralDrafter, recording: Recording, hit_rate: float) -
     proposer, guesser = drafter._proposer, drafter._guesser
     inputs, children = proposer._inputs, guesser.children
 
-    def with_said(wanted: TreesToGrow, padding: int) -> dict[str, NDArray]:
+    def with_said(wanted: TreesToGrow, shape: Shape) -> dict[str, NDArray]:
         """Sends the recorded tokens of all depths along: on a GPU levels are launched without a
         read between."""
         entries = [wanted.batch.entries[b] for b in wanted.entries_G]
         ends_G = np.array([entry.end for entry in entries], dtype=np.int64)
-        said_GL = np.zeros((len(entries) + padding, proposer._num_steps), dtype=np.int64)
+        said_GL = np.zeros((shape.trees, proposer._num_steps), dtype=np.int64)
         for depth in range(proposer._num_steps):
             said_G = said([entry.request for entry in entries], ends_G + depth)
             said_GL[: len(entries), depth] = said_G
-        return {"said": said_GL} | inputs(wanted, padding)
+        return {"said": said_GL} | inputs(wanted, shape)
 
     def forced(
         logits_RD: torch.Tensor, tensors: Tensors, trees_R: torch.Tensor, level: int

@@ -57,7 +57,7 @@ class EagleWorker(SpecWorker):
 
     @property
     def max_draft_tokens(self) -> int:
-        return self.drafter.max_draft_tokens if self.budget.is_open else 0
+        return self.drafter.max_draft_tokens if self.budget.may_draft else 0
 
     def propose(self, batch: Batch, floors_B: NDArray[np.float64]) -> DraftTrees:
         trees = self.drafter.propose(batch, floors_B, token_ms_B=self.budget.token_ms(batch))
@@ -67,6 +67,7 @@ class EagleWorker(SpecWorker):
     def observe(self, step: Observation) -> None:
         if self.budget.is_open:
             self.drafter.observe(step)
+            self.drafting_is_steady &= self.drafter.is_warm
         elif step.runs_prompts:
             self.drafter.observe(step, prompts_alone=True)
 

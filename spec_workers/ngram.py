@@ -50,7 +50,7 @@ class NgramWorker(SpecWorker):
 
     @property
     def max_draft_tokens(self) -> int:
-        return self._num_draft_tokens if self.budget.is_open else 0
+        return self._num_draft_tokens if self.budget.may_draft else 0
 
     @property
     def draft_corpus(self) -> NgramCorpus:

@@ -90,7 +90,6 @@ class SpecWorker:
             with timer.forward():
                 forwarded, samples = self.target.verify(batch, selected.trees)
             self._learning.catch_up()  # while a GPU computes
-            steady = self._steady_phases()
             sampled = samples.read()
             self.ranks.all.require_all()
             results = self.target.entry_results(batch, sampled)
@@ -98,7 +97,7 @@ class SpecWorker:
             step = self._observation(batch, selected, forwarded, results)
             with timer.drafting():
                 self.observe(step)
-        times = timer.end()
+        times, steady = timer.end(), self._steady_phases()
         times.draft += self._learning.expected_ms(selected)
         self._learning.observe(batch, selected, results, times, steady)
         return self._result(batch, selected, results, times)
@@ -112,6 +111,7 @@ class SpecWorker:
         self.step(Batch(step=0, entries=[]))
 
     def _draft(self, batch: Batch) -> SelectedDrafts:
+        self.budget.begin_step(batch)
         self.prepare(batch)
         self.drafting_is_steady = True
         floors_B = self.budget.floors(batch)

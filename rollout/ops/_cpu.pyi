@@ -352,43 +352,20 @@ def guesses(
     probs: int,
     threads: int,
 ) -> None: ...
-
-class TreeGrowth:
-    """Draft trees that grow in arrays, which it borrows."""
-
-    def __init__(
-        self,
-        trees: int,
-        width: int,
-        candidates: int,
-        nodes: int,
-        sizes: int,
-        depths: int,
-        floor: int,
-        tokens: int,
-        probs: int,
-        node_tokens: int,
-        node_parents: int,
-        node_masks: int,
-        is_node: int,
-        node_candidates: int,
-        row_probs: int,
-        is_row: int,
-    ) -> None: ...
-
 def add_children(
-    growth: TreeGrowth,
+    sizes: Sequence[int],
+    arrays: Sequence[int],
     level: int,
     tokens: int,
+    shape: Sequence[int],
     token_strides: Sequence[int],
     probs: int,
     prob_strides: Sequence[int],
 ) -> None: ...
-def expand_trees(growth: TreeGrowth, level: int) -> None: ...
+def expand_trees(sizes: Sequence[int], arrays: Sequence[int], level: int) -> None: ...
 def choose_nodes(
     width: int,
     candidates: Sequence[int],
-    nodes: int,
     tokens: int,
     token_stride: int,
     probs: int,

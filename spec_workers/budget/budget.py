@@ -36,7 +36,16 @@ class DraftBudget(Protocol):
     before it verifies; when the step has ended, the budget observes what was accepted."""
 
     @property
-    def is_open(self) -> bool: ...
+    def may_draft(self) -> bool:
+        """Whether the next step may draft, whose batch is not known."""
+        ...
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the step that was begun may draft."""
+        ...
+
+    def begin_step(self, batch: Batch) -> None: ...
 
     def floors(self, batch: Batch) -> NDArray[np.float64] | None:
         """The least probability at which a node of each entry could pay: [B], above 1 where none
@@ -75,10 +84,13 @@ class DraftBudget(Protocol):
 class FixedBudget:
     """The budget that verifies whatever is proposed, and learns nothing."""
 
-    is_open = True
+    may_draft = is_open = True
 
     def __init__(self, min_probability: float = 0.0) -> None:
         self._min_probability = min_probability
+
+    def begin_step(self, batch: Batch) -> None:
+        pass
 
     def floors(self, batch: Batch) -> NDArray[np.float64] | None:
         return np.full(len(batch.entries), self._min_probability)

@@ -8,9 +8,11 @@ scattered KV, so plain steps between drafting ones take up to 5 % longer than wi
 
 _LIMIT = 2.0  # plain steps of a batch of one that drafts may lose; of more, less by the root
 _CREDIT = 2.0  # limits that gains may make up for
+_RECENT = 32  # steps after which a width that was left counts no more
 _FIRST_INTERVAL = 32  # steps
 _LAST_INTERVAL = 512  # steps, that fruitless probes double it to
 _MAX_SHARE = 0.005  # of the time may be lost to probes, beside what drafts have gained
+_MAX_LOSS = 2.0  # limits that one step counts for at most
 _FIRST_BALANCE, _MAX_BALANCE = 2.0, 10.0  # limits that probes may lose: at first, after gains
 
 
@@ -25,11 +27,23 @@ class Gate:
 
     def __init__(self) -> None:
         self._by_octave: dict[int, _OctaveGate] = {}
-        self._latest = _OctaveGate(1)
+        self._latest = self._before = _OctaveGate(1)  # octaves of the last steps
+        self._steps = 0  # since the one before
 
     @property
     def is_open(self) -> bool:
+        """Whether the step that was entered, or else the last one's octave, may draft."""
         return self._latest.closed_for == 0
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether the next step may draft, whose width is not known: that of the last steps'."""
+        return self.is_open or (self._steps < _RECENT and self._before.closed_for == 0)
+
+    def enter(self, width: int) -> None:
+        """Begin a step of ``width`` sampling requests."""
+        self._steps += 1
+        self._of(width)
 
     def observe(self, width: int, gained_ms: float, plain_ms: float) -> None:
         """Learn from a step of ``width`` sampling requests in which drafting was open.
@@ -46,7 +60,8 @@ class Gate:
         self._of(width).skip()
 
     def change_policy(self) -> None:
-        """Probe again before long: drafts that did not pay may pay with other weights."""
+        """Probe again before long: drafts that did not pay may pay with other weights. With updates
+        more frequent than probes, more than `_MAX_SHARE` can be lost."""
         for gate in self._by_octave.values():
             gate.closed_for = min(gate.closed_for, gate.interval // 4)
 
@@ -57,7 +72,9 @@ class Gate:
         octave = width.bit_length()
         if octave not in self._by_octave:
             self._by_octave[octave] = _OctaveGate(1 << max(0, octave - 1))
-        self._latest = self._by_octave[octave]
+        if self._by_octave[octave] is not self._latest:
+            self._before, self._steps = self._latest, 0
+            self._latest = self._by_octave[octave]
         return self._latest
 
 
@@ -78,6 +95,7 @@ class _OctaveGate:
     def observe(self, gained: float) -> None:
         if self.closed_for:
             return  # the step was launched before the gate closed
+        gained = max(gained, -_MAX_LOSS * self._limit)
         self.sum += gained - _MIN_GAIN
         self._add(gained - _MIN_GAIN)
         if self.sum >= _CREDIT * self._limit:

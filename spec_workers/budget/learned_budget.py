@@ -76,8 +76,16 @@ class LearnedBudget:
         return cls(StepCosts(curve), sources, min_probability)
 
     @property
+    def may_draft(self) -> bool:
+        return self._gate.may_draft
+
+    @property
     def is_open(self) -> bool:
         return self._gate.is_open
+
+    def begin_step(self, batch: Batch) -> None:
+        if width := sum(entry.samples for entry in batch.entries):
+            self._gate.enter(width)
 
     def floors(self, batch: Batch) -> NDArray[np.float64] | None:
         if not self._gate.is_open:

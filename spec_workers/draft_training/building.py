@@ -34,6 +34,7 @@ ARCHITECTURES = {"eagle3": TrainableEagle3.architecture, "block": TrainableDFlas
 
 _BLOCK_SIZE, _BLOCK_LAYERS = 4, 2
 _TABLES = ("d2t", "t2d")
+_MAX_PADDING = 1024  # tokens of a vocabulary
 
 
 def check_target(target: ModelSpec) -> None:
@@ -74,7 +75,7 @@ def new_draft(
             "block_size": _BLOCK_SIZE,
             "dflash_config": {
                 "target_layer_ids": [layer - 1 for layer in _feature_layers(spec)],
-                "mask_token_id": spec.vocab_size - 1,
+                "mask_token_id": _mask_token(model.embed, spec.vocab_size),
             },
         }
     else:
@@ -82,6 +83,21 @@ def new_draft(
     draft = _network(config, vocabulary, model.embed)
     initialise(draft, model, seed)
     return draft
+
+
+def _mask_token(embed: Embed, vocab_size: int) -> int:
+    """The last token, or where it is a row of padding, the last whose embedding is not zero.
+
+    Raises InvalidInputError where the last ones' all are: a draft would know no mask from another.
+    """
+    first = max(0, vocab_size - _MAX_PADDING)
+    rows_NE = embed(torch.arange(first, vocab_size))
+    used = rows_NE.count_nonzero(dim=1).nonzero()
+    if not len(used):
+        raise InvalidInputError(
+            "model", f"{len(rows_NE)} last embeddings", "all are zero: a block needs a mask token"
+        )
+    return first + int(used[-1])
 
 
 def layer_fields(spec: ModelSpec) -> dict[str, Any]:

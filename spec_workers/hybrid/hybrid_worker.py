@@ -72,6 +72,10 @@ class HybridWorker(NgramWorker):
         self._asked_now = 0  # requests the draft was asked about in this step
         self._asked = self._skipped = 0
 
+    def prepare(self, batch: Batch) -> None:
+        self._gate.begin_step(batch)
+        super().prepare(batch)
+
     def propose(self, batch: Batch, floors_B: NDArray[np.float64]) -> DraftTrees:
         copied = self._copied = super().propose(batch, floors_B)
         self._index_G = indices_within(np.diff(copied.offsets_B1))
@@ -110,6 +114,7 @@ class HybridWorker(NgramWorker):
         if self.budget.is_open and self._gate.is_open:
             with self._gate.timed():
                 self.drafter.observe(step)
+            self.drafting_is_steady &= self.drafter.is_warm
         elif step.runs_prompts:
             self.drafter.observe(step, prompts_alone=True)
         if self.budget.is_open:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.types import DraftTrees, EntryResult
+from rollout.types import Batch, DraftTrees, EntryResult
 from spec_workers.budget import DraftBudget, LearnedBudget
 from spec_workers.budget.calibration import Calibration
 from spec_workers.budget.gate import Gate
@@ -50,9 +50,14 @@ class NeuralGate:
         self._open_steps = 0  # since it opened
         self._alone_saved_ms = self._alone_ms = 0.0  # of late: of the corpus alone
 
+    def begin_step(self, batch: Batch) -> None:
+        """Judge this batch's octave of requests from now on."""
+        if width := sum(entry.samples for entry in batch.entries):
+            self._gate.enter(width)
+
     @property
     def is_open(self) -> bool:
-        """Whether the next step may ask the draft."""
+        """Whether the step that was begun may ask the draft."""
         return self._gate.is_open
 
     @contextmanager

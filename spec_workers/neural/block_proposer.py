@@ -9,7 +9,7 @@ Legend: P trees and padding, L levels, B rows of a block, T = P * B rows, W chil
 
 from __future__ import annotations
 
-from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,18 +18,24 @@ from numpy.typing import NDArray
 from rollout.memory.slots import NULL_SLOT
 from rollout.ops.paged_attention import AttentionPlan
 from rollout.ops.tree_growth import TreeGrowth
-from spec_workers.neural.guesses import Tensors
+from spec_workers.neural.draft_levels import DraftLevels
+from spec_workers.neural.guesses import Guesser, Tensors
 from spec_workers.neural.tree_proposer import Shape, TreeProposer, TreesToGrow, padded
 
 
 class BlockProposer(TreeProposer):
     """Proposes trees from one forward of a block for each request."""
 
-    def _inputs(self, wanted: TreesToGrow, padding: int) -> dict[str, NDArray]:
+    def __init__(self, levels: DraftLevels, guesser: Guesser, **options: Any) -> None:
+        """See `TreeProposer`."""
+        super().__init__(levels, guesser, **options)
+        self._fixed: dict[tuple[Shape, int], dict[str, NDArray]] = {}
+
+    def _inputs(self, wanted: TreesToGrow, shape: Shape) -> dict[str, NDArray]:
         runner, block = self._levels.first, 1 + self._num_steps
         kv, real = runner.kv, len(wanted.rows_G)
-        trees = real + padding
-        tokens_GB = np.full((trees, block), runner.model.spec.mask_token_id)
+        padding = shape.trees - real
+        tokens_GB = np.full((shape.trees, block), runner.model.spec.mask_token_id)
         for tree, b in enumerate(wanted.entries_G):
             entry = wanted.batch.entries[b]
             tokens_GB[tree, 0] = entry.request.tokens[entry.end - 1]
@@ -37,31 +43,30 @@ class BlockProposer(TreeProposer):
         limit = kv.table.shape[1] - 1  # guesses beyond the context are never verified
         positions_GB = (ends_G[:, None] - 1 + np.arange(block)).clip(0, limit)
         starts_G = padded(np.maximum(kv.lens_Q[wanted.rows_G] - 1, 0), padding)
-        levels = self._num_levels(self._shape(wanted, trees))
+        if (shape, real) not in self._fixed:
+            self._fixed[shape, real] = self._fixed_inputs(shape, real)
         return {
-            **super()._inputs(wanted, padding),
-            **self._fixed(trees, real),
-            "guess_trees": np.repeat(np.arange(trees), levels),
-            "guess_levels": np.tile(np.arange(levels), trees),
+            **super()._inputs(wanted, shape),
+            **self._fixed[shape, real],
             "block_ids": tokens_GB.reshape(-1),
             "block_positions": positions_GB.reshape(-1),
             "block_rows": np.repeat(padded(wanted.rows_G, padding), block).astype(np.int32),
             "block_starts": np.repeat(starts_G, block).astype(np.int32),
         }
 
-    @lru_cache(maxsize=64)  # noqa: B019
-    def _fixed(self, trees: int, real: int) -> dict[str, NDArray]:
-        """The inputs that depend on the number of trees alone, the ``real`` ones first."""
-        block = 1 + self._num_steps
+    def _fixed_inputs(self, shape: Shape, real: int) -> dict[str, NDArray]:
+        """The inputs that depend on a shape and its number of trees without padding alone."""
+        trees, block = shape.trees, 1 + self._num_steps
         slots_GB = np.full((trees, block), NULL_SLOT)
-        slots_GB[:real] = self._levels.first.kv.first_scratch + np.arange(real * block).reshape(
-            -1, block
-        )
+        slots_GB[:real] = np.arange(real * block).reshape(-1, block)
+        slots_GB[:real] += self._levels.first.kv.first_scratch
         offsets_T1 = np.minimum(np.arange(trees * block + 1), real * block)
         # A plan's nodes see earlier ones alone. So each row is an entry of its own, the last node
         # of a chain of all the block's slots.
         chain_B = np.array([(2 << (node + 1)) - 1 for node in range(block)], dtype=np.int64)
         return {
+            "guess_trees": np.repeat(np.arange(trees), shape.levels),
+            "guess_levels": np.tile(np.arange(shape.levels), trees),
             "block_slots": slots_GB.reshape(-1),
             "block_run_lens": np.ones(trees * block, dtype=np.int32),
             "block_offsets": offsets_T1.astype(np.int32),
@@ -70,24 +75,20 @@ class BlockProposer(TreeProposer):
             "block_node_slots": np.repeat(slots_GB, block, axis=0).reshape(-1).astype(np.int32),
         }
 
-    def _num_levels(self, shape: Shape) -> int:
-        return min(shape.levels, self._num_steps)
-
     def _grow(
         self, inputs: Tensors, shape: Shape, token_ms_G: NDArray[np.float64] | None = None
     ) -> Tensors:
-        levels = self._num_levels(shape)
-        tokens_PLW, probs_PLW = self._children(inputs, shape.trees, levels)
-        growth = TreeGrowth(inputs["sizes"], inputs["depths"], inputs["floor"], self._topk, levels)
-        for level in range(levels):
+        tokens_PLW, probs_PLW = self._children(inputs, shape)
+        growth = TreeGrowth(
+            inputs["sizes"], inputs["depths"], inputs["floor"], self._topk, shape.levels
+        )
+        for level in range(shape.levels):
             if level:
                 growth.expand()
             growth.add(tokens_PLW[:, level, None], probs_PLW[:, level, None])
         return growth.results()
 
-    def _children(
-        self, inputs: Tensors, trees: int, levels: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _children(self, inputs: Tensors, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and probabilities [P, L, W] of the children of each level's nodes."""
         runner = self._levels.first
         plan = AttentionPlan(
@@ -103,10 +104,12 @@ class BlockProposer(TreeProposer):
         hidden_TE = runner.run_block(
             inputs["block_ids"], inputs["block_positions"], inputs["block_slots"], plan
         )
-        hidden_PLE = hidden_TE.unflatten(0, (trees, 1 + self._num_steps))[:, 1 : 1 + levels]
+        hidden_PLE = hidden_TE.unflatten(0, (shape.trees, 1 + self._num_steps))[
+            :, 1 : 1 + shape.levels
+        ]
         logits_RD = runner.logits(hidden_PLE.flatten(0, 1))
         found = self._guesser.children(
             logits_RD, inputs, inputs["guess_trees"], inputs["guess_levels"]
         )
-        tokens_PLW, probs_PLW = (each.unflatten(0, (trees, levels)) for each in found)
+        tokens_PLW, probs_PLW = (each.unflatten(0, (shape.trees, shape.levels)) for each in found)
         return tokens_PLW, probs_PLW

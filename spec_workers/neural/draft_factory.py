@@ -21,8 +21,8 @@ from rollout.models.mtp.loader import MtpChain
 from rollout.models.spec import ModelSpec
 from rollout.types import MAX_TREE_NODES
 from rollout.weights.checkpoint_source import CheckpointSource
+from spec_workers.neural.draft_graphs import DraftGraphs
 from spec_workers.neural.drafter import NeuralDrafter
-from spec_workers.neural.tree_proposer import proposal_graphs
 from spec_workers.options import NeuralOptions, check_topk
 from spec_workers.target import TargetWorker
 from spec_workers.target.draft_sizing import draft_bytes
@@ -53,7 +53,7 @@ class NeuralModels:
             topk=self.topk,
             num_draft_tokens=options.num_draft_tokens,
             lockstep=options.runs_in_lockstep(config),
-            graphs=proposal_graphs(config.memory, self.target, self.networks[0]),
+            graphs=DraftGraphs.of(config.memory, self.target, self.networks),
         )
         for runner in drafter.runners:
             self.target.memory_saver.add_kv_pool(runner.kv.pool)
@@ -79,7 +79,11 @@ def open_eagle(
     if num_steps is None:
         num_steps = reach or 4
     if topk is None:
-        topk = min(4, (MAX_TREE_NODES - 1) // max(1, num_steps - 1))
+        topk = min(4, (MAX_TREE_NODES - 1) // max(1, num_steps - 1), spec.draft_vocab_size)
+    if topk > spec.draft_vocab_size:
+        raise InvalidInputError(
+            "spec.topk", topk, f"the draft has {spec.draft_vocab_size} tokens: at most so many"
+        )
 
     def load(target: CausalLM) -> tuple[dict[str, DraftModel], Reader]:
         model = load_eagle(path, target)

@@ -56,6 +56,10 @@ class DraftLevels:
         """The first runner of the chain."""
         return self._runners[0]
 
+    def is_warm(self) -> bool:
+        """Whether no forward since the last `roots` was captured or came in a new shape."""
+        return all(runner.is_warm for runner in self._runners)
+
     def inputs(self, rows_G: NDArray[np.int64], padding: int) -> dict[str, NDArray]:
         """The arrays that fixed shapes read beside ``rows``, for trees of these rows of
         ``req_to_token``, which were followed, and padding.

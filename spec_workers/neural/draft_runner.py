@@ -20,8 +20,11 @@ from rollout.ops.paged_attention import AttentionPlan
 from rollout.ops.ragged import offsets_of
 from rollout.ops.transfers import upload
 from rollout.runner.batch_layout import attention_plan
+from rollout.runner.graphs.graph_runner import GraphRunner
 from spec_workers.draft_tree import indices_within
 from spec_workers.neural.draft_kv import DraftKv
+
+_GRAPH_ROWS = 16
 
 
 class DraftTable:
@@ -100,18 +103,26 @@ class DraftRunner:
         number: int = 0,
         minimum_rows: int,
         nodes_per_tree: int,
+        graphs: GraphRunner | None = None,
     ) -> None:
         """
         Args:
             number: of the runner in its chain.
             kv: with scratch slots for ``nodes_per_tree`` nodes of each band in use.
             minimum_rows: fewer are padded: the processor's products of fewer are slower.
+            graphs: of forwards of a few rows of one request; default: none is captured.
         """
         self.model = model
         self.kv = kv
+        self._number = number
         self.nodes_per_tree = nodes_per_tree
         self.table = DraftTable(kv, model.device, f"table_{number}")
         self._minimum_rows = minimum_rows
+        self._graphs = graphs
+        self._inputs_TE = torch.empty(
+            _GRAPH_ROWS, model.spec.hidden_size, dtype=model.dtype, device=model.device
+        )
+        self.is_warm = True  # the last forward was not captured, nor in a new shape
 
     @torch.inference_mode()
     def extend(
@@ -246,8 +257,22 @@ class DraftRunner:
         }
         if rows_R is not None:
             arrays["rows_R"] = rows_R
-        tensors = upload(arrays | self.table.changes(rows_B, ends_B), self.model.device)
-        self.table.apply(tensors, rows_B, ends_B)
+        is_few = len(rows_B) == 1 and len(input_ids_T) <= _GRAPH_ROWS
+        sent = self._graphs.send(arrays) if self._graphs is not None and is_few else None
+        self.is_warm = True
+        if self._graphs is None or sent is None:
+            tensors = upload(arrays | self.table.changes(rows_B, ends_B), self.model.device)
+            self.table.apply(tensors, rows_B, ends_B)
+            return self._sent(tensors, hidden_TE)
+        inputs_TE = self._inputs_TE[: len(hidden_TE)]
+        inputs_TE.copy_(hidden_TE)
+        sizes = tuple(array.size for array in arrays.values())
+        key = (self._number, *sizes, torch.get_num_threads())
+        found = self._graphs.run(key, lambda: {"hidden_TE": self._sent(sent, inputs_TE)})
+        self.is_warm = self._graphs.is_warm
+        return found["hidden_TE"]
+
+    def _sent(self, tensors: dict[str, torch.Tensor], hidden_TE: torch.Tensor) -> torch.Tensor:
         return self.forward(
             tensors["input_ids_T"],
             hidden_TE,

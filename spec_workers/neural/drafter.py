@@ -31,11 +31,11 @@ from rollout.models.aux_hidden_states import AuxHiddenStates
 from rollout.models.draft_model import DraftModel
 from rollout.ops import gpu
 from rollout.ops.transfers import upload
-from rollout.runner.graphs.graph_runner import GraphRunner
 from rollout.types import Batch, DraftTrees, MemoryTag, Request, Scheduled
 from spec_workers.draft_tree import only_roots, spread
 from spec_workers.neural.block_proposer import BlockProposer
 from spec_workers.neural.draft_extend import DraftExtension
+from spec_workers.neural.draft_graphs import DraftGraphs
 from spec_workers.neural.draft_kv import DraftKv
 from spec_workers.neural.draft_levels import DraftLevels
 from spec_workers.neural.draft_runner import DraftRunner
@@ -61,7 +61,7 @@ class NeuralDrafter:
         topk: int,
         num_draft_tokens: int,
         lockstep: bool = False,
-        graphs: GraphRunner | None = None,
+        graphs: DraftGraphs | None = None,
     ) -> None:
         """
         Args:
@@ -73,9 +73,9 @@ class NeuralDrafter:
             num_draft_tokens: most nodes of a tree.
             lockstep: every `propose` and `observe` enters the same forwards, whatever there is to
                 run: other ranks wait in them.
-            graphs: on a GPU, capture proposals; default: each is launched anew.
+            graphs: default: nothing is captured.
         """
-        first = models[0]
+        first, graphs = models[0], graphs or DraftGraphs()
         self.features: AuxHiddenStates = first.spec.features
         """The hidden states of the target that it reads."""
         self.sources = (first.spec.family.value,)
@@ -110,6 +110,7 @@ class NeuralDrafter:
                 number=k,
                 minimum_rows=target.minimum_rows,
                 nodes_per_tree=nodes_per_tree,
+                graphs=graphs.forwards,
             )
             for k, (model, kv) in enumerate(zip(models, kvs, strict=True))
         ]
@@ -121,8 +122,8 @@ class NeuralDrafter:
         self._chooses_levels = not on_device and not lockstep
         self._proposer = self._make_proposer(graphs, on_host=not on_device)
         self.is_warm = True
-        """Whether the timing of the last `propose` is steady-state: on a GPU the first ones of a
-        shape compile kernels and capture graphs."""
+        """Whether the timing of the last `propose`, and of `observe` since, is steady-state: the
+        first ones of a shape compile kernels and capture graphs."""
         self._counters = dict.fromkeys(("extended", "nodes", "levels", "trees"), 0)
 
     def propose(
@@ -158,7 +159,7 @@ class NeuralDrafter:
             wanted = replace(wanted, token_ms_G=token_ms_B[growing])
         proposal = self._proposer.propose(wanted)
         self._guesser.remember(proposal)
-        self.is_warm = self._proposer.is_warm
+        self.is_warm &= self._proposer.is_warm
         self._counters["trees"] += len(growing)
         self._counters["levels"] += proposal.num_levels
         self._counters["nodes"] += proposal.num_nodes
@@ -187,6 +188,7 @@ class NeuralDrafter:
             is_last = k + 1 == len(self.runners)
             runs = extension.runs
             hidden_TE = runner.extend(runs, inputs_TE, last_alone=is_last)
+            self.is_warm &= runner.is_warm
             any_B = runs.lens_B > 0
             positions_B = extension.ends_B[any_B] - 1
             index = {"rows": runs.rows_B[any_B]}
@@ -223,7 +225,7 @@ class NeuralDrafter:
         """Positions extended; trees grown, levels and nodes run for them. Over its life."""
         return {f"draft/{name}": float(count) for name, count in self._counters.items()}
 
-    def _make_proposer(self, graphs: GraphRunner | None, *, on_host: bool) -> TreeProposer:
+    def _make_proposer(self, graphs: DraftGraphs, *, on_host: bool) -> TreeProposer:
         levels = DraftLevels(
             self.runners,
             self._state,
@@ -240,7 +242,8 @@ class NeuralDrafter:
             device=self._device,
             on_host=on_host,
             lockstep=self.lockstep,
-            graphs=graphs,
+            graphs=graphs.proposals,
+            max_trees=graphs.max_trees,
         )
 
     def _has_root(self, batch: Batch) -> list[bool]:

@@ -6,7 +6,7 @@ Legend: G trees, F rows of a level, I their children.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -54,8 +54,9 @@ class LevelPace:
             self._shares[level] = usual + _NEW * (share - usual)
 
     @contextmanager
-    def timed(self, trees: int) -> Iterator[None]:
-        """Time what runs a level."""
+    def timed(self, trees: int, is_warm: Callable[[], bool] = lambda: True) -> Iterator[None]:
+        """Time what runs a level. ``is_warm``: afterwards, whether the time is steady-state."""
         began = time.perf_counter()
         yield
-        self._times.observe(trees, (time.perf_counter() - began) * 1e3)
+        if is_warm():
+            self._times.observe(trees, (time.perf_counter() - began) * 1e3)

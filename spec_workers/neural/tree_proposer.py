@@ -6,6 +6,7 @@ nodes of all levels, C candidates, R rows of logits, E hidden.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -14,20 +15,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout.config import MemoryConfig
-from rollout.models.draft_model import DraftModel
-from rollout.ops import gpu
 from rollout.ops.transfers import download, upload
 from rollout.ops.tree_growth import TreeGrowth
-from rollout.runner.graphs.capture import Capture, CudaCapture
 from rollout.runner.graphs.graph_runner import GraphRunner
-from rollout.runner.graphs.host_capture import host_capture
 from rollout.types import Batch
 from spec_workers.neural.draft_levels import DraftLevels
 from spec_workers.neural.guesses import Guesser, Tensors, noise_inputs
 from spec_workers.neural.level_pace import LevelPace
 from spec_workers.neural.proposal import Proposal
-from spec_workers.target import TargetWorker
 
 
 class Shape(NamedTuple):
@@ -66,12 +61,14 @@ class TreeProposer:
         on_host: bool,
         lockstep: bool,
         graphs: GraphRunner | None = None,
+        max_trees: int = sys.maxsize,
     ) -> None:
         """
         Args:
             on_host: run only actual nodes, as of the levels.
             lockstep: run every level, whatever there is to grow.
             graphs: capture proposals, all levels of one together; default: each is launched anew.
+            max_trees: of a proposal that is captured.
         """
         self._levels = levels
         self._guesser = guesser
@@ -81,6 +78,7 @@ class TreeProposer:
         self._on_host = on_host
         self._lockstep = lockstep
         self._graphs = graphs
+        self._max_trees = max_trees
         self._pace = LevelPace()
         self._shapes: set[Shape] = set()  # that were proposed
         self.is_warm = True  # the last proposal compiled nothing, and was not captured
@@ -89,13 +87,14 @@ class TreeProposer:
     def propose(self, wanted: TreesToGrow) -> Proposal:
         """The grown trees. With a device: one copy to it, one from it, and nothing else waits."""
         count = len(wanted.rows_G)
-        trees = count if self._on_host else padded_count(count)
-        inputs = self._inputs(wanted, trees - count)
-        shape = self._shape(wanted, trees)
+        shape = self._shape(wanted, count if self._on_host else padded_count(count))
+        inputs = self._inputs(wanted, shape)
         self.is_warm = self._on_host or shape in self._shapes
         self._shapes.add(shape)
         inputs |= self._levels.changes(wanted.rows_G)
-        sent = None if self._graphs is None else self._graphs.send(inputs)
+        sent = None
+        if self._graphs is not None and count <= self._max_trees:
+            sent = self._graphs.send(inputs)
         tensors = upload(inputs, self._device) if sent is None else sent
         self._levels.apply(tensors, wanted.rows_G)
         if self._graphs is None or sent is None:
@@ -112,7 +111,8 @@ class TreeProposer:
         levels = self._num_steps if self._lockstep else int(wanted.depths_G.max(initial=1))
         return Shape(trees, levels, torch.get_num_threads() if self._on_host else 0)
 
-    def _inputs(self, wanted: TreesToGrow, padding: int) -> dict[str, NDArray]:
+    def _inputs(self, wanted: TreesToGrow, shape: Shape) -> dict[str, NDArray]:
+        padding = shape.trees - len(wanted.rows_G)
         requests = [wanted.batch.entries[b].request for b in wanted.entries_G]
         least = float(np.finfo(np.float32).tiny)
         arrays: dict[str, NDArray] = {
@@ -146,7 +146,7 @@ class TreeProposer:
                 break
             if token_ms_G is not None and not self._pace.pays(level, growth, token_ms_G):
                 break
-            with self._pace.timed(shape.trees):
+            with self._pace.timed(shape.trees, levels.is_warm):
                 hidden_PWE, above_PHE = levels.run(level, nodes, above_PHE, inputs)
                 self._guess(growth, level, hidden_PWE, is_row_PW, inputs)
         return growth.results()
@@ -185,30 +185,3 @@ def padded_count(count: int) -> int:
     """The least of 1, 2, 3, 4, 6, 8, 12, 16, ... that is at least ``count``."""
     power = 1 << max(0, count - 1).bit_length()
     return power // 4 * 3 if power >= 4 and count <= power // 4 * 3 else power
-
-
-def proposal_graphs(
-    config: MemoryConfig, target: TargetWorker, draft: DraftModel
-) -> GraphRunner | None:
-    """Graphs of a draft's proposals; None where nothing is to be captured: on a CPU only the shapes
-    of blocks are fixed. They may use what the target's graphs leave of the bound, and are dropped
-    when memory is released."""
-    device = target.model.device
-    capture: Capture | None = None
-    if not config.graph_bytes or target.ranks.all.size > 1:
-        return None
-    if device.type == "cuda":
-        capture = CudaCapture(device)
-    elif not gpu.runs_on(device) and draft.spec.block_size > 1:
-        capture = host_capture([*draft.linears(), *target.model.linears()])
-    if capture is None:
-        return None
-    forwards = None if target.graphs is None else target.graphs.graph_runner
-    graphs = GraphRunner(
-        "proposals",
-        max_bytes=lambda: config.graph_bytes - (0 if forwards is None else forwards.num_bytes),
-        capture=capture,
-        device=device,
-    )
-    target.memory_saver.add_graphs(graphs)
-    return graphs

@@ -20,6 +20,13 @@ class FlickeringGate(Gate):
     def is_open(self) -> bool:
         return bool(self._random.random() < 0.5) if self._within else self._open
 
+    @property
+    def may_draft(self) -> bool:
+        return self.is_open
+
+    def enter(self, width) -> None:
+        pass
+
     def observe(self, width, gained_ms, plain_ms) -> None:
         self._open = bool(self._random.random() < 0.6)
 
@@ -28,7 +35,10 @@ class FlickeringGate(Gate):
 
 
 class ShutGate(Gate):
-    is_open = False
+    may_draft = is_open = False
+
+    def enter(self, width) -> None:
+        pass
 
     def skip(self, width) -> None:
         pass

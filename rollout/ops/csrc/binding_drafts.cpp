@@ -35,48 +35,53 @@ void guesses(int dtype, Address logits, Dims2 shape, Dims2 strides, Address tree
                    shape[0], threads);
 }
 
-void make_growth(TreeGrowth* growth, int64_t trees, int64_t width, int64_t candidates,
-                 int64_t nodes, Address sizes, Address depths, Address floor, Address tokens,
-                 Address probs, Address node_tokens, Address node_parents, Address node_masks,
-                 Address is_node, Address node_candidates, Address row_probs, Address is_row) {
-  new (growth) TreeGrowth{.trees = trees,
-                          .width = width,
-                          .candidates = candidates,
-                          .nodes = nodes,
-                          .sizes = at<const int64_t>(sizes),
-                          .depths = at<const int64_t>(depths),
-                          .floor = at<const float>(floor),
-                          .tokens = at<int32_t>(tokens),
-                          .probs = at<float>(probs),
-                          .node_tokens = at<int64_t>(node_tokens),
-                          .node_parents = at<int64_t>(node_parents),
-                          .node_masks = at<int64_t>(node_masks),
-                          .is_node = at<bool>(is_node),
-                          .node_candidates = at<int32_t>(node_candidates),
-                          .row_probs = at<float>(row_probs),
-                          .is_row = at<bool>(is_row)};
+using TreeAddresses = std::array<Address, 12>;
+
+// The arrays of rollout.ops.tree_growth.arrays.TreeArrays, in its order; sizes: trees, width,
+// candidates and nodes.
+TreeGrowth growth_of(const Dims4& sizes, const TreeAddresses& arrays) {
+  return {.trees = sizes[0],
+          .width = sizes[1],
+          .candidates = sizes[2],
+          .nodes = sizes[3],
+          .sizes = at<const int64_t>(arrays[0]),
+          .depths = at<const int64_t>(arrays[1]),
+          .floor = at<const float>(arrays[2]),
+          .tokens = at<int32_t>(arrays[3]),
+          .probs = at<float>(arrays[4]),
+          .node_tokens = at<int64_t>(arrays[5]),
+          .node_parents = at<int64_t>(arrays[6]),
+          .node_masks = at<int64_t>(arrays[7]),
+          .is_node = at<bool>(arrays[8]),
+          .node_candidates = at<int32_t>(arrays[9]),
+          .row_probs = at<float>(arrays[10]),
+          .is_row = at<bool>(arrays[11])};
 }
 
-void add_children(const TreeGrowth& growth, int64_t level, Address tokens, Dims3 token_strides,
-                  Address probs, Dims3 prob_strides) {
-  growth.add(level, {.tokens = at<const int64_t>(tokens),
-                     .token_tree_stride = token_strides[0],
-                     .token_row_stride = token_strides[1],
-                     .probs = at<const float>(probs),
-                     .prob_tree_stride = prob_strides[0],
-                     .prob_row_stride = prob_strides[1]});
+void add_children(Dims4 sizes, TreeAddresses arrays, int64_t level, Address tokens, Dims3 shape,
+                  Dims3 token_strides, Address probs, Dims3 prob_strides) {
+  require(shape == Dims3{sizes[0], level == 0 ? 1 : sizes[1], sizes[1]},
+          "tokens_GFW: must have topk children of each row of the level");
+  growth_of(sizes, arrays)
+      .add(level, {.tokens = at<const int64_t>(tokens),
+                   .token_tree_stride = token_strides[0],
+                   .token_row_stride = token_strides[1],
+                   .probs = at<const float>(probs),
+                   .prob_tree_stride = prob_strides[0],
+                   .prob_row_stride = prob_strides[1]});
 }
 
-void expand_trees(const TreeGrowth& growth, int64_t level) { growth.expand(level); }
+void expand_trees(Dims4 sizes, TreeAddresses arrays, int64_t level) {
+  growth_of(sizes, arrays).expand(level);
+}
 
-void choose_nodes(int64_t width, Dims2 candidates, int64_t nodes, Address tokens,
-                  int64_t token_stride, Address probs, int64_t prob_stride, Address node_candidates,
-                  int64_t node_stride, Address sizes, Address offsets, Address chosen_tokens,
-                  Address parents, Address depths, Address masks, Address chosen_probs) {
+void choose_nodes(int64_t width, Dims2 candidates, Address tokens, int64_t token_stride,
+                  Address probs, int64_t prob_stride, Address node_candidates, int64_t node_stride,
+                  Address sizes, Address offsets, Address chosen_tokens, Address parents,
+                  Address depths, Address masks, Address chosen_probs) {
   rollout::choose_nodes({.trees = candidates[0],
                          .width = width,
                          .candidates = candidates[1],
-                         .nodes = nodes,
                          .tokens = at<const int32_t>(tokens),
                          .probs = at<const float>(probs),
                          .token_stride = token_stride,
@@ -100,17 +105,12 @@ void bind_drafts(nb::module_& m) {
         "ratios"_a, "token_ids"_a, "candidates"_a, "children"_a, "near_share"_a, "tokens"_a,
         "probs"_a, "threads"_a, Unlocked());
 
-  nb::class_<TreeGrowth>(m, "TreeGrowth", "Draft trees that grow in arrays, which it borrows.")
-      .def("__init__", &make_growth, "trees"_a, "width"_a, "candidates"_a, "nodes"_a, "sizes"_a,
-           "depths"_a, "floor"_a, "tokens"_a, "probs"_a, "node_tokens"_a, "node_parents"_a,
-           "node_masks"_a, "is_node"_a, "node_candidates"_a, "row_probs"_a, "is_row"_a);
-  m.def("add_children", recorded<add_children>, "growth"_a, "level"_a, "tokens"_a,
-        "token_strides"_a, "probs"_a, "prob_strides"_a);
-  m.def("expand_trees", recorded<expand_trees>, "growth"_a, "level"_a);
-  m.def("choose_nodes", &choose_nodes, "width"_a, "candidates"_a, "nodes"_a, "tokens"_a,
-        "token_stride"_a, "probs"_a, "prob_stride"_a, "node_candidates"_a, "node_stride"_a,
-        "sizes"_a, "offsets"_a, "chosen_tokens"_a, "parents"_a, "depths"_a, "masks"_a,
-        "chosen_probs"_a);
+  m.def("add_children", recorded<add_children>, "sizes"_a, "arrays"_a, "level"_a, "tokens"_a,
+        "shape"_a, "token_strides"_a, "probs"_a, "prob_strides"_a);
+  m.def("expand_trees", recorded<expand_trees>, "sizes"_a, "arrays"_a, "level"_a);
+  m.def("choose_nodes", &choose_nodes, "width"_a, "candidates"_a, "tokens"_a, "token_stride"_a,
+        "probs"_a, "prob_stride"_a, "node_candidates"_a, "node_stride"_a, "sizes"_a, "offsets"_a,
+        "chosen_tokens"_a, "parents"_a, "depths"_a, "masks"_a, "chosen_probs"_a);
 }
 
 }  // namespace rollout::binding

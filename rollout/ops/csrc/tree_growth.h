@@ -46,8 +46,8 @@ struct TreeGrowth {
 // of `DraftTrees`, one tree behind the other.
 struct GrownTrees {
   int64_t trees, width;
-  int64_t candidates, nodes;  // of each tree
-  const int32_t* tokens;      // [trees, candidates], rows so many apart
+  int64_t candidates;     // of each tree
+  const int32_t* tokens;  // [trees, candidates], rows so many apart
   const float* probs;
   int64_t token_stride, prob_stride;
   const int32_t* node_candidates;  // [trees, nodes]

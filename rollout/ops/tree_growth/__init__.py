@@ -70,7 +70,8 @@ class TreeGrowth:
         """
         self._level += 1
         rows = self._arrays.rows(self._level)
-        tokens_GFW, probs_GFW = (each.expand(-1, rows, -1) for each in (tokens_GFW, probs_GFW))
+        shape = (-1, rows, self._arrays.topk)
+        tokens_GFW, probs_GFW = tokens_GFW.expand(shape), probs_GFW.expand(shape)
         _implementation(probs_GFW.device).add(self._arrays, self._level, tokens_GFW, probs_GFW)
 
     def expand(self) -> TreeNodes:

@@ -22,9 +22,10 @@ def is_missing() -> bool:
 
 def add(arrays: TreeArrays, level: int, tokens_GFW: torch.Tensor, probs_GFW: torch.Tensor) -> None:
     cpu.add_children(
-        _borrowed(arrays),
+        *_sizes_and_addresses(arrays),
         level,
         tokens_GFW.data_ptr(),
+        tokens_GFW.shape,
         tokens_GFW.stride(),
         probs_GFW.data_ptr(),
         probs_GFW.stride(),
@@ -32,17 +33,13 @@ def add(arrays: TreeArrays, level: int, tokens_GFW: torch.Tensor, probs_GFW: tor
 
 
 def expand(arrays: TreeArrays, level: int) -> None:
-    cpu.expand_trees(_borrowed(arrays), level)
+    cpu.expand_trees(*_sizes_and_addresses(arrays), level)
 
 
-def _borrowed(arrays: TreeArrays) -> Any:
-    return cpu.TreeGrowth(
-        len(arrays.sizes_G),
-        arrays.topk,
-        arrays.tokens_GC.shape[1],
-        arrays.node_tokens_GN.shape[1],
-        *(array.data_ptr() for array in arrays),
-    )
+def _sizes_and_addresses(arrays: TreeArrays) -> tuple[tuple[int, ...], list[int]]:
+    trees, num_candidates = arrays.tokens_GC.shape
+    sizes = (trees, arrays.topk, num_candidates, arrays.node_tokens_GN.shape[1])
+    return sizes, [array.data_ptr() for array in arrays]
 
 
 def choose_nodes(
@@ -53,14 +50,13 @@ def choose_nodes(
     topk: int,
 ) -> tuple[NDArray[Any], ...]:
     """See `rollout.ops.tree_growth.ChosenNodes`."""
-    count, num_nodes = int(sizes_G.sum()), candidates_GN.shape[1]
+    count = int(sizes_G.sum())
     offsets_G1 = np.empty(len(sizes_G) + 1, dtype=np.int64)
     tokens_N, parents_N, depths_N = np.empty((3, count), dtype=np.int32)
     masks_N, probs_N = np.empty(count, dtype=np.uint64), np.empty(count, dtype=np.float32)
     cpu.choose_nodes(
         topk,
         tokens_GC.shape,
-        num_nodes,
         tokens_GC.ctypes.data,
         _row_stride(tokens_GC),
         probs_GC.ctypes.data,

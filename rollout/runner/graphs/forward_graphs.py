@@ -5,7 +5,7 @@ Legend: T query rows, E hidden, F feature columns, C routes of a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,14 +14,13 @@ from numpy.typing import NDArray
 
 from rollout.config import MemoryConfig
 from rollout.models.causal_lm import CausalLM
-from rollout.models.layers.linear import FEW_ROWS, Linear
 from rollout.ops import gpu
 from rollout.parallel import RankGroup
 from rollout.runner.batch_layout import StepArrays
 from rollout.runner.graphs.buckets import Bucket, Buckets
 from rollout.runner.graphs.capture import Capture, CudaCapture, Tensors
 from rollout.runner.graphs.graph_runner import GraphRunner
-from rollout.runner.graphs.host_capture import host_capture
+from rollout.runner.graphs.host_capture import host_capture, host_rows
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """The results of a forward: hidden states [T, E], features [T, F], routes [T, C]."""
@@ -33,12 +32,6 @@ _RESULTS = ("hidden_TE", "features_TF", "routes_TC")
 
 _OTHER_INPUTS = 1 << 20
 """Bytes of a step's other inputs: changes of req_to_token and the rows of the head."""
-
-_HOST_ROWS = 128
-"""Rows of the largest forward that is captured on a CPU: of more, Python takes a small part."""
-
-_TORCH_ROWS = 16
-"""The same where torch multiplies, whose results a graph keeps, each in memory of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +129,7 @@ def graphs_of_model(
     if capture is None or not config.graph_bytes:
         return None
     buckets = Buckets(
-        max_rows=min(config.graph_rows, _host_rows(linears)) if on_host else config.graph_rows,
+        max_rows=min(config.graph_rows, host_rows(linears)) if on_host else config.graph_rows,
         minimum_rows=minimum_rows,
         fine=on_host and not all(linear.multiplies_tiles for linear in linears),
         always_nodes=on_host,
@@ -148,9 +141,3 @@ def graphs_of_model(
         device=device,
         ranks=model.ranks.tensor,
     )
-
-
-def _host_rows(linears: Sequence[Linear]) -> int:
-    if all(linear.multiplies_tiles for linear in linears):
-        return _HOST_ROWS
-    return FEW_ROWS if all(linear.multiplies_few_rows for linear in linears) else _TORCH_ROWS

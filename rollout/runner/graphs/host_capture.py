@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rollout.models.layers.linear import Linear
+from rollout.models.layers.linear import FEW_ROWS, Linear
 from rollout.ops.extension import cpu
 from rollout.runner.graphs.capture import GraphTooLargeError, Tensors
 
@@ -29,6 +29,12 @@ _ALLOCATIONS = {
 }
 _READS = {"item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"}
 """Methods that give Python what a tensor holds, which another run would not see."""
+
+_HOST_ROWS = 128
+"""Rows of the largest forward that is captured on a CPU: of more, Python takes a small part."""
+
+_TORCH_ROWS = 16
+"""The same where torch multiplies, whose results a graph keeps, each in memory of its own."""
 
 _DEPENDS_ON_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
@@ -73,6 +79,13 @@ def host_capture(linears: Sequence[Linear]) -> HostCapture | None:
     if cpu is None or not all(linear.writes_in_place for linear in linears):
         return None
     return HostCapture()
+
+
+def host_rows(linears: Sequence[Linear]) -> int:
+    """Rows of the largest forward through these that is captured."""
+    if all(linear.multiplies_tiles for linear in linears):
+        return _HOST_ROWS
+    return FEW_ROWS if all(linear.multiplies_few_rows for linear in linears) else _TORCH_ROWS
 
 
 class HostGraph:

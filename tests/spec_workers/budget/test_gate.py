@@ -14,6 +14,7 @@ def run(gate, gain, *, steps, width=8):
     function of the step."""
     opened = []
     for step in range(steps):
+        gate.enter(width)
         opened.append(gate.is_open)
         if gate.is_open:
             gate.observe(width, gain(step) if callable(gain) else gain, 10.0)
@@ -89,9 +90,26 @@ def test_batches_of_another_width_find_what_they_left():
     for _ in range(60):
         for width, gain in ((16, -0.5), (2, 2.0)):
             opened[width] += run(gate, gain, steps=40, width=width)
-    # The first step of a batch is decided by the batch before.
-    assert sum(opened[2][400:]) >= len(opened[2][400:]) * 39 // 40
+    assert all(opened[2][400:])
     assert sum(opened[16][400:]) < 0.15 * len(opened[16][400:])
+
+
+def test_widths_in_turn_are_judged_apart():
+    """Widths on either side of an octave's end come in turn while prompts are read."""
+    gate, opened = Gate(), {7: [], 8: []}
+    for _ in range(1000):
+        for width, gain in ((7, 3.0), (8, -2.0)):
+            may_draft = gate.may_draft
+            [is_open] = run(gate, gain, steps=1, width=width)
+            opened[width].append(is_open and may_draft)
+    assert sum(opened[7]) > 990
+    assert sum(opened[8]) < 100
+
+
+def test_a_step_that_lost_much_counts_as_one_that_lost_some():
+    gate = Gate()
+    run(gate, -1000.0, steps=1)
+    assert run(gate, 2.0, steps=600).index(True) <= 512
 
 
 def test_new_weights_are_probed_sooner():

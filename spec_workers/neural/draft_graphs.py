@@ -1,0 +1,62 @@
+"""Graphs of what a neural draft runs beside its target."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollout.config import MemoryConfig
+from rollout.models.draft_model import DraftModel
+from rollout.ops import gpu
+from rollout.runner.graphs.capture import Capture, CudaCapture
+from rollout.runner.graphs.graph_runner import GraphRunner
+from rollout.runner.graphs.host_capture import host_capture, host_rows
+from spec_workers.target import TargetWorker
+
+
+@dataclass(frozen=True, slots=True)
+class DraftGraphs:
+    """They may use what the target's graphs leave of the bound, and are dropped when memory is
+    released. None: that is not captured."""
+
+    proposals: GraphRunner | None = None  # all levels of one together: their shapes are fixed
+    max_trees: int = sys.maxsize  # of a proposal: wider ones gain nothing
+    forwards: GraphRunner | None = None  # of one request: more have too many shapes
+
+    @staticmethod
+    def of(
+        config: MemoryConfig, target: TargetWorker, networks: Sequence[DraftModel]
+    ) -> DraftGraphs:
+        """On a GPU, proposals; on a CPU, those of blocks alone, and forwards."""
+        device = target.model.device
+        if not config.graph_bytes or target.ranks.all.size > 1:
+            return DraftGraphs()
+        made: list[GraphRunner] = [] if target.graphs is None else [target.graphs.graph_runner]
+
+        def runner(name: str, capture: Capture) -> GraphRunner:
+            others = list(made)
+            found = GraphRunner(
+                name,
+                max_bytes=lambda: config.graph_bytes - sum(each.num_bytes for each in others),
+                capture=capture,
+                device=device,
+            )
+            made.append(found)
+            target.memory_saver.add_graphs(found)
+            return found
+
+        if device.type == "cuda":
+            return DraftGraphs(proposals=runner("proposals", CudaCapture(device)))
+        linears = [each for network in networks for each in network.linears()]
+        linears += target.model.linears()
+        if gpu.runs_on(device) or (capture := host_capture(linears)) is None:
+            return DraftGraphs()
+        forwards = runner("draft forwards", capture)
+        if networks[0].spec.block_size == 1:
+            return DraftGraphs(forwards=forwards)
+        return DraftGraphs(
+            proposals=runner("proposals", capture),
+            max_trees=host_rows(linears) // networks[0].spec.block_size,
+            forwards=forwards,
+        )
