@@ -79,7 +79,7 @@ def open_eagle(
     if num_steps is None:
         num_steps = reach or 4
     if topk is None:
-        topk = min(4, (MAX_TREE_NODES - 1) // max(1, num_steps - 1), spec.draft_vocab_size)
+        topk = min(4, (MAX_TREE_NODES - 1) // max(1, num_steps - 1))
     if topk > spec.draft_vocab_size:
         raise InvalidInputError(
             "spec.topk", topk, f"the draft has {spec.draft_vocab_size} tokens: at most so many"

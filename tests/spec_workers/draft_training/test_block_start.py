@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from rollout.config import DType
+from rollout.errors import InvalidInputError
 from rollout.models.loader import load_model
 from spec_workers.draft_training.block_start import begin_with_copies
 from spec_workers.draft_training.building import new_draft
@@ -50,3 +52,17 @@ def test_the_first_mask_begins_as_a_copy_of_the_last_rows(tmp_path):
     copied_E = layer.self_attn.o_proj(torch.einsum("hm,mhc->hc", weights_HM, values).flatten())
     state_E = draft.fc(features_NF[CONTEXT - 1])
     assert torch.cosine_similarity(copied_E, state_E, dim=0) > 0.8
+
+
+def test_the_mask_is_no_row_of_padding(tmp_path):
+    folder = save_tiny_llama(tmp_path, vocab_size=VOCAB, num_layers=7, hidden_size=HIDDEN)
+    target = load_model(folder, DType.float32, torch.device("cpu"))
+    embedding = target.weight_loaders()["model.embed_tokens.weight"]
+    table_VE = embedding.read().clone()
+    table_VE[-3:] = 0
+    embedding.write(table_VE)
+    vocabulary = DraftVocabulary(torch.arange(VOCAB), VOCAB)
+    assert new_draft(target, vocabulary, 0, "block").mask_token_id == VOCAB - 4
+    embedding.write(torch.zeros_like(table_VE))
+    with pytest.raises(InvalidInputError, match="a block needs a mask token"):
+        new_draft(target, vocabulary, 0, "block")
