@@ -1,7 +1,7 @@
 """One draft network with keys and values of its own: known positions, and nodes of a tree.
 
-Legend: B requests, Q rows of ``req_to_token``, C slots that changed; T query rows, N tree nodes, K
-next tokens noted per slot, E hidden.
+Legend: B requests, Q rows of ``req_to_token``, T query rows, N tree nodes, K next tokens noted per
+slot, E hidden.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from rollout.models.draft_model import DraftModel
 from rollout.models.eagle.dflash import DFlash
 from rollout.models.forward_context import StepAttention
-from rollout.ops import gpu
 from rollout.ops.paged_attention import AttentionPlan
 from rollout.ops.ragged import offsets_of
 from rollout.ops.transfers import upload
@@ -23,44 +22,9 @@ from rollout.runner.batch_layout import attention_plan
 from rollout.runner.graphs.graph_runner import GraphRunner
 from spec_workers.draft_tree import indices_within
 from spec_workers.neural.draft_kv import DraftKv
+from spec_workers.neural.draft_table import DraftTable
 
-_GRAPH_ROWS = 16
-
-
-class DraftTable:
-    """``tensor``, int32 [rows, max_context_len]: as the table of a `DraftKv`, on the device.
-
-    On a GPU a copy that is sent the columns that changed: `DraftKv.unchanged_Q` counts those of
-    each row that did not. On the CPU a view, and nothing is sent.
-    """
-
-    def __init__(self, kv: DraftKv, device: torch.device, name: str) -> None:
-        """``name``: tells its changes from those of other tables that are sent with them."""
-        self._kv = kv
-        self._index, self._slots = f"{name}_index", f"{name}_slots"
-        self._is_view = not gpu.runs_on(device)
-        table = torch.from_numpy(kv.table)
-        self.tensor = table if self._is_view else torch.zeros_like(table, device=device)
-
-    def changes(self, rows_B: NDArray[np.int64], ends_B: NDArray) -> dict[str, NDArray]:
-        """The changes that make the device hold columns [0, end) of the rows, each named once:
-        flat indices, int64 [C], and slots, int32 [C]."""
-        if self._is_view:
-            return {}
-        table = self._kv.table
-        first_B = np.minimum(self._kv.unchanged_Q[rows_B], ends_B)
-        lens_B = ends_B - first_B
-        index_C = indices_within(lens_B) + np.repeat(rows_B * table.shape[1] + first_B, lens_B)
-        return {self._index: index_C, self._slots: table.reshape(-1)[index_C]}
-
-    def apply(
-        self, tensors: dict[str, torch.Tensor], rows_B: NDArray[np.int64], ends_B: NDArray
-    ) -> None:
-        """Apply the changes of these rows, which are among ``tensors``, on the device."""
-        if self._is_view:
-            return
-        self.tensor.view(-1).index_copy_(0, tensors[self._index], tensors[self._slots])
-        self._kv.unchanged_Q[rows_B] = np.maximum(self._kv.unchanged_Q[rows_B], ends_B)
+_GRAPH_ROWS = 16  # of a forward that is captured: more cost little else
 
 
 @dataclass(kw_only=True, slots=True)
