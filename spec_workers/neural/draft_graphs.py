@@ -13,12 +13,13 @@ from rollout.runner.graphs.capture import Capture, CudaCapture
 from rollout.runner.graphs.graph_runner import GraphRunner
 from rollout.runner.graphs.host_capture import host_capture, host_rows
 from spec_workers.target import TargetWorker
+from spec_workers.target.draft_sizing import draft_graph_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class DraftGraphs:
-    """They may use what the target's graphs leave of the bound, and are dropped when memory is
-    released. None: that is not captured."""
+    """They share `draft_graph_bytes`, and are dropped when memory is released. None: that is not
+    captured."""
 
     proposals: GraphRunner | None = None  # all levels of one together: their shapes are fixed
     max_trees: int = sys.maxsize  # of a proposal: wider ones gain nothing
@@ -29,16 +30,16 @@ class DraftGraphs:
         config: MemoryConfig, target: TargetWorker, networks: Sequence[DraftModel]
     ) -> DraftGraphs:
         """On a GPU, proposals; on a CPU, those of blocks alone, and forwards."""
-        device = target.model.device
-        if not config.graph_bytes or target.ranks.all.size > 1:
+        device, max_bytes = target.model.device, draft_graph_bytes(config)
+        if not max_bytes or target.ranks.all.size > 1:
             return DraftGraphs()
-        made: list[GraphRunner] = [] if target.graphs is None else [target.graphs.graph_runner]
+        made: list[GraphRunner] = []
 
         def runner(name: str, capture: Capture) -> GraphRunner:
             others = list(made)
             found = GraphRunner(
                 name,
-                max_bytes=lambda: config.graph_bytes - sum(each.num_bytes for each in others),
+                max_bytes=lambda: max_bytes - sum(each.num_bytes for each in others),
                 capture=capture,
                 device=device,
             )

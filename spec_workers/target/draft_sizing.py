@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout.config import EngineConfig
+from rollout.config import EngineConfig, MemoryConfig
 from rollout.memory.kv_pool import KvPool
 from rollout.models.checkpoint import Checkpoint
 from rollout.models.draft_model import DraftSpec
@@ -55,3 +55,9 @@ def draft_bytes(
     )
     rows = limits.max_running + 1  # and one to score with
     return DraftBytes(per_slot=num_pools * each, apart=rows * slots_per_request * each)
+
+
+def draft_graph_bytes(config: MemoryConfig) -> int:
+    """The part of ``memory.graph_bytes`` that a neural draft's graphs have for themselves: forwards
+    come first, and would take all of it."""
+    return config.graph_bytes // 8

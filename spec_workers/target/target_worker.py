@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -37,7 +38,7 @@ from spec_workers.target.builders import (
     open_weights,
 )
 from spec_workers.target.cpu_threads import choose_threads, may_choose_threads
-from spec_workers.target.draft_sizing import NO_DRAFT, DraftBytes
+from spec_workers.target.draft_sizing import NO_DRAFT, DraftBytes, draft_graph_bytes
 from spec_workers.target.memory import bytes_of_steps, routes_spec, target_memory
 from spec_workers.target.rank_settings import check_settings
 from spec_workers.target.scorer import Scorer, joined
@@ -93,7 +94,9 @@ class TargetWorker:
             )  # fmt: skip
             self.memory, self.kv_pool = memory.index, memory.kv_pool
             self.state_pool = memory.state_pool
-            self.graphs = graphs_of_model(config.memory, self.model, self.minimum_rows, capture)
+            left = 0 if draft_bytes is NO_DRAFT else draft_graph_bytes(config.memory)
+            own = replace(config.memory, graph_bytes=config.memory.graph_bytes - left)
+            self.graphs = graphs_of_model(own, self.model, self.minimum_rows, capture)
             self.memory_saver = MemorySaver(
                 self.weights,
                 memory.pools,

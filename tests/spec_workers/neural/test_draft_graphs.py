@@ -81,6 +81,23 @@ def test_wide_proposals_are_not_captured(models) -> None:
     engine.close()
 
 
+def test_forwards_leave_drafts_their_room(models) -> None:
+    engine = opened(models, "dflash", graph_bytes=8 << 20)
+    drafter = engine.worker.drafter
+    bounds = [
+        runner._max_bytes()
+        for runner in (
+            engine.worker.target.graphs.graph_runner,
+            drafter.runners[0]._graphs,
+            drafter._proposer._graphs,
+        )
+    ]
+    assert bounds == [7 << 20, 1 << 20, 1 << 20]
+    engine.generate(prompts(), PARAMS["sampled"])
+    assert drafter._proposer._graphs._max_bytes() < 1 << 20, "they share it"
+    engine.close()
+
+
 def test_no_more_children_than_the_draft_has_tokens(models, tmp_path) -> None:
     folder = save_tiny_eagle3(
         tmp_path, models.target("llama"), layers=(0, 1, 2), draft_vocab_size=3
