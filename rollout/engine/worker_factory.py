@@ -71,13 +71,19 @@ def factory_of(settings: Mapping[str, Any]) -> WorkerFactory:
     for option, value in options.items():
         if option not in known:
             hint = did_you_mean(option, known).removeprefix(", ").capitalize()
-            known_options = f"{target} knows {', '.join(known) or 'no options'}"
+            known_options = f"{_spec_of(target)} knows {', '.join(known) or 'no options'}"
             raise InvalidInputError(
                 f"spec.{option}", value, f"{known_options}. {hint}".rstrip(". ")
             )
     if hasattr(build, "check"):
         build.check(**options)
     return partial(build, **options)
+
+
+def _spec_of(target: object) -> str:
+    """What a user calls the build function: ``spec=ngram``."""
+    package, *names = str(target).split(".")
+    return f"spec={names[0]}" if package == "spec_workers" and len(names) == 2 else str(target)
 
 
 _OF_A_HOST = frozenset({"draft_path", "corpus_path", "external_corpora", "feature_ring"})

@@ -86,6 +86,8 @@ def _refusal(error: HydraException, kind: type, arguments: Sequence[str]) -> Inv
         remedy = f"no such key{key_hint(key, kind)} (--cfg job shows all)"
     elif isinstance(cause, OmegaConfBaseException):
         remedy = str(cause.msg).splitlines()[0]
+    elif "Ambiguous value" in message:
+        remedy = "several values: -m sweeps over them"
     else:
         remedy = " ".join(str(error).split())
     return InvalidInputError(key, value, remedy)

@@ -7,13 +7,13 @@ _MIN_GAIN = 0.04
 scattered KV, so plain steps between drafting ones take up to 5 % longer than without any."""
 
 _LIMIT = 2.0  # plain steps of a batch of one that drafts may lose; of more, less by the root
-_CREDIT = 2.0  # limits that gains may make up for
+_CREDIT = 5.0  # limits that gains may make up for
 _RECENT = 32  # steps after which a width that was left counts no more
 _FIRST_INTERVAL = 32  # steps
 _LAST_INTERVAL = 512  # steps, that fruitless probes double it to
 _MAX_SHARE = 0.005  # of the time may be lost to probes, beside what drafts have gained
 _MAX_LOSS = 2.0  # limits that one step counts for at most
-_FIRST_BALANCE, _MAX_BALANCE = 2.0, 10.0  # limits that probes may lose: at first, after gains
+_FIRST_BALANCE, _MAX_BALANCE = 4.0, 10.0  # limits that probes may lose: at first, after gains
 
 
 class Gate:

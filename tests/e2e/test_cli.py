@@ -116,7 +116,7 @@ def test_what_it_says_of_itself(specrollout):
 REFUSED = (
     ("sampling.temperature=nan", 2, "sampling.temperature=nan: must be a finite number"),
     ("data.path=nowhere.jsonl", 2, "data.path='nowhere.jsonl': there is no such file"),
-    ("spec.nonsense=1", 2, "spec.nonsense=1: spec_workers.ngram.build knows"),
+    ("spec.nonsense=1", 2, "spec.nonsense=1: spec=ngram knows"),
     ("memory.kv_bytes=1", 1, "memory.kv_bytes=1"),
     ("model=/no/where", 1, "/no/where/config.json: no such file"),
     ("model=no/where", 2, "model.path='no/where': is no folder, and cannot be had from the hub: "),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -164,7 +165,8 @@ def _kind(config: RunConfig) -> str:
 def _check_json(path: Path, config: RunConfig) -> None:
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise InvalidInputError("--json", str(path), "must name a file in a folder that exists")
-    as_output = replace(config, output=replace(config.output, path=str(path)))
+    # Of a job's own name, whatever the file's: what is asked is which files are read.
+    as_output = replace(config, output=replace(config.output, path=f"{path}.jsonl"))
     JobPaths(as_output).require_unread("--json", path)
 
 
@@ -268,7 +270,7 @@ def _as_json(row: ComparedRow, config: RunConfig) -> dict[str, object]:
         "accept_length": compared.accept_length,
         "tokens_per_second": compared.tokens_per_second,
         "speedup": compared.times.speedup,
-        "low": low,
-        "high": high,
+        "low": low if math.isfinite(high) else None,
+        "high": high if math.isfinite(high) else None,
         "verdict": compared.times.verdict.value,
     }

@@ -119,6 +119,7 @@ def test_every_temperature_and_width_has_a_row(
     assert [row["pairs"] for row in rows] == [12, 3] * 2
     assert all(row["rollouts"] == 12 and row["differing"] == 0 for row in rows)
     assert all(row["low"] <= row["speedup"] <= row["high"] for row in rows if row["pairs"] == 12)
+    assert all(row["low"] is row["high"] is None for row in rows if row["pairs"] == 3)
     _, _, last = capsys.readouterr().out.strip().rpartition("\n")
     assert "same tokens and logprobs: 48 of 48" in last
     assert {path.name for path in tmp_path.iterdir()} == {"prompts.jsonl", "rows.jsonl", "draft"}
