@@ -13,7 +13,8 @@ _FIRST_INTERVAL = 32  # steps
 _LAST_INTERVAL = 512  # steps, that fruitless probes double it to
 _MAX_SHARE = 0.005  # of the time may be lost to probes, beside what drafts have gained
 _MAX_LOSS = 2.0  # limits that one step counts for at most
-_FIRST_BALANCE, _MAX_BALANCE = 4.0, 10.0  # limits that probes may lose: at first, after gains
+_FIRST_BALANCE = 8.0  # plain steps of a batch of one that probes may lose at first; of more, less
+_MAX_BALANCE = 10.0  # limits that they may lose after gains
 
 
 class Gate:
@@ -85,7 +86,7 @@ class _OctaveGate:
         self.closed_for = 0  # steps until it opens; 0: open
         self.interval = _FIRST_INTERVAL  # when it closes next
         self.sum = 0.0  # plain steps gained since it opened
-        self._balance = _FIRST_BALANCE * self._limit  # plain steps that probes may lose
+        self._balance = _FIRST_BALANCE / width  # plain steps that probes may lose
 
     def skip(self) -> None:
         if self.closed_for:
