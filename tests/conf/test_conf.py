@@ -129,5 +129,5 @@ def test_wrong_values_are_named():
             factory_of(spec)
     for spec in ("block", "eagle", "hybrid", "mtp", "ngram", "none"):
         config = composed(f"spec={spec}", "+spec.draftpath=x")
-        with pytest.raises(InvalidInputError, match=r"spec.draftpath='x': spec_workers.* knows "):
+        with pytest.raises(InvalidInputError, match=r"spec.draftpath='x': spec=\w+ knows "):
             factory_of(config.spec)
