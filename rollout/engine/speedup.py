@@ -125,7 +125,8 @@ class Saving:
                 "drafting ones)"
             )
         if self.is_significant:
-            saved = f"{round(self.seconds, 1) + 0.0:+.1f} s \N{PLUS-MINUS SIGN} {self.error_seconds:.1f}"
+            seconds = round(self.seconds, 1) + 0.0  # never -0.0
+            saved = f"{seconds:+.1f} s \N{PLUS-MINUS SIGN} {self.error_seconds:.1f}"
             return f"{self.factor} over plain decoding ({saved})"
         if self.speedup_error < _NARROW:
             return f"no measurable speedup ({self.factor})"

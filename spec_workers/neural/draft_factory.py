@@ -117,8 +117,8 @@ def open_chain(
         if options.draft_path:
             raise
         raise CheckpointError(
-            f"{error}; spec.draft_path names a chain in a folder of its own, and with spec=hybrid an "
-            "EAGLE or block draft"
+            f"{error}; spec.draft_path names a chain in a folder of its own, and with spec=hybrid "
+            "an EAGLE or block draft"
         ) from None
     num_steps = chain.spec.num_steps if options.num_steps is None else options.num_steps
 
