@@ -87,7 +87,7 @@ def _refusal(error: HydraException, kind: type, arguments: Sequence[str]) -> Inv
     elif isinstance(cause, OmegaConfBaseException):
         remedy = str(cause.msg).splitlines()[0]
     elif "Ambiguous value" in message:
-        remedy = "several values: -m sweeps over them"
+        remedy = "must be one value; a job sweeps over several with -m"
     else:
         remedy = " ".join(str(error).split())
     return InvalidInputError(key, value, remedy)

@@ -33,7 +33,7 @@ class Gate:
 
     @property
     def is_open(self) -> bool:
-        """Whether the step that was entered, or else the last one's octave, may draft."""
+        """Whether the step that was entered may draft."""
         return self._latest.closed_for == 0
 
     @property
@@ -44,7 +44,9 @@ class Gate:
     def enter(self, width: int) -> None:
         """Begin a step of ``width`` sampling requests."""
         self._steps += 1
-        self._of(width)
+        entered = self._of(width)
+        if entered is not self._latest:
+            self._before, self._latest, self._steps = self._latest, entered, 0
 
     def observe(self, width: int, gained_ms: float, plain_ms: float) -> None:
         """Learn from a step of ``width`` sampling requests in which drafting was open.
@@ -73,10 +75,7 @@ class Gate:
         octave = width.bit_length()
         if octave not in self._by_octave:
             self._by_octave[octave] = _OctaveGate(1 << max(0, octave - 1))
-        if self._by_octave[octave] is not self._latest:
-            self._before, self._steps = self._latest, 0
-            self._latest = self._by_octave[octave]
-        return self._latest
+        return self._by_octave[octave]
 
 
 class _OctaveGate:

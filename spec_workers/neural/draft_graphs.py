@@ -36,10 +36,11 @@ class DraftGraphs:
         made: list[GraphRunner] = []
 
         def runner(name: str, capture: Capture) -> GraphRunner:
-            others = list(made)
-            found = GraphRunner(
+            found: GraphRunner = GraphRunner(
                 name,
-                max_bytes=lambda: max_bytes - sum(each.num_bytes for each in others),
+                max_bytes=lambda: (
+                    max_bytes - sum(each.num_bytes for each in made if each is not found)
+                ),
                 capture=capture,
                 device=device,
             )
@@ -49,15 +50,20 @@ class DraftGraphs:
 
         if device.type == "cuda":
             return DraftGraphs(proposals=runner("proposals", CudaCapture(device)))
+        if gpu.runs_on(device) or any(each.spec.decoder.experts for each in networks):
+            return DraftGraphs()  # what experts call depends on the rows they are sent
         linears = [each for network in networks for each in network.linears()]
         linears += target.model.linears()
-        if gpu.runs_on(device) or (capture := host_capture(linears)) is None:
-            return DraftGraphs()
-        forwards = runner("draft forwards", capture)
+
+        def on_host(name: str) -> GraphRunner | None:
+            capture = host_capture(linears)  # one for each function
+            return None if capture is None else runner(name, capture)
+
+        forwards = on_host("draft forwards")
         if networks[0].spec.block_size == 1:
             return DraftGraphs(forwards=forwards)
         return DraftGraphs(
-            proposals=runner("proposals", capture),
+            proposals=on_host("proposals"),
             max_trees=host_rows(linears) // networks[0].spec.block_size,
             forwards=forwards,
         )

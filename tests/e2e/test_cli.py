@@ -132,7 +132,7 @@ REFUSED = (
         2,
         "spec='ngrm': must be one of block, eagle, hybrid, mtp, ngram, none, did you mean",
     ),
-    ("spec=none,ngram", 2, "spec='none,ngram': several values"),
+    ("spec=none,ngram", 2, "spec='none,ngram': must be one value"),
     ("sampling.n=[1", 2, "sampling.n='[1': no viable alternative at input '[1'"),
     ("~sampling.x", 2, "sampling.x='': Could not delete from config"),
 )

@@ -112,6 +112,16 @@ def test_a_step_that_lost_much_counts_as_one_that_lost_some():
     assert run(gate, 2.0, steps=600).index(True) <= 512
 
 
+def test_what_is_learned_late_does_not_change_the_step_in_hand():
+    gate = Gate()
+    gate.enter(1)
+    while gate.is_open:
+        gate.observe(1, -5.0, 10.0)
+    gate.enter(2)
+    gate.skip(1)  # of the step before
+    assert gate.is_open
+
+
 def test_new_weights_are_probed_sooner():
     assert run(closed_gate(), 2.0, steps=600).index(True) > 128
     gate = closed_gate()
@@ -124,6 +134,7 @@ def test_new_weights_are_probed_sooner():
 def test_steps_begun_before_it_closed_do_not_close_it_anew():
     gate, under_way, opened = Gate(), [], []
     for _ in range(5000):
+        gate.enter(8)
         opened.append(gate.is_open)
         under_way.append(gate.is_open)
         if len(under_way) > 2:

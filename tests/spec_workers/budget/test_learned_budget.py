@@ -30,6 +30,7 @@ def proportional(rows):
 
 
 def step(budget, batch, prob, *, accepted=0, times=FREE) -> SelectedDrafts:
+    budget.begin_step(batch)
     floors_B = budget.floors(batch)
     selected = budget.choose(batch, None if floors_B is None else chains(batch, prob))
     budget.observe(batch, selected, results_of(selected.trees, accepted), times)
@@ -41,6 +42,7 @@ def run(budget, batch, *, steps, accepted=0, draft=0.0) -> list[bool]:
     function of the step."""
     opened = []
     for number in range(steps):
+        budget.begin_step(batch)
         opened.append(budget.is_open)
         draft_ms = (draft(number) if callable(draft) else draft) if opened[-1] else 0.0
         step(budget, batch, 0.9, accepted=accepted, times=StepTimes(draft=draft_ms))
@@ -48,6 +50,7 @@ def run(budget, batch, *, steps, accepted=0, draft=0.0) -> list[bool]:
 
 
 def observe_all_verified(budget, batch, trees, results) -> None:
+    budget.begin_step(batch)
     selected = replace(budget.choose(batch, trees), trees=trees, values_N=trees.probs_N)
     budget.observe(batch, selected, results, FREE)
 
@@ -226,6 +229,7 @@ def test_drafting_costs_what_it_takes_beyond_a_step_with_the_gate_closed(idle_ms
     budget, batch = make_budget(), batch_of(1)
     opened = []
     for number in range(2000):
+        budget.begin_step(batch)
         opened.append(budget.is_open)
         proposes = budget.floors(batch) is not None and number not in (4, 8, 16)
         selected = budget.choose(batch, chains(batch, 0.5) if proposes else None)

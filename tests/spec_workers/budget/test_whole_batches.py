@@ -50,7 +50,9 @@ def speedup(*, width, limit, mean, found, right, knows_tail, batches):
                     request=requests[i],
                     start=0,
                     run_len=1,
-                    draft_slots=np.arange(min(SLOTS, limit - done[i] - 1) if budget.is_open else 0),
+                    draft_slots=np.arange(
+                        min(SLOTS, limit - done[i] - 1) if budget.may_draft else 0
+                    ),
                 )
                 for i in done
             ]
@@ -58,6 +60,7 @@ def speedup(*, width, limit, mean, found, right, knows_tail, batches):
             if knows_tail:
                 left = {requests[i].request_id: limit - count for i, count in done.items()}
                 batch.tail = Tail(replaced=0.0, remaining=partial(remaining, mean=mean, left=left))
+            budget.begin_step(batch)
             proposed = propose(budget, batch, rng, found, right)
             verified = budget.choose(batch, proposed)
             results = []

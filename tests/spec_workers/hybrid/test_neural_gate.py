@@ -74,6 +74,7 @@ def run(gate, clock, world, steps, *, spent_ms) -> list[bool]:
     step's number."""
     found = []
     for number in range(steps):
+        gate.begin_step(world.batch)
         found.append(gate.is_open)
         if gate.is_open:
             with gate.timed():

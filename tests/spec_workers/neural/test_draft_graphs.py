@@ -81,6 +81,15 @@ def test_wide_proposals_are_not_captured(models) -> None:
     engine.close()
 
 
+def test_a_draft_with_experts_is_not_captured(models) -> None:
+    """What experts call depends on the rows they are sent."""
+    engine = RolloutEngine.from_pretrained(
+        models.target("latent"), "mtp", spec_options=FIXED, **SMALL
+    )
+    assert engine.worker.drafter.runners[0]._graphs is None
+    engine.close()
+
+
 def test_forwards_leave_drafts_their_room(models) -> None:
     engine = opened(models, "dflash", graph_bytes=8 << 20)
     drafter = engine.worker.drafter
