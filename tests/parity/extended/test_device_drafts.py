@@ -14,6 +14,7 @@ import torch
 
 from rollout import RolloutEngine
 from rollout.runner.graphs.graph_runner import GraphRunner
+from spec_workers.neural.draft_graphs import DraftGraphs
 from spec_workers.neural.tree_proposer import TreeProposer
 from tests.helpers.compared import numbers
 from tests.helpers.parity_models import FIXED, LEARNED, PARAMS, prompts
@@ -122,7 +123,7 @@ def as_on_a_device(drafter, capture, **options) -> TreeProposer:
         device=cpu,
         **options,
     )
-    drafter._proposer = drafter._make_proposer(graphs, on_host=False)
+    drafter._proposer = drafter._make_proposer(DraftGraphs(proposals=graphs), on_host=False)
     return drafter._proposer
 
 
