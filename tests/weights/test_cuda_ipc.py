@@ -30,7 +30,8 @@ def exported(monkeypatch) -> dict[bytes, torch.UntypedStorage]:
 
     def share(buffer: torch.Tensor) -> ExportedBuffer:
         storage = buffer.untyped_storage()
-        memory = storage.data_ptr().to_bytes(8, "little")
+        # Version and kind come first, as torch writes them.
+        memory = b"\x01c" + storage.data_ptr().to_bytes(8, "little")
         found[memory] = storage
         return ExportedBuffer(
             device_uuid="GPU-0", memory=memory, storage_bytes=storage.nbytes(), storage_offset=0,
