@@ -81,7 +81,7 @@ def factory_of(settings: Mapping[str, Any]) -> WorkerFactory:
 
 
 def _spec_of(target: object) -> str:
-    """What a user calls the build function: ``spec=ngram``."""
+    """The override that chooses the build function, such as ``spec=ngram``; else its own name."""
     package, *names = str(target).split(".")
     return f"spec={names[0]}" if package == "spec_workers" and len(names) == 2 else str(target)
 

@@ -82,9 +82,11 @@ class Batch:
     entries: list[Scheduled]  # scheduler
     tail: Tail | None = None  # scheduler; None: requests wait
     num_run_tokens: int = field(init=False)  # draft nodes not counted
+    num_sampling: int = field(init=False)  # requests that sample
 
     def __post_init__(self) -> None:
         self.num_run_tokens = sum([entry.run_len for entry in self.entries])
+        self.num_sampling = sum([entry.samples for entry in self.entries])
 
 
 @dataclass(kw_only=True, slots=True)

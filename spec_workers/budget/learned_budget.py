@@ -84,8 +84,8 @@ class LearnedBudget:
         return self._gate.is_open
 
     def begin_step(self, batch: Batch) -> None:
-        if width := sum(entry.samples for entry in batch.entries):
-            self._gate.enter(width)
+        if batch.num_sampling:
+            self._gate.enter(batch.num_sampling)
 
     def floors(self, batch: Batch) -> NDArray[np.float64] | None:
         if not self._gate.is_open:
@@ -141,7 +141,7 @@ class LearnedBudget:
         self, batch: Batch, selected: SelectedDrafts, results: list[EntryResult], times: StepTimes
     ) -> None:
         proposed, is_open = selected.proposed, self._gate.is_open
-        width = sum(entry.samples for entry in batch.entries)
+        width = batch.num_sampling
         if not width:
             return
         if proposed is None and self._passes_over(batch):

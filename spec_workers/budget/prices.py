@@ -38,7 +38,7 @@ class Prices:
         that its request ends last.
         """
         entries = batch.entries
-        width = sum(entry.samples for entry in entries)
+        width = batch.num_sampling
         if not width:
             return cls(0, 0.0, np.zeros(1), np.zeros(len(entries)))
         run, nodes = batch.num_run_tokens, sum(entry.draft_slots.size for entry in entries)

@@ -52,8 +52,8 @@ class NeuralGate:
 
     def begin_step(self, batch: Batch) -> None:
         """Judge this batch's octave of requests from now on."""
-        if width := sum(entry.samples for entry in batch.entries):
-            self._gate.enter(width)
+        if batch.num_sampling:
+            self._gate.enter(batch.num_sampling)
 
     @property
     def is_open(self) -> bool:
@@ -85,7 +85,7 @@ class NeuralGate:
         token_ms_B = budget.token_ms(batch)
         if not isinstance(budget, LearnedBudget) or token_ms_B is None:
             return
-        width = sum(entry.samples for entry in batch.entries)
+        width = batch.num_sampling
         if not width:
             return
         if not self.is_open:

@@ -9,8 +9,6 @@ Legend: P trees and padding, L levels, B rows of a block, T = P * B rows, W chil
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -18,18 +16,12 @@ from numpy.typing import NDArray
 from rollout.memory.slots import NULL_SLOT
 from rollout.ops.paged_attention import AttentionPlan
 from rollout.ops.tree_growth import TreeGrowth
-from spec_workers.neural.draft_levels import DraftLevels
-from spec_workers.neural.guesses import Guesser, Tensors
+from spec_workers.neural.guesses import Tensors
 from spec_workers.neural.tree_proposer import Shape, TreeProposer, TreesToGrow, padded
 
 
 class BlockProposer(TreeProposer):
     """Proposes trees from one forward of a block for each request."""
-
-    def __init__(self, levels: DraftLevels, guesser: Guesser, **options: Any) -> None:
-        """See `TreeProposer`."""
-        super().__init__(levels, guesser, **options)
-        self._fixed: dict[tuple[Shape, int], dict[str, NDArray]] = {}
 
     def _inputs(self, wanted: TreesToGrow, shape: Shape) -> dict[str, NDArray]:
         runner, block = self._levels.first, 1 + self._num_steps
@@ -43,11 +35,9 @@ class BlockProposer(TreeProposer):
         limit = kv.table.shape[1] - 1  # guesses beyond the context are never verified
         positions_GB = (ends_G[:, None] - 1 + np.arange(block)).clip(0, limit)
         starts_G = padded(np.maximum(kv.lens_Q[wanted.rows_G] - 1, 0), padding)
-        if (shape, real) not in self._fixed:
-            self._fixed[shape, real] = self._fixed_inputs(shape, real)
         return {
             **super()._inputs(wanted, shape),
-            **self._fixed[shape, real],
+            **self._fixed_inputs(shape, real),
             "block_ids": tokens_GB.reshape(-1),
             "block_positions": positions_GB.reshape(-1),
             "block_rows": np.repeat(padded(wanted.rows_G, padding), block).astype(np.int32),
@@ -104,9 +94,8 @@ class BlockProposer(TreeProposer):
         hidden_TE = runner.run_block(
             inputs["block_ids"], inputs["block_positions"], inputs["block_slots"], plan
         )
-        hidden_PLE = hidden_TE.unflatten(0, (shape.trees, 1 + self._num_steps))[
-            :, 1 : 1 + shape.levels
-        ]
+        hidden_PBE = hidden_TE.unflatten(0, (shape.trees, 1 + self._num_steps))
+        hidden_PLE = hidden_PBE[:, 1 : 1 + shape.levels]
         logits_RD = runner.logits(hidden_PLE.flatten(0, 1))
         found = self._guesser.children(
             logits_RD, inputs, inputs["guess_trees"], inputs["guess_levels"]

@@ -18,8 +18,8 @@ from spec_workers.target.draft_sizing import draft_graph_bytes
 
 @dataclass(frozen=True, slots=True)
 class DraftGraphs:
-    """They share `draft_graph_bytes`, and are dropped when memory is released. None: that is not
-    captured."""
+    """The graphs of one draft, which share `draft_graph_bytes` and are dropped when memory is
+    released. None: nothing of that kind is captured."""
 
     proposals: GraphRunner | None = None  # all levels of one together: their shapes are fixed
     max_trees: int = sys.maxsize  # of a proposal: wider ones gain nothing

@@ -57,7 +57,7 @@ class DraftLevels:
         return self._runners[0]
 
     def is_warm(self) -> bool:
-        """Whether no forward since the last `roots` was captured or came in a new shape."""
+        """Whether each runner's last forward was neither captured nor in a new shape."""
         return all(runner.is_warm for runner in self._runners)
 
     def inputs(self, rows_G: NDArray[np.int64], padding: int) -> dict[str, NDArray]:

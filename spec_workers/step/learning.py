@@ -114,7 +114,7 @@ def _count_drafts(
     expected = np.concatenate([[0.0], np.cumsum(selected.values_N)])
     expected_B = np.diff(expected[selected.trees.offsets_B1]).tolist()
     forecast = selected.forecast
-    width = sum(entry.samples for entry in batch.entries)
+    width = batch.num_sampling
     if forecast is not None and batch.num_run_tokens != width:
         total_ms = forecast.predicted_ms  # with prefill: as in the engine's metrics
     for b, (entry, result) in enumerate(zip(batch.entries, results, strict=True)):

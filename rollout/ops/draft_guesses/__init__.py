@@ -15,7 +15,7 @@ from rollout.ops.draft_guesses import native, reference
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GuessInputs:
-    """What guesses depend on beside logits. All float32, on the logits' device."""
+    """The inputs of guesses beside logits: float32, on the logits' device."""
 
     temperature_P: torch.Tensor  # above 0
     near_P: torch.Tensor  # how far from the noise a token's interval is looked at

@@ -35,7 +35,7 @@ def opened(models: ParityModels, kind: str, **options) -> RolloutEngine:
 
 
 def counts(engine: RolloutEngine) -> list[object]:
-    """What rolling out gives, alone and together, and how much was proposed and accepted."""
+    """Tokens of rollouts alone and together, and how many were proposed and accepted."""
     params, metrics = PARAMS["sampled"], engine.metrics()
     alone = [engine.generate([prompt], params)[0].token_ids for prompt in prompts()]
     together = [each.token_ids for each in engine.generate(prompts(), params)]
@@ -82,7 +82,7 @@ def test_wide_proposals_are_not_captured(models) -> None:
 
 
 def test_a_draft_with_experts_is_not_captured(models) -> None:
-    """What experts call depends on the rows they are sent."""
+    """Experts make other calls for other rows."""
     engine = RolloutEngine.from_pretrained(
         models.target("latent"), "mtp", spec_options=FIXED, **SMALL
     )
